@@ -9,6 +9,7 @@
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
+#            PYTHONS=...            which interpreters `make packages` installs into
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
 
 SHELL := /bin/bash
@@ -26,6 +27,7 @@ ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 VERSION ?=
+PYTHONS ?= python3.11 python3.12
 runs = $(if $(shell '$(1)' -c 'print(1)' 2>/dev/null),$(1))
 FLOOR_PYTHON ?= $(firstword $(call runs,python3.12) $(call runs,python3.11) $(PYTHON))
 
@@ -47,7 +49,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -55,7 +57,7 @@ help:
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
-	@echo 'make test-compile  the Triton kernels, compiled and interpreted, on the oldest triton, too'
+	@echo 'make test-compile  the Triton kernels for every architecture, and on the oldest triton, too'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
@@ -66,6 +68,7 @@ help:
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
+	@echo 'make packages  folder, wheel and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
 
@@ -166,7 +169,8 @@ unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
 	@$(PYTEST) --ignore=tests/integrations
 
-# After a change of a Triton kernel: what the oldest compiler makes of it. `make test-floor` has this triton, too.
+# After a change of a Triton kernel: all architectures (`make test` compiles for two), and what the oldest compiler
+# makes of it. `make test-floor` has this triton, too.
 test-compile: $(SETUP) csrc $(OLD_TRITON)
 	@$(STEP) 'the Triton kernels on triton 3.6, too'
 	@GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))' $(PYTEST) $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
@@ -191,7 +195,7 @@ test-floor: $(FLOOR)
 	@$(STEP) 'all tests on the oldest supported versions'
 	@$(BIN)/python -c 'import platform, torch, transformers, triton, trl; print("Python", platform.python_version(), \
 	  "torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__, "trl", trl.__version__)'
-	@$(PYTEST)
+	@GRPO_FAST_ALL_GPUS=1 $(PYTEST)
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.
@@ -230,6 +234,9 @@ sweep: $(SETUP) csrc
 bench: $(PEERS) csrc
 	@$(STEP) 'the loss, its parts and its peers'
 	@$(PY) -m benchmarks $(BENCH_ARGS)
+	@$(STEP) 'trees of samples against plain packing, with their bars'
+	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
+	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
 	@$(MAKE) bench-gate
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.
@@ -284,6 +291,10 @@ notebook: $(DOCS) csrc
 	@$(STEP) 'docs/quickstart.ipynb'
 	@mkdir -p docs/_build
 	@$(BIN)/jupyter execute docs/quickstart.ipynb --output='$(abspath docs/_build/quickstart.ipynb)'
+
+# Before a release. Five minutes for each Python.
+packages:
+	@TORCH_INDEX='$(TORCH_INDEX)' tests/packages.sh $(PYTHONS)
 
 # ---- housekeeping ----
 

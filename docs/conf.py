@@ -24,7 +24,8 @@ version = release = grpo_fast.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"grpo_fast {release}"
-html_static_path = []
+html_static_path, html_css_files = ["_static"], ["site.css"]
+pygments_dark_style = "github-dark"
 html_show_sourcelink = False
 html_copy_source = False
 exclude_patterns = ["_build", "*.ipynb"]

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.told import RUN_ERROR, USAGE_ERROR, Debug, Worded, key_values, refuse, told
+from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Worded, key_values, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -142,8 +142,8 @@ def evaluate(
             both = command.compare_models(model, others[0], settings, allow_code=allow_code)
             typer.echo(f"A: {model}\nB: {others[0]}\n{command.paired_table(both)}")
         else:
-            found = command.run_eval(model, settings, allow_code=allow_code)
-            typer.echo(command.table(found))
+            results = command.run_eval(model, settings, allow_code=allow_code)
+            typer.echo(command.table(results))
 
 
 @app.command(cls=Worded)
@@ -200,11 +200,10 @@ def audit(
     from grpo_fast.train.runs.audit import audit as follow
 
     with told(debug):
-        found = follow(os.path.expanduser(run))
-        for line in found.lines():
+        prompts = follow(os.path.expanduser(run))
+        for line in prompts.lines():
             typer.echo(line)
-    if found.problems:
-        sys.exit(RUN_ERROR)
+    sys.exit(1 if prompts.problems else 0)
 
 
 @app.command()
@@ -246,11 +245,11 @@ def compare(
     with told(debug, OSError):
         words = [*(grid or []), *(settings or [])]
         place = None if out is None else os.path.expanduser(out)
-        found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
-        typer.echo(table(found))
-        if found.failed:
-            failed = "\n".join(f"{run}: {why}" for run, why in found.failed.items())
-            raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
+        comparison = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
+        typer.echo(table(comparison))
+        if failed := comparison.failed:
+            lines = "\n".join(f"{run}: {why}" for run, why in failed.items())
+            raise OSError(f"{len(failed)} runs failed; the others are in the table\n{lines}")
 
 
 @app.command(cls=Worded)
@@ -273,10 +272,9 @@ def doctor(
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import examine, show
 
-        found = examine(words or [])
-        show(found, as_json=as_json)
-    if not found.ok:
-        sys.exit(RUN_ERROR)
+        diagnosis = examine(words or [])
+        show(diagnosis, as_json=as_json)
+    sys.exit(0 if diagnosis.ok else 1)
 
 
 @app.command(
@@ -293,7 +291,7 @@ def bench(context: typer.Context) -> None:
     if not (checkout / "benchmarks" / "command.py").is_file():
         expected = "a checkout (benchmarks/ beside grpo_fast/)"
         error = f"bench: expected {expected}, found an installed package in {checkout}"
-        refuse(ValueError(error), None, USAGE_ERROR)
+        refuse(ValueError(error))
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import grpo_fast
+from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 
 LOSSES = tuple(oracles.ORACLES)
@@ -38,6 +39,14 @@ LOSS_LEVELS = (
     *((x, "token") for x in LOSSES if x != "gspo"),
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
+)
+# Losses that share a leaf differ in how tokens are averaged alone, which no kernel sees: the first
+# of each leaf, and every level of two that have a ratio of the whole completion.
+OF_A_LEAF = {OBJECTIVES[x].leaf: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
+LEAVES_AND_LEVELS = tuple(
+    (x, level)
+    for x, level in LOSS_LEVELS
+    if (x in OF_A_LEAF.values() if level == "token" else x in ("grpo", "gspo"))
 )
 LAYOUTS = ("padded", "packed")
 FUNCTIONS = ("logps", "logits", "linear")

@@ -208,7 +208,7 @@ def recording() -> Iterator[Recorder]:
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 
-    def padded(self: loop.LinearHead, chunk: slice) -> Tensor:
+    def rows_of(self: loop.LinearHead, chunk: slice) -> Any:
         recorder.next_chunk()
         return original(self, chunk)
 
@@ -221,7 +221,7 @@ def recording() -> Iterator[Recorder]:
         recorder.phase = "outside"
         return found
 
-    original, ended = loop.LinearHead._padded, loop.LinearHead._finished
+    original, ended = loop.LinearHead._rows_of, loop.LinearHead._finished
     swept = loop.LinearHead.logps
     with contextlib.ExitStack() as stack:
         for module in (
@@ -235,7 +235,7 @@ def recording() -> Iterator[Recorder]:
             (activity.Activity, {"keep": keep}),
             (values, {"check_values": copied, "_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
-            (loop.LinearHead, {"_padded": padded, "_finished": finished, "logps": logps}),
+            (loop.LinearHead, {"_rows_of": rows_of, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
             (workspace, {"gpu_bytes": lambda device: MEMORY}),

@@ -57,6 +57,7 @@ STEPS = [
     Step("bf16", f"-m benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16"),
     Step("ceiling", "-m benchmarks.kernels.ceiling", ""),
     Step("rollout", "-m benchmarks.trainers.rollout --device cpu --budget 6", "--json"),
+    Step("divergence", "-m benchmarks.trainers.divergence --device cpu", "--json"),
 ]
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
 

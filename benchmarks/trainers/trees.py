@@ -1,27 +1,35 @@
 """Trees of samples against plain packing: a trunk's forward + backward, and its memory.
 
-    python -m benchmarks.trainers.trees [--quick] [--json PATH]
+    python -m benchmarks.trainers.trees [--quick] [--divide N] [--json PATH] [--plot PATH]
 
 A group of 16 completions of one long prompt; an agent that branches in two at each of four turns;
-combs, conversations that branch once at every turn. Every sample is trained on its last turn. Both
-layouts compute the same, which is verified (outputs, all gradients) before anything is timed. On a
-CPU the time is the process's own, so that other work on the machine does not count.
+combs, conversations that branch once at every turn; then agents of three turns that branch in one
+to four, for the picture. Every sample is trained on its last turn. Both layouts compute the same,
+which is verified (outputs, all gradients) before anything is timed. On a CPU lengths are divided by
+4, and the time is the process's own, so that other work on the machine does not count. The first
+three have bars: 3/4 of the tokens' ratio in time, and less memory; the exit status is 1 below one.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
+from benchmarks.report.files import machine
+from benchmarks.report.plots import COLORS
 from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, model_step
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from grpo_fast.attention import dispatch, pack_tree, register
 from grpo_fast.attention.dispatch import Kind
 
-DEFAULTS = Defaults(threads=1, budget=(30.0, 0.2), rounds=(3, 3))
+DEFAULTS = Defaults(threads=1, budget=(8.0, 0.2), rounds=(3, 3))
 LAYERS = 1
 Turns = list[range]  # the turns of a sample, as runs of token ids
 
@@ -37,12 +45,12 @@ def group(prompt: int, completion: int, count: int) -> list[Turns]:
     return [[first, turn] for turn in rest]
 
 
-def binary(levels: int, tokens: int) -> list[Turns]:
-    """An agent that branches in two at every turn."""
-    root, *free = turns(0, *[tokens] * 2 ** (levels + 1))
+def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
+    """An agent that goes on in so many ways at every turn."""
+    root, *free = turns(0, *[tokens] * sum(branches**level for level in range(levels + 1)))
     paths, unused = [[root]], iter(free)
     for _ in range(levels):
-        paths = [[*path, next(unused)] for path in paths for _ in range(2)]
+        paths = [[*path, next(unused)] for path in paths for _ in range(branches)]
     return paths
 
 
@@ -60,32 +68,87 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-CASES = {
-    "8k prompt, 16 x 512": lambda: group(8192, 512, 16),
-    "binary agent, 4 turns": lambda: binary(4, 512),
-    "combs of 20 and 21 turns": lambda: combs((20, 21), 1250, 256),
+# name → samples, by what lengths are divided by; those of the picture by their branches
+CASES: dict[str, Callable[[int], list[Turns]]] = {
+    "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
+    "binary agent, 4 turns": lambda n: agent(2, 4, 512 // n),
+    "combs of 20 and 21 turns": lambda n: combs((20, 21), 1250 // n, 256 // n),
 }
-QUICK = {
-    "64 prompt, 4 x 8": lambda: group(64, 8, 4),
-    "binary agent, 3 turns": lambda: binary(3, 8),
-    "comb of 6 turns": lambda: combs((6,), 20, 5),
+BRANCHES: dict[str, Callable[[int], list[Turns]]] = {
+    "3 turns, 1 branch": lambda n: agent(1, 3, 512 // n),
+    "3 turns, 2 branches": lambda n: agent(2, 3, 512 // n),
+    "3 turns, 3 branches": lambda n: agent(3, 3, 512 // n),
+    "3 turns, 4 branches": lambda n: agent(4, 3, 512 // n),
 }
+BAR = 0.75  # of the tokens' ratio
 
 
-def main() -> None:
-    """Time every case, print a table, write the JSON."""
-    options = parsed(new_parser(__doc__), DEFAULTS)
-    if options.device == "cpu":
+def main() -> int:
+    """Time every case, print a table, write the JSON and the picture; 1 below a bar."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--divide", type=int, help="all lengths (default: 1; 4 on a CPU)")
+    parser.add_argument("--plot", help="where the picture goes")
+    options = parsed(parser, DEFAULTS)
+    on_cpu = options.device == "cpu"
+    if on_cpu:
         measure.clock = "process"
-    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    options.divide = 64 if options.quick else options.divide or (4 if on_cpu else 1)
+    options.dtype = torch.float32 if on_cpu else torch.bfloat16
     rows = []
-    for name, paths in (QUICK if options.quick else CASES).items():
-        for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
-            rows.append(time_case(name, paths(), model, options))
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
+    for name, paths in {**CASES, **BRANCHES}.items():
+        for model in CPU_MODELS if on_cpu else GPU_MODELS:
+            rows.append(time_case(name, paths(options.divide), model, options))
+    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads", "divide")}
     settings |= {"dtype": str(options.dtype), "clock": measure.clock, "layers": LAYERS}
     what = "a trunk over trees of samples, against plain packing, forward + backward"
-    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
+    report = {**measure.header(what, options.device), "settings": settings, "cases": rows}
+    save(options, report)
+    if options.plot:
+        draw_trees(report, Path(options.plot))
+    below = [row["case"] for row in rows if not (options.quick or passes(row))]
+    print("below a bar: " + ", ".join(below) if below else "", end="\n" if below else "")
+    return int(bool(below))
+
+
+def passes(row: dict[str, Any]) -> bool:
+    """Whether a case is right, and meets its bars if it has any."""
+    if "ratio" not in row:
+        return False
+    is_fast = row["ratio"] >= BAR * row["tokens_ratio"]
+    return row["case"] not in CASES or (is_fast and row["memory_ratio"] > 1)
+
+
+def draw_trees(report: dict[str, Any], out: Path) -> None:
+    """Rows and memory of the branching agents, packed and as trees."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in report["cases"] if row["case"] in BRANCHES and "memory" in row]
+    rows = [row for row in rows if row["model"] == rows[0]["model"]]
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    for panel, label, value in (
+        (axes[0], "rows of the trunk", lambda row, key: row["tokens"][key]),
+        (axes[1], "MiB, forward + backward", lambda row, key: row["memory"][key]["workspace_mib"]),
+    ):
+        for key, name, color in (
+            ("flat", "packed", COLORS["peer"]), ("tree", "tree", COLORS["ours"])
+        ):  # fmt: skip
+            counts = range(1, len(rows) + 1)
+            panel.plot(counts, [value(row, key) for row in rows], "o-", color=color, label=name)
+        panel.set(yscale="log", xlabel="branches at each of 3 turns", ylabel=label)
+        panel.set_xticks(range(1, len(rows) + 1))
+        panel.grid(True, which="major", alpha=0.3)
+        panel.legend(fontsize=8, frameon=False)
+    settings = report["settings"]
+    note = f"{machine(report['hardware'])}, {settings['dtype']}; commit {report['commit']}"
+    figure.text(0.99, 0.01, note, ha="right", fontsize=6, color="gray")
+    figure.suptitle(f"Turns of {512 // settings['divide']} tokens, {LAYERS} layer", fontsize=10)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)
+    print(f"written: {os.path.relpath(out)}")
 
 
 def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict[str, Any]:
@@ -137,4 +200,4 @@ def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

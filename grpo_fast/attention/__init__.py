@@ -1,8 +1,5 @@
 """Packed rows for transformers models: every prompt once, each completion seeing its prompt and
-itself.
-
-Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen
-lines.
+itself. README.md beside this file has the dozen lines.
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention
@@ -19,29 +16,12 @@ from grpo_fast.attention.model import (
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
+from grpo_fast.kernels.cpu.layers import fast_layers
 
 __all__ = [
-    "NAME",
-    "Head",
-    "PackedGroups",
-    "PackedTree",
-    "Share",
-    "TreeLayout",
-    "check_supported",
-    "check_tolerance",
-    "disable_dropout",
-    "head_of",
-    "pack_groups",
-    "pack_tree",
-    "packed_attention",
-    "packed_rows_attention",
-    "plan_packs",
-    "plan_trees",
-    "register",
-    "shared_prompt_supported",
-    "small_windows",
-    "tree_tokens",
-    "trunk_tokens",
-    "window_as_mask",
+    "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
+    "check_tolerance", "disable_dropout", "fast_layers", "head_of", "pack_groups", "pack_tree",
+    "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees", "register",
+    "shared_prompt_supported", "small_windows", "tree_tokens", "trunk_tokens", "window_as_mask",
     "window_of",
-]
+]  # fmt: skip

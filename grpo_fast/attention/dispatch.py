@@ -1,27 +1,14 @@
 """Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
 of input.
 
-| kernel     | when                                                         | window | softcap |
-|------------|--------------------------------------------------------------|--------|---------|
-| fa4        | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4` | yes    | no      |
-| fa3        | CUDA sm90, 16 bit, module `flash_attn_interface`             | yes    | yes     |
-| fa2        | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8      | yes    | yes     |
-| flash_aten | CUDA from sm80, 16 bit: FlashAttention 2 inside torch        | yes    | no      |
-| flex       | other CUDA: flex_attention, compiled                         | yes    | yes     |
-| csrc       | CPU, fp32: our own in C++, without padding                   | no     | no      |
-| flash_cpu  | CPU: torch's FlashAttention, similar lengths in one call     | no     | no      |
-| explicit   | any device: explicit scores in chunks of queries             | yes    | yes     |
-
-The first whose conditions hold and whose output and gradients agree with the dense reference on a
-tiny packed row is taken; one that fails is passed over with a line in the log. 16 bit kernels need
-a head size divisible by 8, up to 256.
+The first of PROVIDERS whose conditions hold and whose output and gradients agree with the dense
+reference on tiny packed rows is taken; one that fails is passed over with a line in the log.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import metadata, util
 from typing import NamedTuple
@@ -45,11 +32,8 @@ Attention = Callable[..., Tensor]
 # Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times
 # its rounding.
 SELF_TEST_TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+    torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -70,16 +54,10 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        name: for the log.
-        why_not: why it cannot take a kind of input, or None if it can.
-        attend: computes it.
-    """
-
-    name: str
-    why_not: Callable[[Kind], str | None]
+    name: str  # for the log
+    takes: Callable[[Kind], bool]  # a kind of input
     attend: Attention
 
 
@@ -113,16 +91,12 @@ def choose(kind: Kind) -> Provider:
         try:
             error = _tested(provider.attend, kind)
         except Exception as problem:  # a foreign kernel may fail in any way; there is another one
-            log.warning(
-                "attention kernel %s failed on %s: %s; trying the next", name, kind, problem
-            )
+            log.warning("attention kernel %s failed on %s: %s; next", name, kind, problem)
             continue
         if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            found = "packed attention on %s: %s (%.1g from the dense reference)"
-            log.info(found, kind, name, error)
+            log.info("packed attention on %s: %s, %.1g from the reference", kind, name, error)
             return provider
-        wrong = "attention kernel %s is wrong on %s: %.2g from the reference; next"
-        log.warning(wrong, name, kind, error)
+        log.warning("attention kernel %s is wrong on %s: off by %.2g; next", name, kind, error)
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
 
 
@@ -130,13 +104,12 @@ def _tested(attention: Attention, kind: Kind) -> float:
     """`self_test` apart, on the GPU of the caller's tensors: a new thread starts on GPU 0, where
     nobody but its owner wants a context.
     """
-    here: AbstractContextManager = nullcontext()
-    if kind.device == "cuda":
-        index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
-        here = torch.cuda.device(index)
+    if kind.device != "cuda":
+        return apart(lambda: self_test(attention, kind))
+    index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
 
     def run() -> float:
-        with here:
+        with torch.cuda.device(index):
             return self_test(attention, kind)
 
     return apart(run)
@@ -144,44 +117,44 @@ def _tested(attention: Attention, kind: Kind) -> float:
 
 def candidates(kind: Kind) -> Iterator[Provider]:
     """The providers that say they can take this kind of input, best first."""
-    return (provider for provider in PROVIDERS if provider.why_not(kind) is None)
+    return (provider for provider in PROVIDERS if provider.takes(kind))
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
     """Largest relative L2 error of output and gradients against the dense reference on a row of 43
-    tokens.
+    tokens; NaN if one is NaN.
 
     Two trees of three levels, down to a single token: at every distance some ancestor has no
-    descendant there. A plain segment; two query heads for each key head.
+    descendant there. A plain segment. With two query heads for each key head calls are merged; with
+    eight, keys are copied.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    rule = Rule(kind.head_dim**-0.5, *limits)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
-    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
-    results = []
+    rule, errors = Rule(kind.head_dim**-0.5, *limits), list[Tensor]()
     runs: list[tuple[Attention, str, torch.dtype]] = [
         (attention, kind.device, kind.dtype),
         (reference.attend, "cpu", torch.float64),
     ]
-    for function, device, dtype in runs:
-        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
-    pairs = zip(*results, strict=True)
-    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
+    for heads, kv_heads in ((4, 2), (8, 1)):
+        generator, results = torch.Generator().manual_seed(0), []
+        shapes = [(sum(lengths), n, kind.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+        *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
+        for function, device, dtype in runs:
+            leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+            out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
+            gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
+            results.append([out.detach(), *gradients])
+        pairs = zip(*results, strict=True)
+        errors += [(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]
+    return float(torch.stack(errors).max())
 
 
-def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:
-    """Why FlashAttention on CUDA cannot take it."""
-    if kind.device != "cuda":
-        return "needs CUDA"
-    if kind.dtype not in (torch.float16, torch.bfloat16):
-        return "needs 16 bits"
-    if kind.head_dim % 8 or kind.head_dim > most_head_dim:
-        return f"needs a head size divisible by 8, at most {most_head_dim}"
-    return None if _compute_capability(kind.gpu) >= least_sm else f"needs sm{least_sm}"
+def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
+    """Whether FlashAttention on CUDA can take it."""
+    is_narrow = kind.dtype in (torch.float16, torch.bfloat16)
+    if kind.device != "cuda" or not is_narrow or kind.head_dim % 8:
+        return False
+    return kind.head_dim <= most_head_dim and _compute_capability(kind.gpu) >= least_sm
 
 
 @cache
@@ -201,55 +174,43 @@ def _has_distribution(name: str) -> bool:
         return False
 
 
-def _no_fa4(kind: Kind) -> str | None:
-    if not _has_distribution("flash-attn-4"):
-        return "flash-attn-4 is not installed"
-    return "its backward has no softcap" if kind.has_softcap else _flash_cuda(kind, 90, 128)
+def _takes_fa4(kind: Kind) -> bool:
+    return _has_distribution("flash-attn-4") and not kind.has_softcap and _flash(kind, 90, 128)
 
 
-def _no_fa3(kind: Kind) -> str | None:
-    if util.find_spec("flash_attn_interface") is None:
-        return "flash_attn_interface is not installed"
-    reason = _flash_cuda(kind, 90)
-    return reason or (None if _compute_capability(kind.gpu) < 100 else "needs sm90")
+def _takes_fa3(kind: Kind) -> bool:
+    has_module = util.find_spec("flash_attn_interface") is not None
+    return has_module and _flash(kind, 90) and _compute_capability(kind.gpu) < 100
 
 
-def _no_fa2(kind: Kind) -> str | None:
-    missing = None if _has_distribution("flash-attn") else "flash-attn is not installed"
-    return missing or _flash_cuda(kind, 80)
-
-
-def _no_flash_aten(kind: Kind) -> str | None:
-    return "has no softcap" if kind.has_softcap else _flash_cuda(kind, 80)
-
-
-def _no_csrc(kind: Kind) -> str | None:
-    if kind.device != "cpu" or kind.dtype != torch.float32:
-        return "needs a CPU and fp32"
-    if kind.has_window or kind.has_softcap:
-        return "has neither window nor softcap"
-    return loader.load("attention")
-
-
-def _no_flash_cpu(kind: Kind) -> str | None:
-    if kind.device != "cpu" or kind.dtype == torch.float16:
-        return "needs a CPU and fp32, fp64 or bf16"
-    return "has neither window nor softcap" if kind.has_window or kind.has_softcap else None
+def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
+    """Whether it is a CPU's, of one of these dtypes, without a window and softcap."""
+    is_whole = not (kind.has_window or kind.has_softcap)
+    return is_whole and kind.device == "cpu" and kind.dtype in dtypes
 
 
 def _partial(
-    name: str, why_not: Callable[[Kind], str | None], forward: Callable, backward: Callable
+    takes: Callable[[Kind], bool], name: str, forward: Callable, backward: Callable, **options: bool
 ) -> Provider:
-    return Provider(name, why_not, partial(attend, kernel=Kernel(name, forward, backward)))
+    kernel = Kernel(name, forward, backward, **options)
+    return Provider(name, takes, partial(attend, kernel=kernel))
 
 
 PROVIDERS = (
-    _partial("fa4", _no_fa4, cuda.fa4_forward, cuda.fa4_backward),
-    _partial("fa3", _no_fa3, cuda.fa3_forward, cuda.fa3_backward),
-    _partial("fa2", _no_fa2, cuda.fa2_forward, cuda.fa2_backward),
-    _partial("flash_aten", _no_flash_aten, cuda.aten_forward, cuda.aten_backward),
-    Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
-    _partial("csrc", _no_csrc, csrc.forward, csrc.backward),
-    _partial("flash_cpu", _no_flash_cpu, torch_cpu.forward, torch_cpu.backward),
-    _partial("explicit", lambda kind: None, explicit.forward, explicit.backward),
-)
+    # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
+    _partial(_takes_fa4, "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(_takes_fa3, "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
+             "fa2", cuda.fa2_forward, cuda.fa2_backward),
+    _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
+             "flash_aten", cuda.aten_forward, cuda.aten_backward),
+    # CUDA, anything else: compiled flex_attention
+    Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
+    # CPUs: our own in C++, without padding; torch's FlashAttention, similar lengths in one call
+    _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
+             "csrc", csrc.forward, csrc.backward),
+    _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
+             "flash_cpu", torch_cpu.forward, torch_cpu.backward, takes_copies=False),
+    # any device, window and softcap: explicit scores in chunks of queries
+    _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
+)  # fmt: skip

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 # How far logps may stand from the model's own, by the dtype they are computed in (nats).
 CHECK_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.15,
-    torch.float16: 0.05,
-}
+    torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
+}  # fmt: skip
 
 
 class Head(NamedTuple):
@@ -60,13 +57,9 @@ def head_of(lm: Any) -> Head:
             "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0
-    for name, inverse in (
-        ("logit_scale", False),
-        ("lm_head_multiplier", False),
-        ("logits_scaling", True),
-    ):
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
         value = getattr(lm.config, name, None)
         if value is not None:
-            scale = scale / float(value) if inverse else scale * float(value)
+            scale *= 1 / float(value) if name == "logits_scaling" else float(value)
     softcap = getattr(lm.config, "final_logit_softcapping", None)
     return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)

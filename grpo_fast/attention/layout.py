@@ -29,25 +29,23 @@ from grpo_fast.attention.spans import Spans
 Built = TypeVar("Built")
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(NamedTuple):
     """Rows of keys that stand several times in one call."""
 
     rows: Tensor  # (Tk,) int64: the row of T behind each copy
     order: Tensor  # (Tk,) int64: sorts the copies by their row
-    counts: Tensor  # (T,) int64: copies of each row
+    copies: Tensor  # (T,) int64: how many each row has
 
     @classmethod
-    def of(cls, rows: Tensor, total: int, device: torch.device) -> Copies:
-        found = rows, rows.argsort(stable=True), rows.bincount(minlength=total)
-        return cls(*(x.to(device) for x in found))
+    def of(cls, rows: Tensor, total: int) -> Copies:
+        return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def put_back(self, grad: Tensor) -> Tensor:
         """(Tk, …) gradients of the copies → (T, …), summed in the order of the copies, in fp32 or
         better: the same bits every time, which index_add_ on a GPU does not have.
         """
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
-        summed = torch.segment_reduce(ordered, "sum", lengths=self.counts, initial=0, unsafe=True)
+        summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
         return summed.to(grad.dtype)
 
 
@@ -83,22 +81,19 @@ class TreeLayout:
     ) -> TreeLayout:
         """The layout of segments of these lengths, one after the other.
 
-        Args:
-            parents: the segment that each continues, −1 for none; ascending up to the last segment
-                that has one. Empty: no segment continues another.
+        `parents`: the segment that each continues, −1 for none; ascending up to the last segment
+            that has one. Empty: no segment continues another.
 
         Raises ValueError for an empty segment (FlashAttention gives it lse = +inf), for parents in
             another order or behind their children, and for another number of them.
         """
         if not lengths or min(lengths) < 1:
-            raise ValueError(
-                f"lengths: expected at least one segment and none empty, came {list(lengths)[:8]}"
-            )
-        parents = tuple(parents) or (-1,) * len(lengths)
-        if len(parents) != len(lengths):
-            raise ValueError(
-                f"parents: expected one for each of {len(lengths)} segments, came {len(parents)}"
-            )
+            came = list(lengths)[:8]
+            raise ValueError(f"lengths: expected at least one segment and none empty, came {came}")
+        parents, count = tuple(parents) or (-1,) * len(lengths), len(lengths)
+        if len(parents) != count:
+            wrong = f"expected one for each of {count} segments, came {len(parents)}"
+            raise ValueError(f"parents: {wrong}")
         trees = max((s + 1 for s, parent in enumerate(parents) if parent != -1), default=0)
         for segment, (above, parent) in enumerate(pairwise((-1, *parents[:trees]))):
             if not above <= parent < segment:
@@ -198,7 +193,7 @@ class TreeLayout:
             keys.append(torch.cat([path, torch.arange(start, end)]))
         device = self.cu_seqlens.device
         spans = Spans.of(self.lengths, [len(x) for x in keys], device, causal=True)
-        copies = Copies.of(torch.cat(keys), self.total, device)
+        copies = Copies(*(x.to(device) for x in Copies.of(torch.cat(keys), self.total)))
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:

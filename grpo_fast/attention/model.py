@@ -94,28 +94,23 @@ def packed_attention(
 def check_supported(model: nn.Module) -> None:
     """Refuse, before any work, models whose layers packed attention would compute wrongly.
 
-    Raises ValueError naming the field: state-space or linear-attention layers (their state runs
-    across segments), RoPE that changes with the sequence length (`dynamic`, `longrope`), M-RoPE (it
-    needs positions in three dimensions).
+    Raises ValueError naming the field: state-space or linear-attention layers, RoPE that changes
+    with the sequence length (`dynamic`, `longrope`), M-RoPE.
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"model_type {config.model_type}: its recurrent state would run across packed segments"
-        )
+        name = f"model_type {config.model_type}"
+        raise ValueError(f"{name}: its recurrent state would run across packed segments")
     other = set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS
     if other:
         raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, came {sorted(other)}")
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
-        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            raise ValueError(
-                f"rope_type: {part['rope_type']!r} depends on the length, which differs in a pack"
-            )
+        kind = part.get("rope_type")
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(f"rope_type: {kind!r} depends on the length, which differs in a pack")
         if part.get("mrope_section") is not None:
-            raise ValueError(
-                "mrope_section: positions in three dimensions are not supported by packed attention"
-            )
+            raise ValueError("mrope_section: packed attention has positions in one dimension only")
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:

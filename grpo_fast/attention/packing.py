@@ -4,7 +4,7 @@ that predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import TreeLayout
+from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
 
 # Token ids: a list of ints or a 1-D tensor of integers.
@@ -54,11 +54,10 @@ class PackedTree:
         """(R, …) values of trained tokens → B views (trained tokens of the sample, …), in the
         caller's order.
         """
-        if values.shape[0] != sum(self.lengths):
-            raise ValueError(
-                f"values: expected one row for each of {sum(self.lengths)} tokens, came "
-                f"{tuple(values.shape)}"
-            )
+        total = sum(self.lengths)
+        if values.shape[0] != total:
+            shape = tuple(values.shape)
+            raise ValueError(f"values: expected one row for each of {total} tokens, came {shape}")
         return values.split(self.lengths)
 
     @cached_property
@@ -86,14 +85,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
-        ctx.terms, ctx.size = terms, len(logps)
+        ctx.copies = terms, len(logps)
         return logps[terms]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ordered = grad[ctx.terms.argsort(stable=True)]
-        counts = ctx.terms.bincount(minlength=ctx.size)
-        return torch.segment_reduce(ordered, "sum", lengths=counts, initial=0), None
+        return Copies.of(*ctx.copies).put_back(grad), None
 
 
 @dataclass(frozen=True)
@@ -137,15 +134,7 @@ def pack_tree(
     checked, trie = trie_of(samples, apart)
     if not any(len(trained) for _, trained in checked):
         raise ValueError("samples: expected at least one trained token, came none")
-    return PackedTree(
-        **_pack(
-            trie.segments(merge_cost),
-            lambda n: checked[n][0],
-            [trained - 1 for _, trained in checked],
-            [ids[trained] for ids, trained in checked],
-            device,
-        )
-    )
+    return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
 
 
 def pack_groups(
@@ -167,57 +156,47 @@ def pack_groups(
         ValueError: no group, a group without completions, an empty prompt or completion.
     """
     if not len(groups):
-        raise ValueError(
-            "groups: expected at least one (prompt_ids, [completion_ids, …]), came none"
-        )
+        raise ValueError("groups: expected at least one (prompt_ids, [completion_ids, …])")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
     check_lengths(lengths)
-    prompts = [_tensor(prompt) for prompt, _ in groups]
-    owner = [group for group, (_, sizes) in enumerate(lengths) for _ in sizes]
-    targets = [_tensor(ids) for _, completions in groups for ids in completions]
-    return PackedGroups(
-        **_pack(
-            Trie.of_groups(lengths, shared=shared).segments(0),
-            lambda n: torch.cat([prompts[owner[n]], targets[n]]),
-            [
-                torch.arange(len(ids)) + len(prompts[g]) - 1
-                for g, ids in zip(owner, targets, strict=True)
-            ],
-            targets,
-            device,
-        ),
-        group_sizes=tuple(len(sizes) for _, sizes in lengths),
-    )
+    samples = []
+    for prompt, completions in groups:
+        before = _tensor(prompt)
+        for ids in map(_tensor, completions):
+            trained = torch.arange(len(before), len(before) + len(ids))
+            samples.append((torch.cat([before, ids]), trained))
+    segments = Trie.of_groups(lengths, shared=shared).segments(0)
+    sizes = tuple(len(completions) for _, completions in lengths)
+    return PackedGroups(**_pack(segments, samples, device), group_sizes=sizes)
 
 
 def _pack(
     segments: Segments,
-    ids: Callable[[int], Tensor],  # of a sample
-    predicting: Sequence[Tensor],  # of each sample the positions that predict
-    targets: Sequence[Tensor],
+    samples: Sequence[tuple[Tensor, Tensor]],  # ids, and the positions that are trained
     device: torch.device | str,
 ) -> dict[str, Any]:
     """The fields of a `PackedTree`."""
-    parents, starts, ends, samples, last = segments
+    parents, starts, ends, first, last = segments
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
     offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
     rows = []
-    for segment, positions in zip(last, predicting, strict=True):
+    for segment, (_, trained) in zip(last, samples, strict=True):
         path = []
         while segment >= 0:
             path.append(segment)
             segment = parents[segment]
         bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
         offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
+        positions = trained - 1
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
-    pieces = [ids(n)[a:b] for n, a, b in zip(samples, starts, ends, strict=True)]
-    sizes = [len(x) for x in targets]
+    pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
+    sizes = [len(trained) for _, trained in samples]
     return {
         "input_ids": torch.cat(pieces)[None].to(device),
         "layout": layout,
         "predicting": torch.cat(rows).to(device),
-        "target_ids": torch.cat(list(targets)).to(device),
+        "target_ids": torch.cat([ids[trained] for ids, trained in samples]).to(device),
         "cu_seqlens": torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
         "lengths": tuple(sizes),
     }
@@ -231,18 +210,13 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
     is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
     if ids.dim() != 1 or not len(ids) or not is_whole or ids.min() < 0:
-        raise ValueError(
-            f"{name}: expected token ids, at least one, came {tuple(ids.shape)} {ids.dtype}"
-        )
+        came = f"{tuple(ids.shape)} {ids.dtype}"
+        raise ValueError(f"{name}: expected token ids, at least one, came {came}")
     if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(
-            f"{name}: expected a bool for each of {len(ids)} ids, came a mask of shape "
-            f"{tuple(mask.shape)}, {mask.dtype}"
-        )
+        came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
+        raise ValueError(f"{name}: expected a bool for each of {len(ids)} ids, came {came}")
     if mask[0]:
-        raise ValueError(
-            f"{name}: the token at position 0 is trained, but nothing stands before it"
-        )
+        raise ValueError(f"{name}: the token at position 0 is trained, nothing stands before it")
     return ids.long(), mask.nonzero()[:, 0]
 
 
@@ -251,12 +225,11 @@ def trie_of(
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
     """The samples, checked, and the trie of their rows before the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    if apart is not None and len(apart) != len(checked):
-        raise ValueError(
-            f"apart: expected a number for each of {len(checked)} samples, came {len(apart)}"
-        )
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
+        if len(apart) != len(words):
+            expected = f"expected a number for each of {len(words)} samples"
+            raise ValueError(f"apart: {expected}, came {len(apart)}")
         for n, x in enumerate(apart):
             number = torch.as_tensor(x, dtype=torch.int64).expand(len(checked[n][0]))
             words[n] = torch.stack([words[n], number[: len(words[n])]], 1)
@@ -266,15 +239,11 @@ def trie_of(
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Refuse, naming the group: an empty prompt, a group without completions, an empty one."""
     for group, (prompt, completions) in enumerate(lengths):
+        expected, came = f"groups[{group}]: expected", f"came lengths {list(completions)[:8]}"
         if prompt < 1:
-            raise ValueError(
-                f"groups[{group}]: expected a prompt of at least one token, came an empty one"
-            )
+            raise ValueError(f"{expected} a prompt of at least one token, came an empty one")
         if not len(completions) or min(completions) < 1:
-            raise ValueError(
-                f"groups[{group}]: expected at least one completion and none empty, came lengths "
-                f"{list(completions)[:8]}"
-            )
+            raise ValueError(f"{expected} at least one completion and none empty, {came}")
 
 
 def _tensor(ids: Ids) -> Tensor:

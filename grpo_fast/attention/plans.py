@@ -52,11 +52,13 @@ def plan_packs(
     Raises:
         ValueError: budget < 1, a group without completions, an empty prompt or completion.
     """
-    _check_budget(budget)
     check_lengths(lengths)
     owner = [(group, i) for group, (_, sizes) in enumerate(lengths) for i in range(len(sizes))]
     packs = Trie.of_groups(lengths, shared=shared).packs(budget)
-    return sorted(_shares([owner[n] for n in pack]) for pack in packs)
+    placed = [groupby((owner[n] for n in pack), key=lambda place: place[0]) for pack in packs]
+    return sorted(
+        [Share(group, tuple(i for _, i in places)) for group, places in groups] for groups in placed
+    )
 
 
 def plan_trees(
@@ -71,21 +73,9 @@ def plan_trees(
     Returns:
         Rows, in order of their first sample, which each list theirs in order.
     """
-    _check_budget(budget)
     return sorted(trie_of(samples, apart)[1].packs(budget))
 
 
 def tree_tokens(samples: Sequence[Sample]) -> int:
     """Distinct tokens of samples in one row, as `plan_trees` counts them."""
     return trie_of(samples, None)[1].below[0]
-
-
-def _shares(placed: Sequence[tuple[int, int]]) -> list[Share]:
-    """One share for each group of a pack."""
-    groups = groupby(placed, key=lambda place: place[0])
-    return [Share(group, tuple(i for _, i in places)) for group, places in groups]
-
-
-def _check_budget(budget: int) -> None:
-    if budget < 1:
-        raise ValueError(f"budget: expected at least 1 token, came {budget}")

@@ -53,14 +53,6 @@ class Spans:
         )
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
-    @property
-    def max_q(self) -> int:
-        return max(self.queries)
-
-    @property
-    def max_k(self) -> int:
-        return max(self.keys)
-
     @cached_property
     def seen(self) -> tuple[Spans, Tensor]:
         """The spans that have queries, and the rows of their keys."""
@@ -75,14 +67,18 @@ class Spans:
         """Spans of similar shape stacked, longest first, for kernels that take equal lengths
         (CPUs); keys without queries are left out.
         """
-        first_q, first_k = ([0, *accumulate(x)] for x in (self.queries, self.keys))
+        sides = [(lengths, (0, *accumulate(lengths))) for lengths in (self.queries, self.keys)]
         stacks: list[list[int]] = []
         spans = [s for s, queries in enumerate(self.queries) if queries]
         for span in sorted(spans, key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s])):
             if not stacks or not self._fits(span, stacks[-1][0]):
                 stacks.append([])
             stacks[-1].append(span)
-        return [self._block(sorted(stack), first_q, first_k) for stack in stacks]
+        return [
+            Block(*(Rows.of([(firsts[s], lengths[s]) for s in sorted(stack)], self.cu_q.device)
+                    for lengths, firsts in sides))
+            for stack in stacks
+        ]  # fmt: skip
 
     def _fits(self, span: int, longest: int) -> bool:
         """Padding stands at the end of both queries and keys, where only causal order keeps it out
@@ -93,13 +89,6 @@ class Spans:
             return len(shapes) == 1
         is_similar = self.queries[span] >= BLOCK_FILL * self.queries[longest]
         return is_similar and len({keys - queries for queries, keys in shapes}) == 1
-
-    def _block(self, stack: list[int], first_q: list[int], first_k: list[int]) -> Block:
-        device = self.cu_q.device
-        return Block(
-            Rows.of([(first_q[s], self.queries[s]) for s in stack], device),
-            Rows.of([(first_k[s], self.keys[s]) for s in stack], device),
-        )
 
 
 class Block(NamedTuple):

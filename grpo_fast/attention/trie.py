@@ -125,7 +125,10 @@ class Trie:
         """Distribute the sequences over rows of at most `budget` distinct tokens: best fit, largest
         first, deterministic. A subtree stays whole unless it alone exceeds the budget with its
         path; then its parts go to as few rows as best fit finds, each with a copy of the path.
+        Raises ValueError for a budget below 1.
         """
+        if budget < 1:
+            raise ValueError(f"budget: expected at least 1 token, came {budget}")
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]

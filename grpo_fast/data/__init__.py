@@ -8,8 +8,7 @@ from typing import Any
 from grpo_fast.data.escape import escape_control, reason
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
-from grpo_fast.data.generated import ArithmeticTask, SortTask
-from grpo_fast.data.listed import listed_examples
+from grpo_fast.data.generated import ArithmeticTask, SortTask, listed_examples
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
 
 __all__ = [

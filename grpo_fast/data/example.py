@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 # Plain text, or chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
@@ -37,8 +38,27 @@ def need(fits: Any, where: str, expected: str, came: Any) -> None:
         raise DatasetError(f"{where}: expected {expected}, got {came}")
 
 
+Item = TypeVar("Item")
+
+
+class Made(Sequence[Item]):
+    """A sequence whose items are made when they are asked for."""
+
+    length: int
+
+    @abstractmethod
+    def make(self, index: int) -> Item:
+        """Item 0 … length − 1."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(self.length)[index]
+        return [self.make(i) for i in places] if isinstance(index, slice) else self.make(places)
+
+
 class DataSource(Protocol):
     """The part of a data config all sources read (see `load_examples` for the rest)."""
 
-    @property
-    def task(self) -> Any: ...
+    task: Any

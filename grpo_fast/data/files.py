@@ -7,13 +7,14 @@ import logging
 import os
 import random
 import re
+import reprlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from grpo_fast.data import hub
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need
+from grpo_fast.data.example import DatasetError, DataSource, Example, need
 from grpo_fast.data.prompts import Form, ShotPrompts
 
 log = logging.getLogger(__name__)
@@ -22,14 +23,11 @@ SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GOLD = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON may hold it, no tokenizer may
 MAX_DIGITS = 32  # of a gold number: rewards read no longer one
 
 
-class Row(NamedTuple):
-    """One record and where it came from, for error messages."""
-
-    where: str
-    fields: Any
+Rows = Iterator[tuple[str, Any]]  # where a record stands, for error messages, and its fields
 
 
 def load_file_examples(
@@ -83,28 +81,29 @@ def read_examples(
 ) -> list[Example]:
     """Every line of one jsonl file, in its order, with the prompt template applied."""
     form = Form.of(prompt_template, system, chat)
-    return [form.dress(e) for e in _parse_all(_read_jsonl(Path(path)), gsm8k)]
+    return [form.dress(_parse(*row, gsm8k)) for row in read_jsonl(Path(path))]
 
 
 # ---------------------------------------------------------------------------------------- splits
 def _both_splits(
     option: dict[str, Any], gsm8k: bool, need_train: bool
 ) -> tuple[list[Example], list[Example]]:
-    name = option["name"]
-    if option["path"]:
-        train_file, test_file = _locate(Path(option["path"]))
+    def parsed(rows: Rows) -> list[Example]:
+        return [_parse(*row, gsm8k) for row in rows]
+
+    path, name = option["path"], option["name"]
+    if path:
+        train_file, test_file = _locate(Path(path))
         if test_file is None:
-            lines = _parse_all(_read_jsonl(train_file), gsm8k)
-            return _hold_out(lines, option["n_test"], train_file)
-        test = _parse_all(_read_jsonl(test_file), gsm8k)
-        train = _parse_all(_read_jsonl(train_file), gsm8k) if need_train else []
+            return _hold_out(parsed(read_jsonl(train_file)), option["n_test"], train_file)
+        train, test = read_jsonl(train_file), read_jsonl(test_file)
     elif name:
-        test = _parse_all(_read_hub(name, "test"), gsm8k)
-        train = _parse_all(_read_hub(name, "train"), gsm8k) if need_train else []
+        train, test = _read_hub(name, "train"), _read_hub(name, "test")
     else:
         expected = "data.path (a .jsonl file or a folder) or data.name (a hub id)"
         raise DatasetError(f"data: expected {expected}, got neither")
-    return _without(train, test), test
+    tests = parsed(test)
+    return _without(parsed(train) if need_train else [], tests), tests
 
 
 def _locate(path: Path) -> tuple[Path, Path | None]:
@@ -143,23 +142,24 @@ def _without(train: list[Example], test: list[Example]) -> list[Example]:
 
 
 # --------------------------------------------------------------------------------------- records
-def _parse_all(rows: Iterator[Row], gsm8k: bool) -> list[Example]:
-    return [parse_row(row, gsm8k=gsm8k) for row in rows]
-
-
-def parse_row(row: Row, *, gsm8k: bool) -> Example:
+def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
     """One record as an example. Raises DatasetError with the place and the reason."""
-    where, fields = row
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:
         found = ", ".join(map(repr, fields)) or "none"
         raise DatasetError(f"{where}: expected a field 'prompt' or 'question', found {found}")
-    prompt = _checked_prompt(fields[name], f"{where}: field {name!r}")
-    answer, solution = _answer(row, needed=gsm8k), fields.get("solution")
-    is_text = solution is None or isinstance(solution, str)
-    need(is_text, where, "a text in field 'solution'", type(solution).__name__)
-    _check_unicode(where, prompt, answer, solution)
+    prompt, answer, solution = fields[name], fields.get("answer"), fields.get("solution")
+    _check_prompt(prompt, f"{where}: field {name!r}")
+    if type(answer) in (int, float):
+        answer = str(answer)
+    is_text = isinstance(answer, str) and answer.strip()
+    fits = is_text or (answer is None and not gsm8k)
+    need(fits, where, "a non-empty text in field 'answer'", repr(answer))
+    fits = solution is None or isinstance(solution, str)
+    need(fits, where, "a text in field 'solution'", type(solution).__name__)
+    lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
+    need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
     others = {key: value for key, value in fields.items() if key not in (name, "answer")}
     if answer is not None and (gsm8k or "####" in answer):
         try:
@@ -168,18 +168,6 @@ def parse_row(row: Row, *, gsm8k: bool) -> Example:
             raise DatasetError(f"{where}: {error}") from None
         return Example(prompt, gold, solution or strip_calculator(answer), others)
     return Example(prompt, answer, solution, others)
-
-
-def _answer(row: Row, *, needed: bool) -> str | None:
-    """The field `answer`; None without one (or with null), unless it is needed."""
-    answer = row.fields.get("answer")
-    if answer is None and not needed:
-        return None
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        answer = str(answer)
-    is_text = isinstance(answer, str) and answer.strip()
-    need(is_text, row.where, "a non-empty text in field 'answer'", repr(answer))
-    return cast(str, answer)
 
 
 def gold_answer(solution: str) -> str:
@@ -204,32 +192,18 @@ def strip_calculator(solution: str) -> str:
     return _CALCULATOR.sub("", solution).strip()
 
 
-def _checked_prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, str):
-        need(value.strip(), where, "a non-empty text", repr(value))
-        return value
-    is_list = isinstance(value, list) and value
-    need(is_list, where, "a text or a list of chat messages", type(value).__name__)
-    for message in value:
+def _check_prompt(value: Any, where: str) -> None:
+    fits = value.strip() if isinstance(value, str) else isinstance(value, list) and value
+    need(fits, where, "a non-empty text or a list of chat messages", reprlib.repr(value))
+    for message in [] if isinstance(value, str) else value:
         parts = [message.get(x) for x in ("role", "content")] if isinstance(message, dict) else [0]
         are_texts = all(isinstance(part, str) for part in parts)
         need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-    return value
-
-
-def _check_unicode(where: str, *values: Any) -> None:
-    r"""Raise DatasetError for half a character: JSON may hold "\ud800" alone, no tokenizer may."""
-    for value in values:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"the lone surrogate {text[error.start]!r} at character {error.start}"
-            raise DatasetError(f"{where}: expected Unicode, got {found}") from None
 
 
 # --------------------------------------------------------------------------------------- sources
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Rows:
+    """Each line of a file that is not blank, with its place. Raises DatasetError for no JSON."""
     if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     count = 0
@@ -240,16 +214,16 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                     raw = raw.removeprefix(BOM_UTF8)
                 if raw.strip():
                     count += 1
-                    yield _row(f"{path}:{number}", raw)
+                    yield f"{path}:{number}", _fields(f"{path}:{number}", raw)
     except OSError as error:
         raise DatasetError(f"data.path: expected a readable .jsonl file, got {error}") from None
     if count == 0:
         raise DatasetError(f"{path}: expected at least one line, the file is empty")
 
 
-def _row(where: str, raw: bytes) -> Row:
+def _fields(where: str, raw: bytes) -> Any:
     try:
-        return Row(where, json.loads(raw.decode(), object_pairs_hook=_once))
+        return json.loads(raw.decode(), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         at = f"{error.reason} at byte {error.start}"
         raise DatasetError(f"{where}: not UTF-8 text ({at})") from None
@@ -266,7 +240,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _read_hub(name: str, split: str) -> Iterator[Row]:
+def _read_hub(name: str, split: str) -> Rows:
     """Rows of a hub dataset, `owner/name` or `owner/name:config`."""
     try:
         import datasets
@@ -285,4 +259,4 @@ def _read_hub(name: str, split: str) -> Iterator[Row]:
         why = hub.LOCAL if offline else error
         raise DatasetError(f"data.name: {failed}: {why}") from error
     for index, fields in enumerate(loaded):
-        yield Row(f"{name}[{split}]:{index + 1}", dict(fields))
+        yield f"{name}[{split}]:{index + 1}", dict(fields)

@@ -1,25 +1,24 @@
-"""Tasks that need no download: sort a few symbols, add two numbers.
+"""Tasks that need no download: sort a few symbols, add two numbers, or answer listed prompts.
 
-Each is an indexable sequence: example i of the training split is a function of (seed, i) alone. The
+The first two are sequences: example i of the training split is a function of (seed, i) alone. The
 held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
 split redraws whatever falls among them. Only where all the prompts that there are are test prompts,
-training has the same ones.
+training has the same ones. The prompts that are listed are too few to hold any out.
 """
 
 from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
-from grpo_fast.data.example import Example, need
+from grpo_fast.data.example import Example, Made, need
 
 USUAL_TEST = 256  # test prompts where nobody says how many, at most half of those that there are
 HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
-class GeneratedTask(Sequence[Example]):
+class GeneratedTask(Made[Example]):
     """Shared part: the split, and the promise that a test prompt is trained on only if all are."""
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -37,7 +36,7 @@ class GeneratedTask(Sequence[Example]):
         self.split, self.seed = split, seed
         self.held_out = self._draw_held_out(n_test)
         self._not_trained = frozenset(self.held_out if n_test < space else ())
-        self._length = n_test if split == "test" else n_train
+        self.length = n_test if split == "test" else n_train
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -58,20 +57,10 @@ class GeneratedTask(Sequence[Example]):
             chosen[self.draw(rng)] = None
         return list(chosen)
 
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
+    def make(self, index: int) -> Example:
         if self.split == "test":
-            return self.render(self.held_out[position])
-        rng = random.Random(f"{self.seed}/{position}")
+            return self.render(self.held_out[index])
+        rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
             content = self.draw(rng)
@@ -134,3 +123,26 @@ class ArithmeticTask(GeneratedTask):
         answer = " ".join(str(left + right))
         prompt = f"{' '.join(str(left))} + {' '.join(str(right))} ="
         return Example(prompt=prompt, answer=answer, solution=answer)
+
+
+# CS336's lecture on policy gradients: three numbers each, to be sorted.
+LECTURE = ("1 0 2", "3 2 4", "1 2 3")
+
+OPEN = (
+    "The weather today is",
+    "Once upon a time",
+    "My favourite book is about",
+    "In the morning, the city",
+    "The most important thing to learn is",
+    "She opened the door and",
+    "Scientists have found that",
+    "When the music stopped,",
+)
+
+
+def listed_examples(task: str) -> list[Example]:
+    """The prompts of "lecture", each with its numbers sorted, or of "open", with no answer."""
+    if task == "open":
+        return [Example(prompt, answer=None, solution=None) for prompt in OPEN]
+    answers = (" ".join(sorted(prompt.split())) for prompt in LECTURE)
+    return [Example(p, answer=a, solution=a) for p, a in zip(LECTURE, answers, strict=True)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from grpo_fast.data.example import Example, Prompt, need
+from grpo_fast.data.example import Example, Made, Prompt, need
 
 CUT = 0.25  # of the spoiled answers lack their end, the others have wrong symbols in them
 
@@ -25,18 +25,16 @@ class Pair(NamedTuple):
     margin: float = 0.0  # by how much the first should score higher
 
 
-class Pairs(Sequence[Pair]):
-    """A pair for each of some examples, made when it is asked for."""
+class SpoiledPairs(Made[Pair]):
+    """A pair for each of some examples; pair i depends on the seed and on i alone."""
 
-    def __init__(self, examples: Sequence[Example], make: Callable[[int, Example], Pair]) -> None:
-        self.examples, self.make = examples, make
+    def __init__(self, examples: Sequence[Example], symbols: Sequence[str], seed: int | str):
+        self.examples, self.symbols, self.seed = examples, symbols, seed
+        self.length = len(examples)
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        number = range(len(self))[index]
-        return self.make(number, self.examples[number])
+    def make(self, index: int) -> Pair:
+        rng = random.Random(f"{self.seed}/pairs/{index}")
+        return spoiled(self.examples[index], self.symbols, rng)
 
 
 def pairs_of(
@@ -46,18 +44,14 @@ def pairs_of(
 
     Args:
         symbols: of a generated task, whose answers are spoiled with them; None: a file's examples.
-        seed: decides how the answers are spoiled; pair i depends on it and on i alone.
+        seed: decides how the answers are spoiled.
 
     Raises:
         DatasetError: an example of a file without the two texts, or with a margin that is none.
     """
     if symbols is None:
         return [_stored(example) for example in examples]
-
-    def spoil(number: int, example: Example) -> Pair:
-        return spoiled(example, symbols, random.Random(f"{seed}/pairs/{number}"))
-
-    return Pairs(examples, spoil)
+    return SpoiledPairs(examples, symbols, seed)
 
 
 def spoiled(example: Example, symbols: Sequence[str], rng: random.Random) -> Pair:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
-from grpo_fast.data.example import DatasetError, Example, Prompt, need
+from grpo_fast.data.example import DatasetError, Example, Made, Prompt, need
 
 PROMPT_TEMPLATES = {
     "plain": "Question: {question}\nAnswer:",
@@ -55,7 +55,7 @@ class Form(NamedTuple):
         return example._replace(prompt=[*messages, {"role": "user", "content": text}])
 
 
-class ShotPrompts(Sequence[Example]):
+class ShotPrompts(Made[Example]):
     """Examples whose prompts begin with worked examples, made when asked for.
 
     8k tokens are about 50 solved GSM8K questions. The shots of number i depend on (seed, i) only. A
@@ -84,7 +84,7 @@ class ShotPrompts(Sequence[Example]):
         count_tokens: Callable[[str], int],
         seed: int | str,
     ) -> None:
-        self.examples, self.form, self.budget = examples, form, budget
+        self.examples, self.form, self.budget, self.length = examples, form, budget, len(examples)
         self.count_tokens, self.seed = count_tokens, seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
@@ -94,17 +94,7 @@ class ShotPrompts(Sequence[Example]):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
             raise DatasetError(f"data.shots_tokens: {none_fits}")
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def make(self, index: int) -> Example:
         prefix = "".join(self.texts[i] for i in self.shots(index))
         return self.form.dress(self.examples[index], prefix)
 

@@ -9,7 +9,6 @@ first one only, so that it counts once.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from grpo_fast.data.escape import reason
 from grpo_fast.data.example import DatasetError, Example, need
+from grpo_fast.data.files import read_jsonl
 
 VERSION = 1  # of the schema
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
@@ -63,13 +63,9 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
             nodes.
     """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
-    lines = [(f"{file}:{n}", line) for file in files for n, line in enumerate(_lines(file), 1)]
-    try:
-        records = [(where, json.loads(line)) for where, line in lines if line.strip()]
-    except ValueError as error:
-        raise DatasetError(f"{path}: expected JSON lines, got {error}") from error
-    need(records, str(path), "at least one trace", "none")
-    return read_traces([record for _, record in records], [where for where, _ in records])
+    rows = [row for file in files for row in read_jsonl(file)]
+    need(rows, str(path), "at least one trace", "none")
+    return read_traces([record for _, record in rows], [where for where, _ in rows])
 
 
 def trace_examples(path: str | Path) -> list[Example]:
@@ -82,13 +78,6 @@ def trace_examples(path: str | Path) -> list[Example]:
             parts = (x for x in branch[:4] if x is not None)
             texts[trace.task].update(b"".join(x.numpy().tobytes() for x in parts))
     return [Example(task, None, None, {"digest": h.hexdigest()}) for task, h in texts.items()]
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{file}: {error}") from error
 
 
 def read_traces(

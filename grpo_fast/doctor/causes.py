@@ -1,36 +1,29 @@
-"""The names of causes, and for each a sentence that says what to change."""
+"""The causes of a difference: the name of each, and a sentence that says what to change."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from grpo_fast.doctor import models
-from grpo_fast.doctor.prompts import LEFT, REORDERED, RIGHT, TEMPLATES
-from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import BIAS, FREQUENCY, NO_EOS, PRESENCE, REPETITION, SOFTCAP
-from grpo_fast.doctor.view import EMBEDDING, View
-from grpo_fast.rollout import Sampling
+from typing import NamedTuple
 
 RAW, TEMPERATURE, TRUNCATION = "raw log-probabilities", "temperature", "truncation"
 PENALTY, LOGIT_BIAS, ENDS = "penalties", "logit bias", "end of completions"
 SHIFTED, HEAD, TIED, CAP = "shifted log-probabilities", "dtype of the head", "tied head", "softcap"
 TOKENS, TEMPLATE, PADDING = "tokens of the prompt", "chat template", "padding"
-ORDER, STALE, ADAPTER = "order of the answers", models.STALE, models.ADAPTER
-MODEL, QUANTIZED, FORWARD = models.DTYPE, models.QUANTIZED, models.FORWARD
-ROPE, WINDOW, CONFIG = models.ROPE, models.WINDOW, models.CONFIG
-EDITS = {REPETITION: PENALTY, PRESENCE: PENALTY, FREQUENCY: PENALTY, BIAS: LOGIT_BIAS,
-         NO_EOS: ENDS, SOFTCAP: CAP}  # fmt: skip
-READINGS = {LEFT: PADDING, RIGHT: PADDING, REORDERED: ORDER} | dict.fromkeys(TEMPLATES, TEMPLATE)
-SURE = 3.0  # log-likelihood ratio from which tokens were drawn at one temperature, not another
+ORDER, STALE, ADAPTER = "order of the answers", "stale weights", "LoRA adapter"
+ROPE, WINDOW, CONFIG = "positions (RoPE)", "attention window", "model configuration"
+MODEL, QUANTIZED = "dtype of the model", "quantized weights"
+FORWARD = "the trainer's forward pass"
 
-ADVICE = {
+ADVICE = {  # {} is the value that the engine's view has in the field of the cause
     RAW: "the engine reports log-probabilities from before its temperature or truncation: ask for "
          "processed ones (vLLM: --logprobs-mode processed_logprobs)",
-    PENALTY: "the engine samples with {}: switch it off (vLLM: --generation-config vllm)",
-    LOGIT_BIAS: "the engine adds to the logit of one token {}: take its logit_bias away",
-    ENDS: "the engine forbids EOS before {} tokens: set min_tokens to 0 and ignore_eos to false",
-    CAP: "the engine's logits have the softcap {}: compare final_logit_softcapping of both",
-    SHIFTED: "the engine reports for a token the log-probability of the one {} it: take them from "
+    PENALTY: "the engine samples with {0[0]}={0[1]:.4g}: switch it off (vLLM: --generation-config "
+             "vllm)",
+    LOGIT_BIAS: "the engine adds to the logit of one token (id {0[1][0]}) {0[1][1]:.4g}: take its "
+                "logit_bias away",
+    ENDS: "the engine forbids EOS before {0[1]} tokens: set min_tokens to 0 and ignore_eos to "
+          "false",
+    CAP: "the engine's logits have the softcap {0[1]}: compare final_logit_softcapping of both",
+    SHIFTED: "the engine reports for token t the log-probability of token t{:+d}: take them from "
              "the position that predicts the token",
     HEAD: "the engine rounds its logits to {}; the trainer keeps fp32: let its head compute in "
           "fp32 (vLLM: the model's head_dtype)",
@@ -73,60 +66,3 @@ class Cause(NamedTuple):
     advice: str
     before: float  # nats per token
     after: float  # the same as `before` where there is no view without the cause
-
-
-def name_of(recomputed: Recomputed, view: View, field: str) -> str:
-    """The cause that a field of the engine's view stands for."""
-    value = getattr(view, field)
-    if field == "truncation":
-        return RAW if value is None else TRUNCATION
-    if field == "edit":
-        return EDITS[value[0]]
-    if field == "reading":
-        return READINGS.get(value, TOKENS)
-    if field == "model":
-        return recomputed.models[value].cause
-    if field == "head":
-        return TIED if value == EMBEDDING else HEAD
-    return {"temperature": TEMPERATURE, "shift": SHIFTED}[field]
-
-
-def told(
-    recomputed: Recomputed, base: View, view: View, field: str, sampling: Sampling
-) -> tuple[str, str]:
-    """The name of the cause that a field of the engine's view stands for, and what to change."""
-    name, value = name_of(recomputed, view, field), getattr(view, field)
-    what: Any = str(value).removeprefix("torch.")
-    if name == TEMPERATURE:
-        return _about_temperature(recomputed, base, view, sampling)
-    if name == TRUNCATION and sampling.truncates:
-        known = "" if recomputed.drawn.kept is None else ", which the engine names"
-        return name, ASKED.format(sampling.top_k, sampling.top_p, known)
-    if name == TRUNCATION:
-        named = () if isinstance(value, str) else value._asdict().items()
-        what = " ".join(f"{k}={x:.4g}" for k, x in named) or "to tokens that it names"
-    elif name == PENALTY:
-        what = "{}={:.4g}".format(*value)
-    elif name == LOGIT_BIAS:
-        what = "(id {}) {:.4g}".format(*value[1])
-    elif name in (CAP, ENDS):
-        what = value[1]
-    elif name == SHIFTED:
-        what = "behind" if value > 0 else "before"
-    return name, ADVICE[name].format(what)
-
-
-def _about_temperature(
-    recomputed: Recomputed, base: View, view: View, sampling: Sampling
-) -> tuple[str, str]:
-    asked, came = sampling.temperature, view.temperature
-    if came == asked:
-        return TEMPERATURE, LOSS.format(base.temperature, asked)
-    gain = recomputed.logps(view._replace(temperature=asked)) - recomputed.logps(view)
-    ratio = float(gain.nansum())  # log-likelihood of the drawn tokens, as asked over as told
-    if came == 1 and ratio > SURE:
-        return RAW, ADVICE[RAW]
-    does = "reports log-probabilities of" if ratio > SURE else "samples at"
-    if abs(ratio) <= SURE:
-        does = "samples at, or only reports (more tokens would tell),"
-    return TEMPERATURE, ADVICE[TEMPERATURE].format(does, came, asked)

@@ -16,7 +16,6 @@ from grpo_fast.doctor.recompute import BAND
 from grpo_fast.doctor.selftest import Check, self_checks
 from grpo_fast.doctor.settings import Words
 from grpo_fast.rollout import build_engine
-from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 
@@ -32,82 +31,79 @@ class Report(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks) and (
-            self.diagnosis is None or self.diagnosis.ok
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data; numbers that are not finite are null."""
-        checks = [{**check._asdict(), "ok": check.ok} for check in self.checks]
-        diagnosis = self.diagnosis
-        told = None if diagnosis is None else {
-            **diagnosis._asdict(), "ok": diagnosis.ok,
-            "causes": [x._asdict() for x in diagnosis.causes],
-            "own_noise": [x._asdict() for x in diagnosis.own_noise],
-        }  # fmt: skip
-        return plain_json({"ok": self.ok, "checks": checks, "title": self.title, "diagnosis": told})
+        """Whether all self-tests passed, and the engine agrees with the trainer."""
+        found: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
+        return all(x.ok for x in found if x is not None)
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report: tables, or one JSON object."""
+    """Print a report: tables, or one JSON object, in which numbers that are not finite are null."""
+    from rich.box import SIMPLE
     from rich.console import Console
+    from rich.table import Table
 
     if as_json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(plain_json(_plain(report))))
         return
     tables = [_checks(report.checks)] if report.checks else []
     if report.diagnosis is not None:
         tables += [_summary(report.title, report.diagnosis), _causes(report.diagnosis)]
-    for table in tables:
+    for title, columns, rows in tables:
+        table = Table(title=title or None, title_justify="left", box=SIMPLE)
+        for name in columns:
+            is_number = name in NUMBERS
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+        for row in rows:
+            table.add_row(*row)
         Console().print(table)
 
 
-def _checks(checks: Sequence[Check]) -> Any:
-    table = _table("This machine", "self-test", "error", "allowed", "")
+def _plain(value: Any) -> Any:
+    """Named tuples as objects, with their property `ok` where they have one."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not hasattr(value, "_asdict"):
+        return value
+    fields = {name: _plain(item) for name, item in value._asdict().items()}
+    return fields | ({"ok": value.ok} if hasattr(value, "ok") else {})
+
+
+Rows = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows of a table
+
+
+def _checks(checks: Sequence[Check]) -> Rows:
+    rows: list[tuple[str, ...]] = []
     for check in checks:
-        row = ["—", "—", "not here"]
-        if check.error is not None:
-            row = [_short(check.error), _short(check.bound), "ok" if check.ok else "FAILED"]
-        name = f"{check.name}: {check.note}" if check.note else check.name
-        table.add_row(escape_control(name), *row)
-    return table
+        name = escape_control(f"{check.name}: {check.note}" if check.note else check.name)
+        if check.error is None:
+            rows.append((name, "—", "—", "not here"))
+        else:
+            numbers = (f"{x:.1e}" if x else "0" for x in (check.error, check.bound))
+            rows.append((name, *numbers, "ok" if check.ok else "FAILED"))
+    return "This machine", ("self-test", "error", "allowed", ""), rows
 
 
-def _summary(title: str, diagnosis: Diagnosis) -> Any:
-    table = _table(escape_control(title), "engine against trainer", "nats per token", "")
+def _summary(title: str, diagnosis: Diagnosis) -> Rows:
     allowed = f"{'ok' if diagnosis.ok else 'TOO MUCH'}, allowed {diagnosis.threshold:.1e}"
-    table.add_row(f"mean difference of {diagnosis.tokens} tokens", f"{diagnosis.mean:.2e}", allowed)
-    table.add_row("largest", f"{diagnosis.largest:.2e}", "")
-    table.add_row("the trainer's forward pass from the model's own", f"{diagnosis.own:.2e}", "")
+    rows = [
+        (f"mean difference of {diagnosis.tokens} tokens", f"{diagnosis.mean:.2e}", allowed),
+        ("largest", f"{diagnosis.largest:.2e}", ""),
+        ("the trainer's forward pass from the model's own", f"{diagnosis.own:.2e}", ""),
+    ]
     for noise in diagnosis.own_noise:
         what = f"the trainer's own noise in {noise.dtype}: the same tokens in other packs"
         outside = f"{noise.share:.2%} of ratios leave [{BAND[0]}, {BAND[1]}]"
-        table.add_row(what, f"{noise.mean:.2e}", outside)
-    return table
+        rows.append((what, f"{noise.mean:.2e}", outside))
+    return escape_control(title), ("engine against trainer", "nats per token", ""), rows
 
 
-def _causes(diagnosis: Diagnosis) -> Any:
-    table = _table("", "cause", "before", "without it", "what to change")
-    for cause in diagnosis.causes:
-        advice = escape_control(cause.advice)
-        table.add_row(cause.name, f"{cause.before:.2e}", f"{cause.after:.2e}", advice)
-    table.add_row("what is left", f"{diagnosis.left:.2e}", "", diagnosis.rest)
-    return table
-
-
-def _table(title: str, *columns: str) -> Any:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(title=title or None, title_justify="left", box=SIMPLE)
-    for name in columns:
-        is_number = name in NUMBERS
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
-    return table
-
-
-def _short(number: float) -> str:
-    return f"{number:.1e}" if number else "0"
+def _causes(diagnosis: Diagnosis) -> Rows:
+    rows = [
+        (cause.name, f"{cause.before:.2e}", f"{cause.after:.2e}", escape_control(cause.advice))
+        for cause in diagnosis.causes
+    ]
+    rows.append(("what is left", f"{diagnosis.left:.2e}", "", diagnosis.rest))
+    return "", ("cause", "before", "without it", "what to change"), rows
 
 
 def examine(words: Sequence[str]) -> Report:
@@ -117,11 +113,13 @@ def examine(words: Sequence[str]) -> Report:
         ValueError: words, a model, data or an engine that cannot be used.
         RuntimeError, NonFiniteLogits: an engine that answers no completions.
     """
-    asked = Words(words)
+    from rich.console import Console
+
+    asked, working = Words(words), Console(stderr=True).status  # nothing where there is no terminal
     # The engine first: a typing mistake or a server that is gone is told at once.
-    with _working("a rollout against the trainer"):
+    with working("a rollout against the trainer"):
         diagnosis = None if asked.config is None else examine_engine(asked)
-    with _working("self-tests of this machine, about a minute"):
+    with working("self-tests of this machine, about a minute"):
         checks = self_checks() if asked.own.self_tests else []
     if diagnosis is None:
         return Report(checks)
@@ -129,17 +127,16 @@ def examine(words: Sequence[str]) -> Report:
     return Report(checks, title, diagnosis)
 
 
-def _working(what: str) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True).status(what)  # nothing where stderr is no terminal
-
-
 def examine_engine(asked: Words) -> Diagnosis:
     """Sample some prompts of the configuration with its engine, and explain the difference."""
     config, own = asked.config, asked.own
     torch.manual_seed(config.seed)
-    policy, prompts = _policy_and_prompts(config, own.n)
+    plain = config.data.model_copy(update={"shots_tokens": None})
+    questions = load_examples(plain, split="train", seed=config.seed)
+    policy = load_policy(config.model, build_tokenizer(config.model, config.data, questions))
+    counted = token_counter(policy.tokenizer)
+    examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
+    prompts = [example.prompt for example in examples[: own.n]]
     earlier = asked.previous_config()
     previous = None if earlier is None else load_policy(earlier, policy.tokenizer)
     with build_engine(policy, config.rollout) as engine:
@@ -149,12 +146,3 @@ def examine_engine(asked: Words) -> Diagnosis:
             temperature=float(config.loss_config().temperature), previous=previous,
             threshold=own.threshold, uses_kept=config.rollout.wants_kept,
         )  # fmt: skip
-
-
-def _policy_and_prompts(config: RunConfig, count: int) -> tuple[Any, list[Any]]:
-    plain = config.data.model_copy(update={"shots_tokens": None})
-    questions = load_examples(plain, split="train", seed=config.seed)
-    policy = load_policy(config.model, build_tokenizer(config.model, config.data, questions))
-    counted = token_counter(policy.tokenizer)
-    examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    return policy, [example.prompt for example in examples[:count]]

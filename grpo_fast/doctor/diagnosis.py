@@ -6,13 +6,12 @@ most of the difference and no other cause does; else the numbers stand without o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
-from grpo_fast.doctor.causes import Cause
+from grpo_fast.doctor.causes import ADVICE, Cause
 from grpo_fast.doctor.prompts import AS_SENT, readings
 from grpo_fast.doctor.recompute import Noise, Recomputed
 from grpo_fast.doctor.search import Search, noise_of
@@ -24,8 +23,9 @@ from grpo_fast.train.models.policy import Policy
 LEAST = 1e-6  # nats per token; below it two passes agree
 MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
 OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
-FAR = 1.0  # nats per token
-ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
+SURE = 3.0  # log-likelihood ratio from which tokens were drawn at one temperature, not another
+NOT_FOUND = "not found: other weights (previous=FOLDER tries some), prompts or logits, or tokens " \
+            "that are not drawn from what it reports"  # fmt: skip
 
 
 class Diagnosis(NamedTuple):
@@ -96,7 +96,7 @@ def diagnose(
         sampling.temperature if temperature is None else temperature,
         KEPT if uses_kept and recomputed.drawn.kept is not None else None,
     )
-    diagnosis = _told(recomputed, base, sampling, version, threshold)
+    diagnosis = _compare(recomputed, base, sampling, version, threshold)
     if diagnosis.causes or diagnosis.left <= diagnosis.noise:
         return diagnosis
     words = _ignored_update(sample, rollout, base, policy, version, diagnosis.noise)
@@ -104,30 +104,31 @@ def diagnose(
     return diagnosis._replace(causes=stale)
 
 
-def _told(
+def _compare(
     recomputed: Recomputed, base: View, sampling: Sampling, version: int, threshold: float | None
 ) -> Diagnosis:
-    rollout, trainers = recomputed.rollout, recomputed.logps(base)
+    rollout, policy, trainers = recomputed.rollout, recomputed.policy, recomputed.logps(base)
     gap = (recomputed.engine_logps - trainers).abs()
     own = float((recomputed.logps(base._replace(model=OWN)) - trainers).abs().mean())
-    noise = noise_of(recomputed.policy)  # a model with large logits has more; a wrong one far more
+    noise = noise_of(policy)  # a model with large logits has more; a wrong one far more
     noise = min(max(noise, MARGIN * own), 2 * noise)
     packs, view = recomputed.noise(base.temperature), base
     if recomputed.difference(base) > noise:
         view = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
     left, named = recomputed.difference(view), list(_shares(recomputed, base, view, sampling))
     stale = sum(v != version for v in rollout.weight_versions)
-    cut_off = _cut_off(rollout, sampling, recomputed.policy)
+    ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
+    longest = sampling.max_new_tokens
+    cut_off = sum(any(x[:-1]) or not (x[-1] or len(x) == longest) for x in ends)
     for count, name, words in (
         (stale, causes.STALE, causes.VERSIONS), (cut_off, causes.ENDS, causes.CUT_OFF),
     ):  # fmt: skip
         if count:
-            named.append(Cause(name, words.format(count, len(rollout.lengths)), left, left))
+            named.append(Cause(name, words.format(count, len(ends)), left, left))
     return Diagnosis(
         len(gap), float(gap.mean()), float(gap.max()), own, noise,
         noise if threshold is None else threshold, named, left,
-        "noise of the kernels" if left <= noise else _not_found(recomputed, view),
-        stale, cut_off, packs,
+        "noise of the kernels" if left <= noise else NOT_FOUND, stale, cut_off, packs,
     )  # fmt: skip
 
 
@@ -148,17 +149,33 @@ def _shares(
     while fields := view.differences(engines):
         steps = {x: view._replace(**{x: getattr(engines, x)}) for x in fields}
         field = min(steps, key=lambda x: recomputed.difference(steps[x]))  # noqa: B023
-        name, advice = causes.told(recomputed, base, engines, field, sampling)
-        before = recomputed.difference(view)
-        view = steps[field]
+        name = recomputed.cause_of(engines, field)
+        if name == causes.TEMPERATURE:
+            name, advice = _about_temperature(recomputed, base, engines, sampling.temperature)
+        elif name == causes.TRUNCATION and sampling.truncates:
+            known = "" if recomputed.drawn.kept is None else ", which the engine names"
+            advice = causes.ASKED.format(sampling.top_k, sampling.top_p, known)
+        else:
+            advice = ADVICE[name].format(getattr(engines, field))
+        before, view = recomputed.difference(view), steps[field]
         yield Cause(name, advice, before, recomputed.difference(view))
 
 
-def _cut_off(rollout: Rollout, sampling: Sampling, policy: Policy) -> int:
-    """Completions whose end is not the trainer's: too early, or not at the first EOS."""
-    ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
-    longest = sampling.max_new_tokens
-    return sum(any(x[:-1]) or not (x[-1] or len(x) == longest) for x in ends)
+def _about_temperature(
+    recomputed: Recomputed, base: View, view: View, asked: float
+) -> tuple[str, str]:
+    """Whether tokens were drawn at another temperature, or only reported at it."""
+    came = view.temperature
+    if came == asked:
+        return causes.TEMPERATURE, causes.LOSS.format(base.temperature, asked)
+    gain = recomputed.logps(view._replace(temperature=asked)) - recomputed.logps(view)
+    ratio = float(gain.nansum())  # log-likelihood of the drawn tokens, as asked over as told
+    if came == 1 and ratio > SURE:
+        return causes.RAW, ADVICE[causes.RAW]
+    does = "reports log-probabilities of" if ratio > SURE else "samples at"
+    if abs(ratio) <= SURE:
+        does = "samples at, or only reports (more tokens would tell),"
+    return causes.TEMPERATURE, ADVICE[causes.TEMPERATURE].format(does, came, asked)
 
 
 def _ignored_update(
@@ -183,21 +200,5 @@ def _ignored_update(
     gaps = [(a - b).abs().max() <= noise for (a, b), x in zip(pairs, same, strict=True) if x]
     if 2 * sum(map(bool, gaps)) > len(same):
         return causes.IGNORES
-    sent = second.prompt_ids[:: len(same) // len(set(map(tuple, second.prompt_ids)))]
-    again = Recomputed(policy, second, {AS_SENT: sent})
+    again = Recomputed(policy, second, {AS_SENT: second.prompt_ids})
     return causes.BEHIND if again.difference(base._replace(truncation=None)) <= noise else None
-
-
-def _not_found(recomputed: Recomputed, view: View) -> str:
-    """Describe a difference without a cause.
-
-    The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1. Of
-    distributions that have little in common (FAR) no sample shows that.
-    """
-    gap = (recomputed.logps(view) - recomputed.engine_logps).double()
-    ratios = gap.exp()
-    mean, error = float(ratios.nanmean()), float(ratios.std()) / math.sqrt(len(ratios))
-    what = "its tokens are not drawn from what it reports"
-    if float(gap.nanmean()) < -FAR or abs(mean - 1) <= ERRORS * error:
-        what = "it may have other weights, read other prompts, or change its logits"
-    return f"not found: {what} (mean ratio {mean:.3g} ± {error:.1g}); previous=FOLDER tries weights"

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from grpo_fast.doctor.causes import ADAPTER, CONFIG, FORWARD, MODEL, QUANTIZED, ROPE, STALE, WINDOW
 from grpo_fast.doctor.view import OWN
 from grpo_fast.train.models.policy import Policy
 
-ROPE, WINDOW, CONFIG = "positions (RoPE)", "attention window", "model configuration"
-STALE, ADAPTER, FORWARD = "stale weights", "LoRA adapter", "the trainer's forward pass"
-DTYPE, QUANTIZED = "dtype of the model", "quantized weights"
 THETAS = (1e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 FACTORS = (2.0, 4.0, 8.0, 32.0)
 MORE = {"linear": {}, "yarn": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
@@ -37,7 +36,7 @@ def variants(policy: Policy, previous: Policy | None) -> dict[str, Variant]:
         models["the model without its adapter"] = Variant(ADAPTER, partial(_plain, policy, False))
     if (policy.autocast or policy.head.weight.dtype) == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            models[str(dtype)] = Variant(DTYPE, partial(cast, policy, dtype))
+            models[str(dtype)] = Variant(MODEL, partial(cast, policy, dtype))
     for name, rounded in (("int8", _int8), ("fp8", _fp8)):
         models[name] = Variant(QUANTIZED, partial(_quantized, policy, rounded))
     for cause, name, fields in _settings(policy.lm.config.get_text_config()):
@@ -59,18 +58,9 @@ def with_config(policy: Policy, fields: dict[str, Any]) -> Policy:
     config = copy.deepcopy(plain.config)
     for name, value in fields.items():
         setattr(config.get_text_config(), name, value)
-    with torch.device("meta"):
+    with policy.device, init_empty_weights(include_buffers=False):  # buffers: of the configuration
         model = policy.kind(config).eval()
     model.load_state_dict(plain.state_dict(), assign=True)
-    buffers = dict(plain.named_buffers())
-    for path, module in list(model.named_modules()):
-        if hasattr(module, "inv_freq"):  # made from the configuration, and in no state_dict
-            with policy.device:
-                module = type(module)(config=module.config)
-            model.set_submodule(path, module)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                module.register_buffer(name, buffers[f"{path}.{name}"], persistent=False)
     twin = copy.copy(policy)
     twin.model = twin.lm = model
     return twin

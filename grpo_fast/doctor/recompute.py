@@ -14,8 +14,7 @@ from grpo_fast import Support, linear_logps
 from grpo_fast.attention import Head
 from grpo_fast.doctor.models import cast, variants
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
-from grpo_fast.doctor.rows import ROWS, Drawn, Rows
-from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, View
+from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, ROWS, Drawn, Rows, View
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
@@ -62,6 +61,10 @@ class Recomputed:
         self._moved: dict[str, Ids] = {}  # each prompt in the place of another
         self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
         self._found: dict[View, Tensor] = {}
+
+    def cause_of(self, view: View, field: str) -> str:
+        """The name of the cause that a field of the engine's view stands for."""
+        return self.models[view.model].cause if field == "model" else view.cause_of(field)
 
     def difference(self, view: View) -> float:
         """Mean of |engine − view| in nats per token, of the tokens that the view predicts."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,10 @@ from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.runs.export import export
 
+ERRORS = (
+    "loss and logps against fp64", "gradients against fp64", "same bits again, and alone",
+    "no divergence from itself",
+)  # fmt: skip
 BACKENDS = ("torch", "cpu", "triton")
 LENGTHS, HIDDEN, VOCABULARY = (9, 1, 17, 5), 64, 4096  # this many columns take the large kernels
 HEAD_DIM = 64  # of the attention kernels
@@ -60,7 +63,6 @@ class Check(NamedTuple):
     error: float | None  # None: it did not run
     bound: float  # up to which the error is allowed
     note: str = ""  # why it did not run, or failed
-    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -85,14 +87,12 @@ def self_checks() -> list[Check]:
     return [*kernel_checks(device), *attention_checks(device), *run_checks(device)]
 
 
-def timed(name: str, bound: float, run: Callable[[], float]) -> Check:
-    """The check of `run`'s error; one that raises has an infinite error."""
-    started = time.perf_counter()
+def checked(names: Sequence[str], bounds: Sequence[float], run: Callable[..., Any]) -> list[Check]:
+    """The checks of the errors that `run` returns; where it raises, the first one's is infinite."""
     try:
-        error, note = run(), ""
+        return [Check(*each) for each in zip(names, run(), bounds, strict=True)]
     except Exception as broken:  # a kernel may fail in any way, and the other checks go on
-        error, note = float("inf"), reason(broken)
-    return Check(name, error, bound, note, time.perf_counter() - started)
+        return [Check(names[0], float("inf"), bounds[0], reason(broken))]
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
@@ -103,15 +103,9 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
             yield Check(backend, None, 0.0, missing.splitlines()[0])
             continue
         for dtype in DTYPES:
-            made = problem(dtype, device)
-            what = f"{backend} {_named(dtype)}"
-            for name, bound, error in (
-                ("loss and logps against fp64", LOGPS, values_error),
-                ("gradients against fp64", GRADIENTS[dtype], gradients_error),
-                ("same bits again, and alone", 0.0, differing),
-                ("no divergence from itself", 0.0, own_divergence),
-            ):
-                yield timed(f"{what}: {name}", bound, partial(error, made, backend))
+            names = [f"{backend} {_named(dtype)}: {error}" for error in ERRORS]
+            run = partial(kernel_errors, problem(dtype, device), backend)
+            yield from checked(names, (LOGPS, GRADIENTS[dtype], 0.0, 0.0), run)
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
@@ -125,7 +119,7 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
             for provider in candidates(kind):
                 name = f"attention {provider.name} {_named(dtype)}" + (extra and f", {extra}")
                 run = partial(self_test, provider.attend, kind)
-                yield timed(name, SELF_TEST_TOLERANCE[dtype], run)
+                yield from checked([name], [SELF_TEST_TOLERANCE[dtype]], lambda: [run()])  # noqa: B023
 
 
 def problem(dtype: torch.dtype, device: torch.device) -> Problem:
@@ -168,16 +162,23 @@ def explicit(p: Problem) -> list[Tensor]:
     return [x.detach() for x in (loss, logps, *grads)]
 
 
-def values_error(p: Problem, backend: str) -> float:
-    """The largest absolute error of loss and logps; NaN stays NaN."""
-    pairs = zip(computed(p, backend)[:2], explicit(p)[:2], strict=True)
-    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
-
-
-def gradients_error(p: Problem, backend: str) -> float:
-    """The larger relative L2 error of dH and dW; NaN stays NaN."""
-    pairs = zip(computed(p, backend)[2:], explicit(p)[2:], strict=True)
-    return float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())
+def kernel_errors(p: Problem, backend: str) -> tuple[float, float, float, float]:
+    """ERRORS of a backend: the largest absolute one of loss and logps, the larger relative L2 one
+    of dH and dW, how many numbers another run or a completion by itself changes, a divergence that
+    should be 0. NaN stays NaN.
+    """
+    first, again, truth = computed(p, backend), computed(p, backend), explicit(p)
+    pairs = list(zip(first, truth, strict=True))
+    values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
+    gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
+    start, end = p.cu_seqlens[2:4].tolist()
+    alone = p._replace(
+        hidden=p.hidden[start:end], targets=p.targets[start:end], advantages=p.advantages[2:3],
+        old_logps=p.old_logps[start:end], cu_seqlens=p.cu_seqlens[2:4] - p.cu_seqlens[2],
+    )  # fmt: skip
+    changed = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
+    changed += int((computed(alone, backend)[1] != first[1][start:end]).sum())
+    return float(values), float(gradients), float(changed), own_divergence(p, backend)
 
 
 def own_divergence(p: Problem, backend: str) -> float:
@@ -196,32 +197,18 @@ def own_divergence(p: Problem, backend: str) -> float:
     return float(own.abs().max()) if (shifted > 0.1).all() else float("inf")
 
 
-def differing(p: Problem, backend: str) -> float:
-    """How many numbers are not the same in a second run, or for rows computed by themselves."""
-    first, again = computed(p, backend), computed(p, backend)
-    count = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
-    a, b = p.cu_seqlens[2:4].tolist()
-    alone = p._replace(
-        hidden=p.hidden[a:b], targets=p.targets[a:b], advantages=p.advantages[2:3],
-        old_logps=p.old_logps[a:b], cu_seqlens=p.cu_seqlens[2:4] - p.cu_seqlens[2],
-    )  # fmt: skip
-    return float(count + int((computed(alone, backend)[1] != first[1][a:b]).sum()))
-
-
 def run_checks(device: torch.device) -> Iterator[Check]:
     """A rollout against the trainer's forward pass, and a run that is left and goes on."""
     config = ModelConfig(config=MODEL, tokenizer="symbols", device=str(device))
     torch.manual_seed(0)
     policy = load_policy(config, build_symbol_tokenizer([str(i) for i in range(40)]))
-    error = partial(rollout_error, policy)
-    yield timed("rollout: logps against the trainer's", noise_of(policy), error)
-    yield timed("checkpoint: a resumed run's weights, bit for bit", 0.0, resumed_differences)
-
-
-def rollout_error(policy: Any) -> float:
-    """Nats per token on average."""
     sampling = Sampling(max_new_tokens=24, temperature=0.8)
-    return diagnose(policy, TransformersEngine(policy), PROMPTS, sampling).mean
+    yield from checked(
+        ["rollout: logps against the trainer's"], [noise_of(policy)],
+        lambda: [diagnose(policy, TransformersEngine(policy), PROMPTS, sampling).mean],
+    )  # fmt: skip
+    name = "checkpoint: a resumed run's weights, bit for bit"
+    yield from checked([name], [0.0], lambda: [resumed_differences()])
 
 
 def resumed_differences() -> float:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import Field
 
 from grpo_fast.rollout import EngineName, Sampling
-from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath
+from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath, require
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import nearest, own_words, read_words
 from grpo_fast.train.evaluation.settings import Source
@@ -37,15 +37,10 @@ class DoctorSettings(Section):
 
 
 class Words:
-    """The words in their kinds.
+    """The words in their kinds: a `model` (a folder, a hub id, a run's folder, or None), the `own`
+    settings, and the `config` of the run whose rollout is examined (None: there is none).
 
-    Attributes:
-        model: a folder, a hub id, a run's folder, or None.
-        config: the run whose rollout is examined; None: there is nothing to examine.
-        own: what the doctor itself is told.
-
-    Raises:
-        ValueError: a word that is none of these, or a configuration that does not fit.
+    Raises ValueError for a word of no kind, or a configuration that does not fit.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -53,8 +48,8 @@ class Words:
         for word in words:
             kinds[kind_of(word)].append(word)
         for kind in ("model", "url", "engine"):
-            if len(kinds[kind]) > 1:
-                raise ValueError(f"{kind}: expected one at most, came {', '.join(kinds[kind])}")
+            came = ", ".join(kinds[kind])
+            require(len(kinds[kind]) <= 1, kind, "one at most", came)
         self.own, rest_words = own_words(DoctorSettings, kinds["setting"])
         self.model = next(iter(kinds["model"]), None)
         rest = [f"rollout.engine={name}" for name in kinds["engine"]]
@@ -96,13 +91,11 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
         fields = source.run.model_dump(mode="json", exclude_unset=True)
     elif source is not None:
         fields = copy.deepcopy(BUILT_IN)
-    elif rest or own.previous is not None:
-        came = (rest or [f"previous={own.previous}"])[0]
-        raise ValueError(
-            f"model: expected a folder, a hub id or recipe=NAME beside {came}, came none"
-            + nearest(came.partition("=")[0], list(DoctorSettings.model_fields))
-        )
     else:
+        first = (rest or ["previous="] * (own.previous is not None) or [""])[0]
+        near = nearest(first.partition("=")[0], list(DoctorSettings.model_fields))
+        expected = f"a folder, a hub id or recipe=NAME beside {first}"
+        require(not first, "model", expected, "none" + near)
         return None
     if source is not None:
         run = {} if source.run is None else source.run.model.model_dump()

@@ -47,9 +47,7 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise a ValueError for a model whose logits are not its head's rule on its last hidden
-    states.
-    """
+    """Raise a ValueError where logits are not the head's rule on the last hidden states."""
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
@@ -61,30 +59,29 @@ def check_head(model: Any) -> None:
 def _check_rule(
     head: Head,
     hidden: Tensor,  # (B, L, H)
-    found: Tensor,  # (B, L, V) the model's logits
+    theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    difference = float((logits - found.float()).abs().max())
-    tolerance = max(check_tolerance(weight.dtype), check_tolerance(found.dtype))
+    difference = float((logits - theirs.float()).abs().max())
+    tolerance = max(check_tolerance(weight.dtype), check_tolerance(theirs.dtype))
     if not difference <= tolerance * max(1.0, float(logits.abs().max())):
-        raise ValueError(
-            "model: expected logits from its last hidden states and linear head, got a "
-            f"difference of {difference:.2g}"
-        )
+        expected = "logits from its last hidden states and linear head"
+        raise ValueError(f"model: expected {expected}, got a difference of {difference:.2g}")
 
 
-def _last_rows(model: Any, batch: Any) -> tuple[Head, Tensor, Tensor]:
-    """The head, the hidden states (B, L-1, H) and what they predict, (B, L-1)."""
+def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Head]:
+    """hidden (B, L-1, H), the weight and what is predicted, (B, L-1), as the fused functions take
+    them; their bias; and the head.
+    """
     for name in ("input_ids", "labels"):
         value = batch.get(name) if isinstance(batch, Mapping) else None
         if not isinstance(value, Tensor) or value.dim() != 2:
-            came = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            )
+            is_tensor = isinstance(value, Tensor)
+            came = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
             raise ValueError(f"batch: expected a tensor {name} (B, L), got {came}")
     lm = unwrapped(model)
     head, layer = head_of(lm), lm.get_output_embeddings()
@@ -92,7 +89,9 @@ def _last_rows(model: Any, batch: Any) -> tuple[Head, Tensor, Tensor]:
     # Hooks and a forward that was exchanged have changed the row of logits, not the weight.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
-    return head, out.hidden_states[-1][:, :-1], batch["labels"][:, 1:]
+    hidden = out.hidden_states[-1][:, :-1]
+    bias = None if head.bias is None else head.bias.to(hidden.dtype)
+    return hidden, head.weight.to(hidden.dtype), batch["labels"][:, 1:], bias, head
 
 
 def policy_loss(
@@ -117,34 +116,22 @@ def policy_loss(
         ValueError: a batch or a model that is none; hooks on the head that change its logits.
     """
     check_config(config)
-    head, hidden, targets = _last_rows(model, batch)
-    with torch.autocast(hidden.device.type, enabled=False):
+    hidden, weight, targets, bias, head = _last_rows(model, batch)
+    with torch.autocast(targets.device.type, enabled=False):
         return linear_grpo_loss(
-            hidden,
-            head.weight.to(hidden.dtype),
-            targets,
-            advantages,
-            config.replace(**head.rule),
-            bias=None if head.bias is None else head.bias.to(hidden.dtype),
-            completion_mask=targets != -100,
-            old_logps=old_logps,
-            ref_logps=ref_logps,
-            **counts,
-        )
+            hidden, weight, targets, advantages, config.replace(**head.rule), bias=bias,
+            completion_mask=targets != -100, old_logps=old_logps, ref_logps=ref_logps, **counts,
+        )  # fmt: skip
 
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be
-    (B, L-1), too.
-    """
-    head, hidden, targets = _last_rows(model, batch)
+    """(B, L-1) fp32 logps of labels[:, 1:], 0 where there is none; temperature: (B, L-1), too."""
+    hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
-            hidden, head.weight.to(hidden.dtype), targets,
-            bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature,
-            **head.rule,
-        )  # fmt: skip
+            hidden, weight, targets, bias=bias, temperature=temperature, **head.rule
+        )
 
 
 # ---- metrics of completions that lie on several ranks
@@ -167,8 +154,8 @@ def metrics_of_ranks(
             rank; loss and grad_norm may stand beside them.
         gather: (M,) of each rank → (ranks, M).
     """
-    found = gather(torch.stack([value.float() for value in metrics.values()]))
-    by_rank = dict(zip(metrics, found.T, strict=True))
+    rows = gather(torch.stack([value.float() for value in metrics.values()]))
+    by_rank = dict(zip(metrics, rows.T, strict=True))
     tokens = by_rank["active_tokens"]
     return {name: _join(name, values, tokens) for name, values in by_rank.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+log = logging.getLogger(__name__)
+
 
 class FastHead:
-    """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to give the head back
-    to its trainer.
-    """
+    """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to end it."""
 
     def __init__(self, give_back: Callable[[], object] | None = None) -> None:
         self.active = True
@@ -30,6 +31,20 @@ class FastHead:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def is_partitioned(model: Any) -> bool:
+    """Whether its head stays with its trainer, which is logged: a shard of it is all there is."""
+    by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
+    by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
+    if by is not None:
+        _warn_partitioned(by)
+    return by is not None
+
+
+@functools.cache
+def _warn_partitioned(by: str) -> None:
+    log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:

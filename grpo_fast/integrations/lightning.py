@@ -63,19 +63,15 @@ class GRPOModule(LightningModule):
         learning_rate: float = 1e-6,
         max_grad_norm: float = 1.0,
     ) -> None:
-        """Raises ValueError for options that exclude each other, or a model whose head we do not
-        know.
-        """
+        """Raises ValueError for options that exclude each other, or a head that is not linear."""
         super().__init__()
         check_config(config)
         if inner_iterations < 1:
             raise ValueError(f"inner_iterations: expected a number >= 1, got {inner_iterations!r}")
         if config.uses_reference != (reference is not None):
             expected = "a model" if config.uses_reference else "None"
-            raise ValueError(
-                f"reference: beta = {config.beta} expects {expected}, got "
-                f"{type(reference).__name__}"
-            )
+            got = type(reference).__name__
+            raise ValueError(f"reference: beta = {config.beta} expects {expected}, got {got}")
         check_head(model)
         self.automatic_optimization = False
         self.model, self.config, self.rollout, self.mode = model, config, rollout, advantages
@@ -87,22 +83,18 @@ class GRPOModule(LightningModule):
         """Refuse what the step cannot honour: a sharded head, and gradients scaled for fp16."""
         strategy, precision = type(self.trainer.strategy).__name__, str(self.trainer.precision)
         if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-            raise ValueError(
-                f"strategy: expected one that keeps the head whole (auto, ddp), got {strategy}"
-            )
+            expected = "one that keeps the head whole (auto, ddp)"
+            raise ValueError(f"strategy: expected {expected}, got {strategy}")
         if precision.startswith("16"):
-            raise ValueError(
-                f"precision: expected 32-true, bf16-true or bf16-mixed, got {precision}"
-            )
+            expected = "32-true, bf16-true or bf16-mixed"
+            raise ValueError(f"precision: expected {expected}, got {precision}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """μ updates on one batch of completions; logs the means of their metrics, returns the last
-        loss, detached.
-        """
+        """μ updates on one batch; logs the means of their metrics, returns the last loss."""
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
@@ -111,11 +103,9 @@ class GRPOModule(LightningModule):
             raise ValueError(f"rewards: expected groups of {self.group_size}, got {count} rewards")
         rewards, ours = self._of_all_ranks(batch["rewards"].float())
         advantages = group_advantages(rewards, self.mode, group_size=self.group_size)[ours]
-        ref_logps = (
-            None
-            if self.reference is None
-            else policy_logps(self.reference, batch, self.config.temperature)
-        )
+        ref_logps = None
+        if self.reference is not None:
+            ref_logps = policy_logps(self.reference, batch, self.config.temperature)
         optimizer, totals, old_logps, seen = self.optimizers(), self._totals(batch), None, []
         for _ in range(self.inner_iterations):
             output = policy_loss(
@@ -132,11 +122,8 @@ class GRPOModule(LightningModule):
         if self.trainer.world_size > 1:
             metrics = metrics_of_ranks(metrics, self.all_gather)
         groups = rewards.view(-1, self.group_size)
-        metrics |= {
-            "reward": rewards.mean(),
-            "reward_std": groups.std(1, correction=int(self.group_size > 1)).mean(),
-        }
-        self.log_dict(metrics)
+        deviation = groups.std(1, correction=int(self.group_size > 1)).mean()
+        self.log_dict(metrics | {"reward": rewards.mean(), "reward_std": deviation})
         return output.loss.detach()
 
     def _of_all_ranks(self, x: Tensor) -> tuple[Tensor, slice]:
@@ -159,14 +146,10 @@ class GRPOModule(LightningModule):
             return {}
         lengths, _ = self._of_all_ranks((batch["labels"][:, 1:] != -100).sum(1))
         tokens = lengths.sum().clamp(min=1)
-        return {
-            "num_items_in_batch": tokens / ranks,
-            "num_completions_in_batch": lengths.shape[0] / ranks,
-        }
+        completions = lengths.shape[0] / ranks
+        return {"num_items_in_batch": tokens / ranks, "num_completions_in_batch": completions}
 
     def _clip_gradient(self) -> Tensor:
         """The norm of the gradient before it was clipped."""
-        limit = self.max_grad_norm or float("inf")
-        return nn.utils.clip_grad_norm_(
-            [p for p in self.model.parameters() if p.grad is not None], limit
-        )
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        return nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))

@@ -21,11 +21,12 @@ LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
 
 # Where the importance ratio is taken.
 POLICY_LOSS_TYPES = {"ppo": "token", "gspo": "sequence"}
-IS_LEVELS, IS_MODES, IS_GATINGS = (
-    ("off", "token", "seq"),
-    ("mask", "clip"),
-    ("ratio", "binary_kl", "tv"),
-)
+CHOICES = {
+    "policy_loss_type": POLICY_LOSS_TYPES,
+    "is_correction_level": ("off", "token", "seq"),
+    "is_correction_mode": ("mask", "clip"),
+    "is_correction_gating": ("ratio", "binary_kl", "tv"),
+}
 OPTIONS = (
     "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
     "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
@@ -59,92 +60,55 @@ class PolicyLoss(nn.Module):
         is_correction_threshold: Any = (0.5, 5.0),
     ) -> None:
         super().__init__()
-        self.clip_eps_low, self.clip_eps_high, self.dual_clip = (
-            clip_eps_low,
-            clip_eps_high,
-            dual_clip,
-        )
-        self.policy_loss_type = policy_loss_type
+        self.clip_eps_low, self.clip_eps_high = clip_eps_low, clip_eps_high
+        self.dual_clip, self.policy_loss_type = dual_clip, policy_loss_type
         self.by_sequence = POLICY_LOSS_TYPES.get(policy_loss_type) == "sequence"
         self.token_level_loss = token_level_loss and not self.by_sequence
         self.is_correction_level, self.is_correction_mode = is_correction_level, is_correction_mode
-        self.is_correction_gating, self.is_correction_threshold = (
-            is_correction_gating,
-            is_correction_threshold,
-        )
+        self.is_correction_gating = is_correction_gating
+        self.is_correction_threshold = is_correction_threshold
         self._check()
         self.config = self._config()
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """The same options as an OpenRLHF `PolicyLoss`; ValueError where it has one that we do not
-        know.
-        """
+        """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
         if state != set(OPTIONS):
-            raise ValueError(
-                f"PolicyLoss: expected the options of openrlhf 0.11, {sorted(OPTIONS)}, got "
-                f"{sorted(state)}"
-            )
+            expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
+            raise _wrong("PolicyLoss", expected, sorted(state))
         return cls(**{name: getattr(theirs, name) for name in OPTIONS})
 
     def _check(self) -> None:
-        for name, choices in (
-            ("policy_loss_type", POLICY_LOSS_TYPES),
-            ("is_correction_level", IS_LEVELS),
-            ("is_correction_mode", IS_MODES),
-            ("is_correction_gating", IS_GATINGS),
-        ):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}: expected one of {list(choices)}, got {getattr(self, name)!r}"
-                )
+                raise _wrong(name, f"one of {list(choices)}", getattr(self, name))
         for name in ("clip_eps_low", "clip_eps_high"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: expected a number >= 0, got {getattr(self, name)!r}")
-        by_ratio = self.is_correction_gating == "ratio"
-        if self.is_correction_mode == "clip" and (
-            self.is_correction_level == "seq" or not by_ratio
-        ):
-            raise ValueError(
-                'is_correction_mode: "clip" expects is_correction_level "token" and '
-                'is_correction_gating "ratio", '
-                f"got {self.is_correction_level!r} and {self.is_correction_gating!r}"
-            )
-        if len(self.is_correction_threshold) != 2:
-            raise ValueError(
-                "is_correction_threshold: expected (low, high), got "
-                f"{self.is_correction_threshold!r}"
-            )
-        if (
-            not by_ratio
-            and self.is_correction_level != "off"
-            and self.is_correction_threshold[0] > 0
-        ):
-            raise ValueError(
-                f"is_correction_threshold: is_correction_gating {self.is_correction_gating!r} "
-                "expects an upper bound "
-                f"only, (0, high), got {self.is_correction_threshold!r}"
-            )
+                raise _wrong(name, "a number >= 0", getattr(self, name))
+        level, gating = self.is_correction_level, self.is_correction_gating
+        if self.is_correction_mode == "clip" and (level == "seq" or gating != "ratio"):
+            expected = '"mask", or "clip" beside is_correction_level "token" and'
+            expected += ' is_correction_gating "ratio"'
+            raise _wrong("is_correction_mode", expected, f"clip beside {level} and {gating}")
+        bounds = self.is_correction_threshold
+        if len(bounds) != 2:
+            raise _wrong("is_correction_threshold", "(low, high)", bounds)
+        if gating != "ratio" and level != "off" and bounds[0] > 0:
+            expected = f"(0, high), an upper bound only, beside is_correction_gating {gating!r}"
+            raise _wrong("is_correction_threshold", expected, bounds)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise _wrong("dual_clip", "None or a number > 1", self.dual_clip)
 
     def _config(self) -> LossConfig:
-        clip: dict[str, Any] = {
-            "epsilon_low": self.clip_eps_low,
-            "epsilon_high": self.clip_eps_high,
-        }
-        loss_type = "dapo" if self.dual_clip is None else "dual_clip"
+        dual: dict[str, Any] = {"loss_type": "dapo"}
         if self.dual_clip is not None:
-            if not self.dual_clip > 1:
-                raise ValueError(
-                    f"dual_clip: expected None or a number > 1, got {self.dual_clip!r}"
-                )
-            clip["dual_clip_c"] = float(self.dual_clip)
+            dual = {"loss_type": "dual_clip", "dual_clip_c": float(self.dual_clip)}
         return LossConfig(
-            loss_type=loss_type,
+            epsilon_low=self.clip_eps_low, epsilon_high=self.clip_eps_high,
             importance_sampling_level=POLICY_LOSS_TYPES[self.policy_loss_type],
-            aggregation="token_mean_global" if self.token_level_loss else "sequence_mean",
-            **clip,
-        )
+            aggregation="token_mean_global" if self.token_level_loss else "sequence_mean", **dual,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -168,10 +132,8 @@ class PolicyLoss(nn.Module):
         keep = mask.bool()
         corrected = self.is_correction_level != "off"
         if corrected and rollout_log_probs is None:
-            raise ValueError(
-                f"rollout_log_probs: is_correction_level {self.is_correction_level!r} expects (B, "
-                "L), got None"
-            )
+            level = f"is_correction_level {self.is_correction_level!r}"
+            raise ValueError(f"rollout_log_probs: {level} expects (B, L), got None")
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
         if corrected and self.by_sequence:
             # The sequence's ratio is then taken to the rollout's policy.
@@ -202,11 +164,8 @@ class PolicyLoss(nn.Module):
     ) -> dict[str, Any]:
         """The total that the loss divides by, as a keyword of `grpo_loss`."""
         if self.token_level_loss:
-            return {
-                "num_items_in_batch": keep.sum().clamp(min=1)
-                if tokens is None
-                else tokens / dp_size
-            }
+            own = keep.sum().clamp(min=1)
+            return {"num_items_in_batch": own if tokens is None else tokens / dp_size}
         own = keep.any(-1).sum().clamp(min=1)  # a completion without a token does not count
         return {"num_completions_in_batch": own if completions is None else completions / dp_size}
 
@@ -221,9 +180,7 @@ class PolicyLoss(nn.Module):
     def _correction(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(B, L) weight of each token's loss, and the fraction of units (tokens, or sequences)
-        outside the band.
-        """
+        """(B, L) weight of each token's loss, and the fraction of tokens or sequences outside."""
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
         log_ratio = old_log_probs - rollout_log_probs
@@ -242,15 +199,17 @@ class PolicyLoss(nn.Module):
         return coefficient, (~inside).float().mean() if per_sequence else _mean(~inside, keep)
 
     def _statistic(self, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-        """(B, L) what the gate reads of each token: the log ratio, or a divergence between the two
-        policies.
-        """
+        """(B, L) the log ratio of each token, or a divergence between the two policies."""
         if self.is_correction_gating == "ratio":
             return old_log_probs - rollout_log_probs
         p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_log_probs, old_log_probs))
         if self.is_correction_gating == "tv":
             return (p - q).abs()
         return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _wrong(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{name}: expected {expected}, got {got!r}")
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:

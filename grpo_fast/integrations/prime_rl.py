@@ -23,26 +23,18 @@ from grpo_fast import LossConfig, grpo_loss
 
 AGGREGATIONS = ("token_mean_global", "sequence_mean")  # the sum and the mean over the sequence
 PER_CALL = (
-    "entropy_coef",
-    "top_entropy_quantile",
-    "temperature",
-    "softcap",
-    "logit_scale",
+    "entropy_coef", "top_entropy_quantile", "temperature", "softcap", "logit_scale",
     "compute_entropy",
-)
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=32)
 def loss_config(**options: Any) -> LossConfig:
-    """The `LossConfig` of prime-rl's `kwargs`; ValueError for an option that a loss of one sequence
-    cannot honour.
-    """
+    """The `LossConfig` of `kwargs`; ValueError for what a loss of one sequence cannot honour."""
     for name in PER_CALL:
         if name in options:
-            raise ValueError(
-                f"{name}: prime-rl gives its custom loss log-probabilities only, got "
-                f"{options[name]!r}"
-            )
+            given = "prime-rl gives its custom loss log-probabilities only"
+            raise ValueError(f"{name}: {given}, got {options[name]!r}")
     aggregation = options.pop("aggregation", AGGREGATIONS[0])
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation: expected one of {list(AGGREGATIONS)}, got {aggregation!r}")
@@ -67,10 +59,10 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     config = loss_config(**options)
     teacher = getattr(inputs, "teacher_logprobs", None)
     if (teacher is not None) != config.uses_reference:
-        expected = "the teacher's logps" if config.uses_reference else "None"
-        raise ValueError(
-            f"teacher_logprobs: beta = {config.beta} expects {expected}, got {_kind(teacher)}"
-        )
+        expected, got = "the teacher's logps", "None"
+        if not config.uses_reference:
+            expected, got = "None", "a tensor"
+        raise ValueError(f"teacher_logprobs: beta = {config.beta} expects {expected}, got {got}")
 
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[None]
@@ -80,19 +72,8 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0, num_completions_in_batch=1.0,
     )  # fmt: skip
-    return _outputs_of(inputs)(loss=output.loss, metrics=dict(output.metrics))
-
-
-def _outputs_of(inputs: Any) -> Any:
-    """The `LossOutputs` that stands beside this `LossInputs`."""
-    home = sys.modules[type(inputs).__module__]
+    home: Any = sys.modules[type(inputs).__module__]
     if not hasattr(home, "LossOutputs"):
-        raise ValueError(
-            f"inputs: expected prime-rl's LossInputs, got {type(inputs).__qualname__} of "
-            f"{home.__name__}"
-        )
-    return home.LossOutputs
-
-
-def _kind(x: object) -> str:
-    return "None" if x is None else "a tensor"
+        got = f"{type(inputs).__qualname__} of {home.__name__}"
+        raise ValueError(f"inputs: expected prime-rl's LossInputs, got {got}")
+    return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from grpo_fast import Support
@@ -28,20 +26,3 @@ class TreeBatch(NamedTuple):
             "cu_seqlens": self.pack.cu_seqlens, "advantages": self.advantages,
             "old_logps": self.old_logps, "support": self.support,
         }  # fmt: skip
-
-
-def joined_support(
-    kept: Sequence[tuple[Tensor, Tensor] | None], pack: PackedTree, device: torch.device | str
-) -> Support | None:
-    """The sets (ids, counts) that each sample's trained tokens were drawn from, one after another.
-
-    A sample without any drew from the whole vocabulary, which an empty set stands for. None: no
-    sample has any.
-    """
-    if all(sets is None for sets in kept):
-        return None
-    sizes = zip(kept, pack.lengths, strict=True)
-    counts = [torch.zeros(n, dtype=torch.int64) if s is None else s[1] for s, n in sizes]
-    ids = torch.cat([sets[0] for sets in kept if sets is not None])
-    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-    return Support(ids.to(device), offsets.to(device))

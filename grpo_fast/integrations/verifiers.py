@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from grpo_fast import Support
 from grpo_fast.attention import pack_tree
 from grpo_fast.data import read_traces
-from grpo_fast.integrations.trees import TreeBatch, joined_support
+from grpo_fast.integrations.trees import TreeBatch
 
 
 def pack_traces(
@@ -54,5 +55,5 @@ def pack_traces(
     samples = [(branch.ids, branch.trained) for _, branch in branches]
     pack = pack_tree(samples, apart=[branch.routes for _, branch in branches], device=device)
     old_logps = torch.cat([branch.logps for _, branch in branches]).to(device)
-    support = joined_support([branch.kept for _, branch in branches], pack, device)
+    support = Support.join([branch.kept for _, branch in branches], pack.lengths, device)
     return TreeBatch(pack, torch.cat(worth).float().to(device), old_logps, support)

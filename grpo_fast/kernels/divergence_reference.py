@@ -156,9 +156,7 @@ def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tens
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
-    """slope - center·p; of the likeliest logit (1 - p)·slope - p·(center - slope), where a certain
-    row would cancel.
-    """
+    """slope - center·p; of the likeliest logit in a form in which a certain row does not cancel."""
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     top = lp.argmax(-1, keepdim=True)
     of_top, lp_top = (x.gather(-1, top).double() for x in (slope, lp))

@@ -119,9 +119,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 @functools.cache
 def support_doors(backend: str) -> Any:
-    """The module that treats rows which exist only in a sampler's support (support_reference.py
-    documents its doors).
-    """
+    """The module for rows in a sampler's support; support_reference.py documents its doors."""
     folder, name = {"cpu": ("cpu", "C++"), "triton": ("gpu", "Triton")}.get(backend, ("", "torch"))
     if backend == "cpu" and loader.load("support") is not None:
         folder, name = "", "torch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,33 @@ class Support(NamedTuple):
 
     ids: Tensor
     offsets: Tensor
+
+    @classmethod
+    def join(
+        cls,
+        sets: Sequence[tuple[Tensor, Tensor] | None],
+        lengths: Sequence[int],
+        device: torch.device | str,
+    ) -> Support | None:
+        """The sets of several completions, one after another.
+
+        Args:
+            sets: (ids, counts) of each completion: the ids of its tokens' sets, one after another,
+                and (length,) int64 how many each has. None: it was drawn from the whole vocabulary.
+            lengths: its number of tokens.
+
+        Returns:
+            None where no completion has sets.
+        """
+        drawn = [one for one in sets if one is not None]
+        if not drawn:
+            return None
+        counts = [
+            torch.zeros(length, dtype=torch.int64) if one is None else one[1]
+            for one, length in zip(sets, lengths, strict=True)
+        ]
+        offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
+        return cls(torch.cat([ids for ids, _ in drawn]).to(device), offsets.to(device))
 
 
 class SupportRows(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, scaled_rows
+from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, pick, scaled_rows
 from grpo_fast.kernels.workspace import unset
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
@@ -27,9 +27,7 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Where each row's target stands in it, (R,), -1 where it does not; and 0-d, an id that a row
-    has twice, or -1.
-    """
+    """(R,) the place of each target in its row, or -1; 0-d an id that a row has twice, or -1."""
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     found = torch.where(ids == target_ids[rows], places, -1)
@@ -41,15 +39,15 @@ def target_places(
 
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
     """(lse, logps, entropy) of every row, fp32 (R,); see reference.row_logps."""
-    found = [unset(raw.new_empty, len(rows.places), dtype=torch.float32) for _ in range(3)]
+    sums = [unset(raw.new_empty, len(rows.places), dtype=torch.float32) for _ in range(3)]
     for here, at in by_length(rows.offsets):
         stats = reference.row_logps(
             raw[at], rows.places[here], rule.rows(here), return_entropy=return_entropy
         )
-        for to, x in zip(found, stats, strict=True):
+        for to, x in zip(sums, stats, strict=True):
             if x is not None:
                 to[here] = x
-    return found[0], found[1], found[2] if return_entropy else None
+    return sums[0], sums[1], sums[2] if return_entropy else None
 
 
 def row_grad_(
@@ -60,15 +58,11 @@ def row_grad_(
     grad_entropy: Tensor | None,  # (R,)
     rule: LogitRule,
 ) -> Tensor:  # (nnz,)
-    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy; a row whose
-    two coefficients are zero becomes exact zeros. See reference.row_grad_.
-    """
+    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy."""
     for here, at in by_length(rows.offsets):
-        known: RowStats = tuple(None if x is None else x[here] for x in stats)  # type: ignore[assignment]
-        of_entropy = None if grad_entropy is None else grad_entropy[here]
-        raw[at] = reference.row_grad_(
-            raw[at], rows.places[here], known, grad_logps[here], of_entropy, rule.rows(here)
-        )
+        g, g_entropy = pick(here, grad_logps, grad_entropy)
+        own = rows.places[here], pick(here, *stats), g, g_entropy, rule.rows(here)
+        raw[at] = reference.row_grad_(raw[at], *own)
     return raw
 
 

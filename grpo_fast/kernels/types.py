@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,7 @@ class LogitRule(NamedTuple):
 
 
 class ActiveRows(NamedTuple):
-    """The T rows that have a target, how they lie among the N of the caller, and their logits'
-    rule.
-    """
+    """The T rows that have a target, their place among the caller's N, and their logits' rule."""
 
     num_rows: int  # N
     kept: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
@@ -67,6 +65,26 @@ class ActiveRows(NamedTuple):
         if self.kept is None:
             return x
         return x.new_full((self.num_rows,), fill).index_copy_(0, self.kept, x)
+
+
+class HeadTensors(NamedTuple):
+    """An LM head and the hidden states that it projects."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+
+    def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of a pass that wants none."""
+        return (self.hidden.new_empty(0),) * 3
+
+
+class ChunkRows(NamedTuple):
+    """C rows of a head that are computed together."""
+
+    hidden: Tensor  # (padded C, H)
+    target_ids: Tensor  # (C,) int64
+    rule: LogitRule
 
 
 class RowLoss(NamedTuple):
@@ -154,6 +172,21 @@ class Dominant(NamedTuple):
         return Dominant(*(x[kept] for x in self))
 
 
+class Coefficients(NamedTuple):
+    """d-logits = by_row[:, None]·exponentials, plus by_target in the targets' columns."""
+
+    by_row: Tensor  # (padded C,) fp32
+    by_target: Tensor  # (padded C,) fp32
+    target_ids: Tensor  # (C,)
+    rest: Dominant | None = None  # of elements that the product rounds
+
+    def select(self, rows: Tensor) -> Coefficients:
+        """Those of some rows, padded again."""
+        by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
+        rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
+        return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
+
+
 class Exponentials(NamedTuple):
     """Results of `head_exponentials` for its rows, beside the matrix E it writes.
 
@@ -165,6 +198,11 @@ class Exponentials(NamedTuple):
     unit: Tensor  # (T,) fp32
     target_unit: Tensor  # (T,) fp32
     dominant: Dominant | None  # of a matrix in 16 bits: what its rounding must not lose
+
+
+def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """These rows of each tensor; None of None."""
+    return tuple(None if x is None else x[index] for x in tensors)
 
 
 def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
@@ -201,9 +239,7 @@ def detached(x: Tensor) -> Tensor:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Detached, as the C++ kernels read it: neighbours along the last axis are neighbours in
-    memory.
-    """
+    """Detached, with neighbours along the last axis beside each other: for the C++ kernels."""
     x = detached(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 

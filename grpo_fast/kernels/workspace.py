@@ -149,9 +149,7 @@ def drop_workspace() -> None:
 
 
 def on_huge_pages(buffer: Tensor) -> Tensor:
-    """Ask Linux for 2 MiB pages under a large fresh CPU buffer: a page fault per 4 KiB costs 10% of
-    a small loss.
-    """
+    """Ask for 2 MiB pages under a large CPU buffer: page faults cost 10% of a small loss."""
     size = buffer.numel() * buffer.element_size()
     if (
         buffer.device.type == "cpu"

@@ -90,13 +90,10 @@ def linear_logps(
         raise_pending()
         tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+        rule = checks.rule(target_ids, temperature, softcap, logit_scale, backend)
         checks.support(support, target_ids, is_shard=group is not None)
-        rule, shard = (temperature, softcap, logit_scale), ranks.shard(tensors[1])
-        options = RowOptions.of(
-            hidden_rows, target_ids, *rule, return_entropy, backend, shard, support
-        )
-        return call.logps(tensors, options, ranks)
+        own: Any = *rule, return_entropy, backend, *sets(support), ranks.shard(tensors[1])
+        return call.logps(tensors, RowOptions(hidden_rows, target_ids, *own), ranks)
 
 
 def logits_logps(
@@ -113,10 +110,9 @@ def logits_logps(
     """`linear_logps` from raw logits, differentiable in them (once); arguments, errors: there."""
     raise_pending()
     checks.logits(logits, target_ids)
-    checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+    rule = checks.rule(target_ids, temperature, softcap, logit_scale, backend)
     checks.support(support, target_ids)
-    rule = temperature, softcap, logit_scale
-    options = RowOptions.of(None, target_ids, *rule, return_entropy, backend, None, support)
+    options = RowOptions(None, target_ids, *rule, return_entropy, backend, *sets(support))
     return call.logps((_logit_rows(logits),), options)
 
 

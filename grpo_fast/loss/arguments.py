@@ -9,6 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
+from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.aggregation import Total
 
 
@@ -61,37 +62,14 @@ class RowOptions(NamedTuple):
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
 
-    @classmethod
-    def of(
-        cls,
-        hidden_rows: Tensor | None,
-        target_ids: Tensor,
-        temperature: float | Tensor,
-        softcap: float | None,
-        logit_scale: float,
-        return_entropy: bool,
-        backend: str,
-        shard: VocabularyShard | None = None,
-        support: Support | None = None,
-    ) -> RowOptions:
-        """From the arguments of the public functions."""
-        by_row, number = None, 1.0
-        if isinstance(temperature, Tensor):
-            by_row = temperature
-        else:
-            number = float(temperature)
-        softcap = None if softcap is None else float(softcap)
-        logit_scale = float(logit_scale)
-        return cls(
-            hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend,
-            *sets(support), shard,
-        )  # fmt: skip
+    @property
+    def rule(self) -> LogitRule:
+        temperature = self.temperature if self.temperatures is None else self.temperatures
+        return LogitRule(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):
-    """Where logps come from a head or logits: V, which row of hidden predicts which target, and
-    among which ids it was drawn.
-    """
+    """V, which row of hidden predicts which target, and among which ids it was drawn."""
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.support import linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
-from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
@@ -38,9 +38,7 @@ def wants_gradient(*tensors: Tensor | None) -> list[bool]:
 
 
 class Formed(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`; its outputs are loss, logps, entropy and what was
-    filtered.
-    """
+    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward."""
 
     @staticmethod
     def forward(ctx, run, *tensors):
@@ -91,9 +89,7 @@ def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
 
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
-    """The gradients that a pass formed and their units; None for those nobody wanted (of another
-    shape).
-    """
+    """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
     factors = (
         units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
     )
@@ -136,24 +132,24 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 # ---- logps: gradients are formed when their upstream is known ----
 
 
-Found = tuple[ActiveRows, Tensor | None]
+TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
 
 
 class RowPass:
-    """The active rows of a call, as `rows_of_targets` found them, and their sweep."""
+    """The active rows of a call, and their sweep."""
 
     def __init__(
         self,
         tensors: tuple,
         options: RowOptions,
-        found: Found | None = None,
+        places: TargetRows | None = None,
         *,
         entropy_gradient: bool = False,
         wanted: Sequence[bool] = (),
     ) -> None:
         self.options, self.device = options, tensors[0].device
-        self.found = found or find_rows(tensors, options)
-        self.rows, self.left_out = self.found
+        self.places = places or find_rows(tensors, options)
+        self.rows, self.left_out = self.places
         self.sweep = _sweep(tensors, self.rows, options, entropy_gradient, wanted)
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
@@ -188,13 +184,11 @@ class RowPass:
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
-def find_rows(tensors: tuple, options: RowOptions) -> Found:
-    """The active rows of a call, as `rows_of_targets` says them; their values are checked here."""
+def find_rows(tensors: tuple, options: RowOptions) -> TargetRows:
+    """The active rows of a call; their values are checked here."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
-    temperature = options.temperature if options.temperatures is None else options.temperatures
-    rule = LogitRule(options.logit_scale, options.softcap, temperature)
-    return rows_of_targets(options.target_ids, rule, targets)
+    return rows_of_targets(options.target_ids, options.rule, targets)
 
 
 def _sweep(
@@ -206,10 +200,10 @@ def _sweep(
 ) -> Sweep:
     if len(tensors) == 1:
         return LogitsSweep.of(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
-    hidden, weight, bias = tensors
-    route = head_route(options.backend, weight, is_shard=options.shard is not None)
+    head = HeadTensors(*tensors)
+    route = head_route(options.backend, head.weight, is_shard=options.shard is not None)
     return linear_sweep(
-        hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient,
+        head, rows, route, entropy_gradient=entropy_gradient,
         wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
     )  # fmt: skip
 
@@ -218,12 +212,12 @@ class Recalled(torch.autograd.Function):
     """Logps whose first backward finds what the workspace still holds."""
 
     @staticmethod
-    def forward(ctx, options, found, wanted, *tensors):
+    def forward(ctx, options, places, wanted, *tensors):
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = RowPass(tensors, options, found, wanted=wanted)
+        work = RowPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.found = options, work.found
+        ctx.options, ctx.places = options, work.places
         ctx.kept = (work, stats) if work.sweep.held is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
@@ -245,10 +239,10 @@ class Recalled(torch.autograd.Function):
         if kept is None:
             tensors, outputs = saved[:-3], saved[-3:]
             work = RowPass(
-                tensors, ctx.options, ctx.found, entropy_gradient=d_entropy is not None,
+                tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,
             )  # fmt: skip
             kept = work, work.known(*outputs)
-        found = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
-        gradients = (x if need else None for x, need in zip(found, needs, strict=True))
-        return None, None, None, *gradients
+        gradients = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
+        handed_on = (x if need else None for x, need in zip(gradients, needs, strict=True))
+        return None, None, None, *handed_on

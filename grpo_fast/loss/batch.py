@@ -23,6 +23,13 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
 
+# An infinite ref_logp has an infinite KL, whose gradient is finite.
+FINITE = (
+    ("advantages", "finite numbers", "NaN or inf"),
+    ("old_logps", "numbers at the active tokens", "NaN"),
+    ("ref_logps", "finite numbers at the active tokens", "NaN or inf"),
+)
+
 
 class TokenBatch(NamedTuple):
     """T active tokens: which rows they are, what the objective knows of them, and the objective."""
@@ -39,11 +46,7 @@ class TokenBatch(NamedTuple):
         targets: Targets | None = None,  # None: `given.like` holds logps
         validate: str = "auto",
     ) -> TokenBatch:
-        """From arguments whose shapes checks.py has seen; their values are checked here.
-
-        Raises:
-            ValueError: naming the argument, what was expected and what came.
-        """
+        """From arguments whose shapes checks.py has seen; their values are checked here."""
         places = _places(given, validate)
         tokens = _tokens(places, config, given, validate)
         temperature = 1.0 if targets is None else config.temperature
@@ -76,9 +79,6 @@ def rows_of_targets(
 ) -> tuple[ActiveRows, Tensor | None]:
     """The rows of `linear_logps` and `logits_logps`; and, while a CUDA graph is recorded, a (N,)
     bool of those without a target.
-
-    Raises:
-        ValueError: naming the argument, what was expected and what came.
     """
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
@@ -128,21 +128,18 @@ class _Places(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
-        support = None
+        rows = ActiveRows(self.num_rows, self.kept, target_ids, rule, self.kept)
         if targets is not None and targets.support is not None:
-            vocab = targets.vocab_size
-            support = values.support_rows(targets.support, self.kept, target_ids, vocab, validate)
+            own = targets.support, self.kept, target_ids, targets.vocab_size, validate
+            rows = rows._replace(support=values.support_rows(*own))
         if targets is None or targets.hidden_rows is None:
-            return ActiveRows(
-                self.num_rows, self.kept, target_ids, rule, self.kept, support=support
-            )
+            return rows
         end = targets.num_hidden
         predicting = values.ids(
             "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
-        rows = ActiveRows(self.num_rows, self.kept, target_ids, rule, predicting, repeats=True)
-        return rows._replace(support=support)
+        return rows._replace(hidden_index=predicting, repeats=True)
 
 
 def _places(given: Given, validate: str) -> _Places:
@@ -219,14 +216,11 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
 
 
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """Refuse active tokens whose values are not finite (NaN alone for old_logps)."""
-    found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
-    if tokens.old_logps is not None:
-        expected = "numbers at the active tokens"
-        found += values.finite("old_logps", tokens.old_logps, expected, "NaN")
-    if tokens.ref_logps is not None:  # an infinite one makes the KL infinite, its gradient not
-        expected = "finite numbers at the active tokens"
-        found += values.finite("ref_logps", tokens.ref_logps, expected, "NaN or inf")
+    """Refuse active tokens whose values are not finite."""
+    flags = []
+    for name, expected, odd in FINITE:
+        if (x := getattr(tokens, name)) is not None:
+            flags += values.finite(name, x, expected, odd)
     if isinstance(temperature, Tensor):
-        found += values.temperatures(temperature, " at the active tokens")
-    values.check_values(found, validate)
+        flags += values.temperatures(temperature, " at the active tokens")
+    values.check_values(flags, validate)

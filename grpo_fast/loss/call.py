@@ -26,9 +26,7 @@ FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep calls with one of these keywords out of graphs of torch.compile, and all that they
-    call; without names every call.
-    """
+    """Keep calls with one of these keywords (none: all) out of graphs of torch.compile."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
@@ -137,16 +135,16 @@ def logps(
 ) -> Any:  # logps, or (logps, entropy)
     """Differentiable logps in the layout of the targets."""
     if torch.compiler.is_compiling():
-        found, entropy = operators.compiled_logps(tensors, options)
+        flat, entropy = operators.compiled_logps(tensors, options)
     else:
         wanted = autograd.wants_gradient(*tensors)
         rows = autograd.find_rows(tensors, options)
         numbers = repr(options[3:7]) if options.shard else ""
         ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        found, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
+        flat, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
     like = options.target_ids
-    found = _shaped(found, like)
-    return (found, _shaped(entropy, like)) if options.return_entropy else found
+    shaped = _shaped(flat, like)
+    return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped
 
 
 def _shaped(x: Tensor, like: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.ranks import is_sharded
-from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.objective.refusals import choice, number
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -133,24 +134,24 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
     like_logps("entropy", entropy, logps)
     is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
-        raise ValueError(
-            "entropy: entropy_coef != 0 or top_entropy_quantile < 1 expects a tensor like logps, "
-            "got None"
-        )
+        expected = "a tensor like logps beside entropy_coef != 0 or top_entropy_quantile < 1"
+        raise wrong("entropy", expected, None)
 
 
 def rule(
     target_ids: Tensor, temperature: Any, softcap: Any, logit_scale: Any, backend: str
-) -> None:
-    """The options of `linear_logps` and `logits_logps`."""
+) -> tuple[Tensor | None, float, float | None, float]:
+    """The rule of `linear_logps` and `logits_logps` as four fields of `RowOptions`."""
     choice("backend", backend, BACKENDS)
     number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
     if softcap is not None:
         number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
+        softcap = float(softcap)
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
-    else:
-        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
+        return temperature, 1.0, softcap, float(logit_scale)
+    number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
+    return None, float(temperature), softcap, float(logit_scale)
 
 
 def prompt_items(value: Any, count: int, config: LossConfig) -> None:
@@ -191,20 +192,17 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
     if config.uses_reference and given.ref_logps is None:
-        raise ValueError(f"ref_logps: beta = {config.beta} expects the reference's logps, got None")
+        raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
     if given.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
-        raise ValueError(
-            f"ref_logps: loss_type {config.loss_type!r} expects None (its beta weighs the step "
-            "from old_logps), got a tensor"
-        )
+        expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
+        raise wrong("ref_logps", f"{expected} from old_logps", "a tensor")
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(given, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             prompt_items(value, count, config)
-            continue
-        if isinstance(value, Tensor) and value.numel() != 1:
+        elif isinstance(value, Tensor) and value.numel() != 1:
             raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
-        if value is not None and not isinstance(value, Tensor):
+        elif value is not None and not isinstance(value, Tensor):
             number(name, value, "a number > 0", lambda x: x > 0)
 
 
@@ -244,10 +242,8 @@ def inplace(given: Tensor, flat: Tensor) -> None:
     """Logits that may be written over: flat is a view of them, and its rows share no memory."""
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
     if flat.data_ptr() != given.data_ptr() or shares:
-        raise ValueError(
-            "logits: inplace=True expects rows that flatten without a copy and share no memory, "
-            f"got strides {given.stride()}"
-        )
+        expected = "inplace=True expects rows that flatten without a copy and share no memory"
+        raise ValueError(f"logits: {expected}, got strides {given.stride()}")
 
 
 def is_config(config: object) -> None:

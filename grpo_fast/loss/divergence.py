@@ -13,13 +13,13 @@ from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
-from grpo_fast.objective.config import choice, number
 from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.refusals import choice, number
 
 # What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
 MOST = 1 + 1e-3
@@ -102,8 +102,8 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
-        loss, found, *_ = autograd.Formed.apply(run, *tensors)
-        return DivergenceOutput(loss, found.detach().reshape(like.shape))
+        loss, each, *_ = autograd.Formed.apply(run, *tensors)
+        return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
 def divergence_loss(
@@ -124,19 +124,19 @@ def divergence_loss(
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
     route = head_route(backend, weight, is_shard=True)
-    given: dict[str, Any] = dict(
-        rows=rows, route=route, teacher=teacher, divergence=divergence, weights=weights,
-        is_wide=is_half,
-    )  # fmt: skip
+    term: dict[str, Any] = dict(
+        teacher=teacher, divergence=divergence, weights=weights, is_wide=is_half
+    )
+    head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            found, gradients = supported_divergence(hidden, weight, bias, wanted=wanted, **given)
+            each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
-            given |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
-            head = DivergenceHead(hidden, weight, bias, **given)
-            gradients = head.divergence_gradients(wanted)
-            found = head.values
-    result = LossResult(weighted_sum(weights, found).to(weights.dtype), found, None, gradients)
+            term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
+            sweep = DivergenceHead(*head, **term)
+            gradients = sweep.divergence_gradients(wanted)
+            each = sweep.values
+    result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
 
 
@@ -172,8 +172,9 @@ def checked_teacher(
     teacher: Any, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
 ) -> Teacher:
     """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
+    is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
-        if has_support or ranks.group is not None:
+        if has_support or is_shard:
             beside = "support" if has_support else "group"
             raise checks.wrong("teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
         return _checked_topk(teacher, weight.shape[0], like)
@@ -186,11 +187,9 @@ def checked_teacher(
         bias=own_rows("teacher.bias", teacher.bias, ranks.group),
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
-    is_shard = ranks.group is not None
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
     if len(teacher.weight) != len(weight):
-        advice = "slice both heads to the ids that the two tokenizers share"
-        got = f"{len(teacher.weight)}; {advice}"
+        got = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
         raise checks.wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
@@ -217,14 +216,11 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         (twice, "teacher.ids: expected no id twice in a row, got one that is"),
         (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
          f"sum to at most {MOST}, got a row with more, or NaN"),
+        ((sums < 2 - MOST).any(), "teacher.logps: expected rows renormalised over their ids where "
+         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum "
+         "to 1"),
     ]  # fmt: skip
-    if not teacher.has_tail:
-        text = (
-            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
-            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"
-        )
-        flags.append(((sums < 2 - MOST).any(), text))
-    check_values(flags, "auto")
+    check_values(flags[: 3 if teacher.has_tail else 4], "auto")
     ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 

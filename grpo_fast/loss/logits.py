@@ -11,7 +11,7 @@ from grpo_fast.kernels.head.entropy import WholeEntropy
 from grpo_fast.kernels.head.loop import concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, pick
 from grpo_fast.kernels.workspace import unset
 from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
@@ -66,9 +66,8 @@ class LogitsSweep:
     def _blocks(self) -> Iterator[slice]:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
-            step = max(
-                CPU_BLOCK_BYTES // max(self.logits.shape[1] * self.logits.element_size(), 1), 16
-            )
+            row_bytes = max(self.logits.shape[1] * self.logits.element_size(), 1)
+            step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
@@ -85,20 +84,15 @@ class LogitsSweep:
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32."""
-        parts = [
-            self.kernels.row_logps(
-                self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy
-            )
-            for b in self._blocks()
-        ]
+        wants = {"return_entropy": return_entropy}
+        places = ((self.logits[b], self.targets[b], self.rule.rows(b)) for b in self._blocks())
+        parts = [self.kernels.row_logps(*rows, **wants) for rows in places]
         return self._active(parts, return_entropy)  # type: ignore[return-value]
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row
-        by row.
-        """
+        """Row losses of the active rows, and (d-logits,); coefficients follow row by row."""
         out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
         for b in self._blocks():
             part = self.kernels.row_loss_(
@@ -119,11 +113,8 @@ class LogitsSweep:
             None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known)
         )
         for b in self._blocks():
-            cut = tuple(None if x is None else x[b] for x in stats)
-            self.kernels.row_grad_(
-                self.logits[b], self.targets[b], cut, g[b],
-                None if g_entropy is None else g_entropy[b], self.rule.rows(b), out=out[b],
-            )  # fmt: skip
+            of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.rule.rows(b)
+            self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])
         return (out,)
 
     def release(self) -> None:

@@ -49,9 +49,7 @@ HEAD, D_HEAD = (
 
 
 class LossPass(NamedTuple):
-    """A loss as an operator: its differentiable tensors, their gradients, what runs, and the V of
-    its tensors.
-    """
+    """A loss as an operator: its tensors, their gradients, what runs, the V of its tensors."""
 
     tensors: str
     gradients: str
@@ -63,15 +61,12 @@ class LossPass(NamedTuple):
         return self.tensors.count("Tensor")
 
 
+LOGITS, D_LOGITS = "Tensor logits", "Tensor d_logits"
+LOGPS, D_LOGPS = "Tensor logps, Tensor? entropy", "Tensor d_logps, Tensor d_entropy"
 LOSSES = {
     "linear": LossPass(HEAD, D_HEAD, linear_loss, lambda x: x[1].shape[0]),
-    "logits": LossPass("Tensor logits", "Tensor d_logits", logits_loss, lambda x: x[0].shape[1]),
-    "given_logps": LossPass(
-        "Tensor logps, Tensor? entropy",
-        "Tensor d_logps, Tensor d_entropy",
-        logps_loss,
-        lambda x: None,
-    ),
+    "logits": LossPass(LOGITS, D_LOGITS, logits_loss, lambda x: x[0].shape[1]),
+    "given_logps": LossPass(LOGPS, D_LOGPS, logps_loss, lambda x: None),
 }
 library = torch.library.Library("grpo_fast", "DEF")
 
@@ -152,9 +147,8 @@ def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
 
 def metrics_fake(logps, entropy, *row):
     config = LossConfig.from_key(row[-1])
-    return logps.new_empty(
-        len(metric_names(config, row[SAMPLING] is not None, entropy is not None))
-    )
+    names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
+    return logps.new_empty(len(names))
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:
@@ -188,8 +182,8 @@ def _register(
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if other is None else other[0] for other in ctx.others]
-        found = backward(ctx, inputs, grads)
-        return *found, *[None] * (len(inputs) - len(found))
+        gradients = backward(ctx, inputs, grads)
+        return *gradients, *[None] * (len(inputs) - len(gradients))
 
     torch.library.register_autograd(
         f"grpo_fast::{name}", recall, setup_context=remember, lib=library
@@ -251,36 +245,32 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     def fake(*inputs):
         options = RowOptions(*inputs[count:])
         rows = options.target_ids.numel()
-        return tuple(
-            _empty(inputs[0], n) for n in (rows, rows if options.return_entropy else 0, rows)
-        )
+        sizes = rows, rows if options.return_entropy else 0, rows
+        return tuple(_empty(inputs[0], n) for n in sizes)
 
-    def as_output(found: tuple) -> Any:
-        return found[0] if count == 1 else tuple(found)  # one output is no tuple
+    def as_output(gradients: tuple) -> Any:
+        return gradients[0] if count == 1 else tuple(gradients)  # one output is no tuple
 
     def run_grad(*inputs):
         *rest, d_logps, d_entropy, wanted = inputs
         outputs, options = rest[-3:], RowOptions(*rest[count:-3])
-        work = RowPass(
-            tuple(rest[:count]), options, entropy_gradient=d_entropy is not None, wanted=wanted
-        )
+        has_entropy = d_entropy is not None
+        work = RowPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))
         return as_output(work.gradients(work.known(*outputs), d_logps, d_entropy, wanted))
 
     def fake_grad(*inputs):
         likes = (inputs[0] if x is None else x for x in inputs[:count])
-        return as_output(
-            tuple(_gradient(x, is_wanted) for x, is_wanted in zip(likes, inputs[-1], strict=True))
-        )
+        return as_output(tuple(map(_gradient, likes, inputs[-1])))
 
     def backward(ctx, inputs, grads):
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
         operator = getattr(torch.ops.grpo_fast, f"{name}_logps_grad")
-        found = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
-        found = (found,) if count == 1 else found
-        return [x if need else None for x, need in zip(found, needs, strict=True)]
+        gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
+        gradients = (gradients,) if count == 1 else gradients
+        return [x if need else None for x, need in zip(gradients, needs, strict=True)]
 
     _register(f"{name}_logps", f"({tensors}, {ROWS}) -> ({STATS})", run, fake, backward)
     upstream = "Tensor? d_logps, Tensor? d_entropy, bool[] wanted"
@@ -291,5 +281,5 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
 for _name, _loss in LOSSES.items():
     _register_loss(_name, _loss)
 _register_logps("linear", HEAD, D_HEAD)
-_register_logps("logits", "Tensor logits", "Tensor d_logits")
+_register_logps("logits", LOGITS, D_LOGITS)
 _register("metrics", f"(Tensor logps, Tensor? entropy, {BATCH}) -> Tensor", metrics, metrics_fake)

@@ -22,7 +22,7 @@ from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm
-from grpo_fast.kernels.types import Wanted
+from grpo_fast.kernels.types import HeadTensors, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
@@ -69,7 +69,7 @@ def linear_loss(
     wanted, is_half = Wanted(*options.wanted), needs_range(hidden.dtype)
     has_units = any(wanted) and is_half
     batch = batch.in_range() if has_units else batch
-    term, tensors = options.divergence, (hidden, weight, bias)
+    term, tensors = options.divergence, HeadTensors(hidden, weight, bias)
     is_wide = is_half or (term is not None and batch.rows.support is not None)
     sweep: dict[str, Any] = dict(
         entropy_gradient=batch.config.entropy_coef != 0, is_wide=is_wide,
@@ -81,12 +81,12 @@ def linear_loss(
         route = head_route(options.backend, weight, is_shard=options.shard is not None)
         sweep["tolerance"] = options.grad_filter
         sweep["whole_entropy"] = batch.config.whole_entropy
-        result = _swept(linear_sweep(*tensors, batch.rows, route, **sweep), batch, options, wanted)
+        result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     return in_units(result, batch.tokens.unit, hidden.dtype) if has_units else result
 
 
 def _with_divergence(
-    tensors: tuple[Tensor, Tensor, Tensor | None],
+    tensors: HeadTensors,
     batch: TokenBatch,
     options: Options,
     term: DivergenceTerm,
@@ -94,28 +94,26 @@ def _with_divergence(
     sweep: dict[str, Any],
 ) -> LossResult:
     """The loss and coef·Σ w·D: one pass; over a sampler's sets one after the other."""
-    route, rows = head_route(options.backend, tensors[1], is_shard=True), batch.rows
+    route, rows = head_route(options.backend, tensors.weight, is_shard=True), batch.rows
     weights = term.coef * batch.tokens.token_weights
-    own: dict[str, Any] = dict(
-        teacher=term.teacher, divergence=Divergence(term.kind, term.beta), weights=weights
-    )
+    kind = Divergence(term.kind, term.beta)
+    own: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
     if rows.support is None:
-        head = DivergenceHead(*tensors, rows, route, **own | sweep, has_policy=True)
-        result, found = _swept(head, batch, options, wanted), head.values
+        head = DivergenceHead(tensors, rows, route, **own | sweep, has_policy=True)
+        result, each = _swept(head, batch, options, wanted), head.values
     else:
         sweep["whole_entropy"] = batch.config.whole_entropy
-        result = _swept(linear_sweep(*tensors, rows, route, **sweep), batch, options, wanted)
-        found, more = supported_divergence(
-            *tensors, rows, route, **own, wanted=wanted, is_wide=True
-        )
+        result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
+        own |= dict(wanted=wanted, is_wide=True)
+        each, more = supported_divergence(tensors, rows, route, **own)
         likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
             for x, y, like in zip(result.gradients, more, likes, strict=True)
         )
         result = result._replace(gradients=gradients)
-    loss = result.loss + weighted_sum(weights, found).to(result.loss.dtype)
-    return result._replace(loss=loss, divergence=rows.to_rows(found))
+    loss = result.loss + weighted_sum(weights, each).to(result.loss.dtype)
+    return result._replace(loss=loss, divergence=rows.to_rows(each))
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
@@ -126,13 +124,8 @@ def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
     return result._replace(loss=result.loss / unit, gradients=gradients, units=units)
 
 
-def logits_loss(
-    logits: Tensor,  # (N, V)
-    *,
-    batch: TokenBatch,
-    options: Options,
-) -> LossResult:
-    """logits → loss; the gradient is (d-logits,), written over the logits where `inplace`."""
+def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossResult:
+    """(N, V) logits → loss; the gradient is (d-logits,), over the logits where `inplace`."""
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
     has_units = wanted.hidden and needs_range(logits.dtype)

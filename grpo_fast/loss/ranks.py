@@ -34,13 +34,9 @@ def is_sharded(x: object) -> bool:
 
 
 def gathered(name: str, x: Any) -> Any:
-    """The whole of a parameter that lies in shards (or copies) over one mesh dimension.
-
-    As with FSDP, each rank has rows of its own, and its gradient is averaged over the ranks into
-    the shards. All ranks call together. Anything but a DTensor is returned as it is.
-
-    Raises ValueError for a DTensor over several mesh dimensions, with partial sums, or over
-    tensor-parallel ranks.
+    """The whole of a parameter in shards (or copies) over one mesh dimension; its gradient is
+    averaged over the ranks into the shards, as FSDP's. All ranks call together. Anything but a
+    DTensor is returned as it is; one over other meshes is refused.
     """
     if not is_sharded(x):
         return x
@@ -49,10 +45,10 @@ def gathered(name: str, x: Any) -> Any:
     names = x.device_mesh.mesh_dim_names or ()
     known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
     if not known or any(dimension in TENSOR_PARALLEL for dimension in names):
+        came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
         raise ValueError(
             f"{name}: expected a plain tensor, or a DTensor sharded over one data-parallel mesh "
-            f"dimension (FSDP2), got {x.placements} over mesh dimensions "
-            f"{names or x.device_mesh.ndim}; call inside the forward of the FSDP2 module that "
+            f"dimension (FSDP2), got {came}; call inside the forward of the FSDP2 module that "
             "holds it, pass group=weight.device_mesh where the ranks share the rows of hidden and "
             "each holds rows of the vocabulary, or pass a whole tensor and reduce its gradient "
             "yourself"
@@ -61,28 +57,21 @@ def gathered(name: str, x: Any) -> Any:
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
-    """The group of a call that names one, or the mesh of one dimension that stands for it.
-
-    Raises ValueError for anything else, and where this process is not in the group.
-    """
+    """The group of a call, or of the mesh of one dimension that names it; ValueError for others."""
+    expected = "group: expected a process group or a mesh of one dimension"
     if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
         if group.ndim != 1:
-            raise ValueError(
-                "group: expected a process group or a mesh of one dimension, got a mesh of "
-                f"{group.ndim} dimensions; mesh['name'] is one of them"
-            )
+            came = f"a mesh of {group.ndim} dimensions; mesh['name'] is one of them"
+            raise ValueError(f"{expected}, got {came}")
         group = group.get_group()
     if not isinstance(group, distributed.ProcessGroup):
-        raise ValueError(
-            "group: expected a process group or a mesh of one dimension that this process is in, "
-            f"got {group if isinstance(group, int | str) else type(group).__name__}"
-        )
+        came = str(group if isinstance(group, int | str) else type(group).__name__)
+        raise ValueError(f"{expected} that this process is in, got {came}")
     return group
 
 
 def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
-    """A parameter as a call with this group takes it: its rows on this rank, or without a group the
-    whole of it (`gathered`).
+    """A parameter's rows on this rank of the group; without a group the whole of it (`gathered`).
 
     Raises ValueError for a DTensor that is not sharded by rows over the ranks of the group.
     """
@@ -93,11 +82,9 @@ def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
     ranks = distributed.get_process_group_ranks
     mesh, by_rows = x.device_mesh, tuple(x.placements) == (Shard(0),)
     if not by_rows or mesh.ndim != 1 or ranks(mesh.get_group()) != ranks(group):
-        raise ValueError(
-            f"{name}: expected the rows of this rank, or a DTensor with placements "
-            f"{(Shard(0),)} over the ranks {ranks(group)} of group, got {x.placements} over the "
-            f"ranks {mesh.mesh.tolist()}"
-        )
+        expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks(group)} of group"
+        came = f"{x.placements} over the ranks {mesh.mesh.tolist()}"
+        raise ValueError(f"{name}: expected the rows of this rank, or {expected}, got {came}")
     return x.to_local()
 
 
@@ -119,11 +106,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class Agreement:
-    """A block in which the arguments of one call are checked, on every rank of a group.
-
-    Args:
-        group: as the public functions take it; None: there is nobody to agree with.
-    """
+    """A block in which a call's arguments are checked, on every rank of a group (None: alone)."""
 
     def __init__(self, group: Any) -> None:
         self.group = None if group is None else process_group(group)
@@ -137,20 +120,16 @@ class Agreement:
             self._tell(REFUSED, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """The shard that holds the rows of this weight; None without a group.
-
-        Raises:
-            ValueError: nobody holds a row, or a rank has refused an argument.
+        """The shard of this weight's rows; None without a group. Raises ValueError where nobody
+        holds a row, or a rank has refused an argument.
         """
         if self.group is None:
             return None
         refuse("group", weight, "a group")
         sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
         if not any(sizes):
-            raise ValueError(
-                "lm_head_weight: expected at least one vocabulary row on the ranks of group, got "
-                f"{len(sizes)} empty shards"
-            )
+            expected = "at least one vocabulary row on the ranks of group"
+            raise ValueError(f"lm_head_weight: expected {expected}, got {len(sizes)} empty shards")
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
     def ready(
@@ -161,11 +140,7 @@ class Agreement:
         backend: str,
         numbers: str,
     ) -> None:
-        """Every argument is in order on this rank: do all ranks make the same call?
-
-        Raises:
-            ValueError: a rank has refused an argument, or makes another call.
-        """
+        """Raise a ValueError where a rank has refused an argument, or makes another call."""
         if self.group is None:
             return
         hidden, weight, bias = tensors
@@ -183,9 +158,9 @@ class Agreement:
         for rank, others in enumerate(told):
             for name, expected, got in zip(facts, told[0], others, strict=True):
                 if expected != got:
+                    came = f"{expected} on rank 0 and {got} on rank {rank}"
                     raise ValueError(
-                        f"{name}: expected the same on every rank of group, got {expected} on rank "
-                        f"0 and {got} on rank {rank}"
+                        f"{name}: expected the same on every rank of group, got {came}"
                     )
 
     def _tell(self, verdict: bytes, text: str) -> list[str]:

@@ -81,11 +81,8 @@ def check_values(checks: list[Check], validate: str) -> None:
 
 
 def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
-    """The elements of x: where some are `odd`, the first of them and how many.
-
-    Args:
-        expected: the beginning of the sentence, up to ", got".
-        on_device: what came, where saying more would cost a sync.
+    """Where some elements of x are `odd`: `expected`, got the first and how many (or `on_device`,
+    where saying more would cost a sync).
     """
     flag = odd.any()
     if x.device.type != "cpu" or not flag:
@@ -186,9 +183,6 @@ def support_rows(
     """The active rows that have a set, in memory of their own; None where none has.
 
     On a GPU the host learns here how many rows and ids there are: one copy that it waits for.
-
-    Raises:
-        ValueError: naming the argument, what was expected and what came.
     """
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
@@ -201,10 +195,8 @@ def support_rows(
         return None
     own = others = None
     if count < len(lengths):
-        own, others = (
-            torch.nonzero_static(x, size=n)[:, 0]
-            for x, n in ((has_set, count), (~has_set, len(lengths) - count))
-        )
+        both = (has_set, count), (~has_set, len(lengths) - count)
+        own, others = (torch.nonzero_static(x, size=n)[:, 0] for x, n in both)
         starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = support.ids.to(torch.int64, copy=True)

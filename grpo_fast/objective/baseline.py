@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.objective.config import number
+from grpo_fast.objective.refusals import number
 
 
 class RunningBaseline:

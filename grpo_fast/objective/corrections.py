@@ -105,11 +105,11 @@ class Correction:
             kept = tokens.to_tokens(tokens.completion_sum((~kept).float())) == 0
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
-    def weights(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
         """(T,) what the tokens are weighed by, of a kind that weighs."""
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
-            return torch.where(self.inside(log_ratio, tokens), ratio, 0.0)
+            return torch.where(inside, ratio, 0.0)
         bounded = self.low is not None or self.high is not None
         return ratio.clamp(min=self.low, max=self.high) if bounded else ratio
 

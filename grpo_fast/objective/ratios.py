@@ -81,18 +81,15 @@ class Corrected(NamedTuple):
 
 def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Corrected:
     """What the config's corrections say of these tokens; no gradient flows through it."""
-    found = Corrected()
+    result = Corrected()
     for correction in config.corrections:
         if not correction.is_read(tokens):
             continue
         log_ratio = correction.log_ratio(logps, old_logps, tokens)
+        inside = correction.inside(log_ratio, tokens)
         if correction.weighs:
-            weights = correction.weights(log_ratio, tokens)
-            inside = correction.inside(log_ratio, tokens)
-            found = found._replace(
-                weights=weights, clipped=~inside if correction.kind == "truncate" else None
-            )
+            clipped = ~inside if correction.kind == "truncate" else None
+            result = result._replace(weights=correction.weights(log_ratio, inside), clipped=clipped)
         else:
-            kept = correction.inside(log_ratio, tokens)
-            found = found._replace(kept=kept if found.kept is None else kept & found.kept)
-    return found
+            result = result._replace(kept=inside if result.kept is None else inside & result.kept)
+    return result

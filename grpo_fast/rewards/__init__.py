@@ -16,7 +16,6 @@ from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.rules import Scorer, scorer_for
-from grpo_fast.rewards.text import distinct_words
 
 __all__ = [
     "REWARDS",
@@ -44,7 +43,7 @@ REWARDS: dict[str, RewardFunction] = {
         shaping.length_penalty,
         shaping.overlong,
         shaping.format_tags,
-        distinct_words,
+        shaping.distinct_words,
     )
 }
 # Run from their files: a worker starts in no time where it need not import this package.
@@ -62,20 +61,13 @@ KNOWN = (*REWARDS, *WORKERS, "reward_model")
 class RewardSpec(Protocol):
     """The part of a reward's config read here."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str | None: ...  # in the metrics; None: the function's name
-    @property
-    def weight(self) -> float: ...
-    @property
-    def options(self) -> dict[str, Any]: ...  # keywords for the function
-    @property
-    def path(self) -> str | None: ...  # of a reward model
-    @property
-    def timeout(self) -> float: ...  # seconds that a call in a worker process may take
-    @property
-    def in_process(self) -> bool: ...  # call one's own function here, where it can do harm
+    name: str
+    label: str | None  # in the metrics; None: the function's name
+    weight: float
+    options: dict[str, Any]  # keywords for the function
+    path: str | None  # of a reward model
+    timeout: float  # seconds that a call in a worker process may take
+    in_process: bool  # call one's own function here, where it can do harm
 
 
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
@@ -98,8 +90,9 @@ def _resolve(spec: RewardSpec) -> WeightedReward:
     if name == "reward_model":
         if spec.path is None:
             raise ValueError("rewards: reward_model expects path (a folder or hub id), got none")
-        model = RewardModel(spec.path, **_model_options(options))
-        return WeightedReward(label, float(spec.weight), model)
+        load = functools.partial(RewardModel, spec.path)
+        _checked_needs(name, load, options)
+        return WeightedReward(label, float(spec.weight), load(**options))
     path = _worker_path(name, spec.in_process)
     if path is not None:
         function: RewardFunction = IsolatedReward(
@@ -144,12 +137,3 @@ def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any])
         came = f"unexpected keyword argument {unknown[0]!r}"
         raise ValueError(f"rewards: {name}: {came}, {expected}")
     return [column for column in needs if column not in options]
-
-
-def _model_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = ("batch_size", "device")
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        expected = f"options among {', '.join(known)}"
-        raise ValueError(f"rewards: reward_model: expected {expected}, got {unknown[0]!r}")
-    return options

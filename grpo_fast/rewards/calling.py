@@ -25,25 +25,16 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float]  # of a completion, or of each of its tokens
+WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
 LOADED = 0  # the number of the first answer, which no request asked for
 
 
-class RewardFailure(Exception):
+class RewardFailure(RuntimeError):
     """A call that gave no rewards; `why` is the reason it is counted under."""
 
-    why = "error"
-
-
-class WrongLength(RewardFailure, ValueError):
-    """Another number of values than of completions."""
-
-    why = "wrong_length"
-
-
-class NoNumbers(RewardFailure, ValueError):
-    """Something that is no list of numbers."""
-
-    why = "not_a_number"
+    def __init__(self, message: str, why: str = "error") -> None:
+        super().__init__(message)
+        self.why = why
 
 
 def why_of(error: BaseException) -> str:
@@ -163,11 +154,13 @@ def _values(result: Any, count: int) -> list[Any]:
             iterator = iter(values)
     if iterator is None:
         came = type(result).__name__
-        raise NoNumbers(f"expected a list of {count} numbers, the function returned {came}")
+        said = f"expected a list of {count} numbers, the function returned {came}"
+        raise RewardFailure(said, NO_NUMBERS)
     listed = list(itertools.islice(iterator, count + 1))  # it may be endless
     if len(listed) != count:
         number = len(listed) if len(listed) < count else "more"
-        raise WrongLength(f"expected {count} rewards, the function returned {number}")
+        said = f"expected {count} rewards, the function returned {number}"
+        raise RewardFailure(said, WRONG_LENGTH)
     return listed
 
 

@@ -28,20 +28,6 @@ from grpo_fast.rewards.calling import RewardFailure
 START_LIMIT_S = 120.0  # for the import of the user's module, which is not the function's own time
 
 
-class Died(RewardFailure, RuntimeError):
-    """The process ended, or answered what nobody asked, in the middle of a call."""
-
-    why = "died"
-
-
-class Refused(RewardFailure, RuntimeError):
-    """The function raised, or returned what does not count: its own message and reason."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        super().__init__(answer["error"])
-        self.why = answer["why"]
-
-
 class IsolatedReward:
     """Callable like the function at `path`, run elsewhere. Calls of several threads take turns.
 
@@ -85,7 +71,7 @@ class IsolatedReward:
             limit = self.timeout * max(1, count * self.per_sample)
             answer = self._worker.receive(number, min(limit, threading.TIMEOUT_MAX))
         if "error" in answer:
-            raise Refused(answer)
+            raise RewardFailure(answer["error"], answer["why"])
         return answer["rewards"]
 
     @property
@@ -117,7 +103,7 @@ class IsolatedReward:
             self._worker = _Worker(self.path)
             loaded = self._worker.receive(calling.LOADED, START_LIMIT_S)
             if "error" in loaded:
-                raise Refused(loaded)
+                raise RewardFailure(loaded["error"], loaded["why"])
             self._parameters = calling.Parameters(*loaded["parameters"])
 
 
@@ -160,11 +146,12 @@ class _Worker:
         except queue.Empty:
             raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
         if not line:
-            raise Died(f"the process of reward {self.path} ended in the middle of a call")
+            said = f"the process of reward {self.path} ended in the middle of a call"
+            raise RewardFailure(said, "died")
         answer = json.loads(line)
         if answer["number"] != number:
-            came = f"answered request {answer['number']}, not {number}"
-            raise Died(f"the process of reward {self.path} {came}")
+            said = f"answered request {answer['number']}, not {number}"
+            raise RewardFailure(f"the process of reward {self.path} {said}", "died")
         return answer
 
 

@@ -24,16 +24,8 @@ from torch import Tensor
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError
-from grpo_fast.rewards.calling import (
-    NoNumbers,
-    RewardFunction,
-    Score,
-    WrongLength,
-    call,
-    describe,
-    parameters_of,
-    why_of,
-)
+from grpo_fast.rewards import calling
+from grpo_fast.rewards.calling import RewardFunction, Score
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -180,14 +172,14 @@ class RewardSet:
         lists = {name: list(column) for name, column in columns.items()}
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
-            arguments = copy.deepcopy(parameters_of(reward.function).select(lists))
+            arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
             with undisturbed():
-                values = call(reward.function, count, arguments)
+                values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
-            self._note(reward.name, describe(error))
-            return why_of(error)
+            self._note(reward.name, calling.describe(error))
+            return calling.why_of(error)
         lengths = columns.get("completion_lengths", [None] * count)
         pairs = zip(values, lengths, strict=True)
         return [self._checked(reward.name, value, length) for value, length in pairs]
@@ -196,12 +188,12 @@ class RewardSet:
         numbers = value if isinstance(value, list) else [value]
         if isinstance(value, list) and length is not None and length != len(value):
             self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
-            return WrongLength.why
+            return calling.WRONG_LENGTH
         is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
         # The trainer computes in fp32: beyond its range a value is as useless as inf or NaN.
         if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, _sum(value))):
             self._note(name, f"not a finite number: {reprlib.repr(value)}")
-            return NoNumbers.why
+            return calling.NO_NUMBERS
         return value
 
     def _note(self, name: str, message: str) -> None:

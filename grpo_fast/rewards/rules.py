@@ -52,8 +52,12 @@ def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -
 
     Not `scaled`: the same times n, the lecture's count of right positions.
     """
-    pairs = _symbol_pairs(completions, answers)
-    return [_positions(*pair) * (1 if scaled else len(pair[1])) for pair in pairs]
+    rewards = []
+    for given, gold in _symbol_pairs(completions, answers):
+        right = sum(a == b for a, b in zip(given, gold, strict=False))
+        share = right / max(len(given), len(gold), 1)
+        rewards.append(share * (1 if scaled else len(gold)))
+    return rewards
 
 
 def sort_inclusion_ordering(
@@ -79,11 +83,6 @@ def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
 def _symbol_pairs(completions: Texts, answers: Texts) -> list[tuple[list[str], list[str]]]:
     pairs = zip(completions, answers, strict=True)
     return [(text.split(), gold.split()) for text, gold in pairs]
-
-
-def _positions(given: list[str], gold: list[str]) -> float:
-    right = sum(a == b for a, b in zip(given, gold, strict=False))
-    return right / max(len(given), len(gold), 1)
 
 
 def _inclusion_ordering(given: list[str], gold: list[str], scaled: bool) -> float:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion: its length, its tags.
+"""Rewards for the form of a completion: its length, its tags, its words.
 
 A reward takes the columns that it reads by keyword and returns one float per completion.
 """
@@ -41,6 +41,12 @@ def format_tags(
     With the four tags of a thought and an answer that is 0 … 0.5.
     """
     return [per_tag * _tag_count(text, tags, number) for text in completions]
+
+
+def distinct_words(*, completions: Sequence[str]) -> list[float]:
+    """Different words / words, case aside; 0 without any. Repetition is what costs."""
+    words = [text.casefold().split() for text in completions]
+    return [len(set(found)) / max(len(found), 1) for found in words]
 
 
 def _tag_count(text: str, tags: Sequence[str], number: bool) -> int:

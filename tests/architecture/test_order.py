@@ -1,14 +1,21 @@
-"""The order of the tests (`--random-order SEED`), and that none feels which ones came before it."""
+"""The order of the tests (`--random-order SEED`), that none feels which ones came before it, and
+what `tests.pairs` leaves of a grid.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+from tests.pairs import covering
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = """
@@ -57,3 +64,13 @@ def test_a_seed_shuffles_files_and_their_tests_and_repeats_itself(tmp_path: Path
 def test_draws_are_those_of_a_fresh_generator() -> None:
     expected = torch.rand(1, generator=torch.Generator().manual_seed(0))
     assert torch.equal(torch.rand(1), expected) and random.random() == random.Random(0).random()
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2, 6), (5, 4, 3), (2,) * 6, (4, 1, 3), (3, 3), (4,)])
+def test_pairs_has_every_pair_and_is_short(sizes):
+    rows = covering(sizes)
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in rows} == {
+            *itertools.product(*map(range, (sizes[a], sizes[b])))
+        }
+    assert len({*rows}) == len(rows) <= 1.5 * math.prod(sorted(sizes)[-2:])

@@ -95,8 +95,8 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     fresh_choice, monkeypatch, caplog
 ):
     honest = next(p for p in dispatch.PROVIDERS if p.name == "explicit")
-    raising = Provider("raising", lambda kind: None, lambda *_: 1 / 0)
-    unable = Provider("unable", lambda kind: "never", lambda *_: 1 / 0)
+    raising = Provider("raising", lambda kind: True, lambda *_: 1 / 0)
+    unable = Provider("unable", lambda kind: False, lambda *_: 1 / 0)
 
     def without_prompts(q, k, v, layout, rule):
         return honest.attend(q, k, v, TreeLayout.of(layout.lengths), rule)
@@ -104,16 +104,27 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     def wrong_gradient(q, k, v, layout, rule):
         return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, rule)
 
-    liars = [Provider(f.__name__, lambda kind: None, f) for f in (without_prompts, wrong_gradient)]
+    def nan_gradient(q, k, v, layout, rule):
+        return honest.attend(q, k, v, layout, rule) + 0 * (k.sum() - k.sum().detach()).sqrt()
+
+    def wrong_copies(q, k, v, layout, rule):  # where few key heads make it copy keys
+        few = q.shape[1] > 2 * k.shape[1]
+        return (without_prompts if few else honest.attend)(q, k, v, layout, rule)
+
+    liars = [
+        Provider(f.__name__, lambda kind: True, f)
+        for f in (without_prompts, wrong_gradient, nan_gradient, wrong_copies)
+    ]
     monkeypatch.setattr(dispatch, "PROVIDERS", (raising, unable, *liars, honest))
     caplog.set_level(logging.INFO, logger="grpo_fast.attention.dispatch")
     for _ in range(2):
         assert dispatch.choose(Kind("cpu", FP32, 8)).name == "explicit"
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 4
+    assert len(lines) == 6
     assert "raising failed on cpu float32, head_dim 8: division by zero" in lines[0]
     assert "without_prompts is wrong" in lines[1] and "wrong_gradient is wrong" in lines[2]
-    assert lines[3].startswith("packed attention on cpu float32, head_dim 8: explicit")
+    assert "nan_gradient is wrong" in lines[3] and "wrong_copies is wrong" in lines[4]
+    assert lines[5].startswith("packed attention on cpu float32, head_dim 8: explicit")
     monkeypatch.setattr(dispatch, "PROVIDERS", (raising,))
     with pytest.raises(
         RuntimeError, match="no attention kernel passed its self-test on cpu float64"
@@ -140,7 +151,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(dispatch, "self_test", self_test)
     monkeypatch.setattr(
-        dispatch, "PROVIDERS", (Provider("any", lambda kind: None, lambda *_: 1 / 0),)
+        dispatch, "PROVIDERS", (Provider("any", lambda kind: True, lambda *_: 1 / 0),)
     )
     assert dispatch.choose(Kind("cuda", BF16, 64, gpu=index)).name == "any"
     assert used == [expected]
@@ -152,7 +163,7 @@ def test_each_gpu_is_tested_by_itself(monkeypatch):
 
     def choose(kind):
         kinds.append(kind)
-        return Provider("any", lambda kind: None, lambda q, *_: q)
+        return Provider("any", lambda kind: True, lambda q, *_: q)
 
     monkeypatch.setattr(dispatch, "choose", choose)
     for device in ("cuda:1", "cuda:3"):
@@ -173,7 +184,7 @@ def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
 
 def test_a_window_that_no_query_reaches_is_none(monkeypatch):
     kinds = []
-    provider = Provider("spy", lambda kind: None, lambda q, *_: q)
+    provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: kinds.append(kind) or provider)
     # No query sees more than 4 + 3 keys.
     q, layout = (torch.ones(9, 1, 8), two_levels([4, 3, 2], [2]))

@@ -23,7 +23,6 @@ from benchmarks.gpu import (
     parts,
     predict,
     report,
-    risks,
     session,
     shards,
     smoke,
@@ -52,29 +51,6 @@ def test_every_call_fits_its_time():
         assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 570
 
 
-FIRST_CALL = {
-    "smoke": 120, "bars": 150, "gemms": 40, "forward-tests": 50, "forward": 60, "one-chunk": 50,
-    "profile": 40, "first-tests": 60,
-}  # fmt: skip
-
-
-def test_the_first_ten_minutes():
-    """What is right, what it takes, whether the candidate is worth its lines."""
-    every = parts.parts()
-    names = parts.of_call(every, 1)
-    assert {name: every[name].seconds for name in names} == FIRST_CALL
-    assert list(FIRST_CALL) == names and sum(FIRST_CALL.values()) == parts.CALL_SECONDS
-    assert "128x192" in every["forward-tests"].commands[0]
-    chosen = [word.partition("::")[2] for word in every["first-tests"].commands[0] if "::" in word]
-    source = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
-    assert chosen and all(f"def {name}(" in source for name in chosen)
-    for command in every["bars"].commands:
-        assert command[command.index("--providers") + 1] == "grpo_fast"
-    measured = {word for command in every["bars"].commands for word in command}
-    wanted = {bar.command.split()[3] for bar in bars.bars() if "benchmarks linear" in bar.command}
-    assert wanted <= measured
-
-
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
     """pydantic is here, not there; what is carried as a wheel is there."""
     code = "import importlib.util as u, pydantic; assert u.find_spec('trl') is None"
@@ -95,11 +71,6 @@ def test_what_the_machine_lacks_is_carried():
     carried = script.partition("small=(")[2].partition(")")[0].replace("-", "_").split()
     needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "trl"}
     assert needed <= set(carried) <= set(lacking.PACKAGES)
-
-
-def test_every_risk_is_shown_by_a_part(capsys):
-    assert {risk.part for risk in risks.RISKS} <= parts.parts().keys()
-    assert all(risk.risk in risks.checklist() for risk in risks.RISKS)
 
 
 def test_wheels_are_unpacked_onto_the_path(tmp_path):
@@ -133,7 +104,7 @@ def test_wheels_are_unpacked_onto_the_path(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert session.main(["--part", "bars"]) == 2
+    assert session.main(["--part", "smoke"]) == 2
     shown = capsys.readouterr().out
     assert "would run" in shown and "starts" in shown and "no NVIDIA GPU" in shown
     assert "[ ] smoke" in shown and not list(tmp_path.iterdir())
@@ -162,28 +133,16 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, capsys):
     started = time.monotonic()
     assert session.main([]) == 1 and time.monotonic() - started < 30
     found = json.loads((small / "gpu_session.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in found.items()} == {
-        "good": "done",
-        "bad": "failed",
-        "slow": "failed",
-    }
+    assert [found[name]["status"] for name in ("good", "bad", "slow")] == ["done", *2 * ["failed"]]
     assert found["good"]["reports"] == [{"cases": [1], "name": "first"}]
     log = (small / "gpu_session.log").read_text()
-    assert (
-        "a reason" in log
-        and "begun" in log
-        and "ended after 2 s" in log
-        and "exit codes [3]" in log
-    )
+    said = "a reason", "begun", "ended after 2 s", "exit codes [3]"
+    assert all(part in log for part in said)
     capsys.readouterr()
     assert session.main(["--part", "good"]) == 0 and "good: done before" in capsys.readouterr().out
-    assert (
-        session.main(["--part", "good", "--again"]) == 0
-        and "good: done in" in capsys.readouterr().out
-    )
-    assert session.main(["--part", "bad"]) == 1 and "a reason" in capsys.readouterr().out, (
-        "a failed part is run again"
-    )
+    assert session.main(["--part", "good", "--again"]) == 0
+    assert "good: done in" in capsys.readouterr().out
+    assert session.main(["--part", "bad"]) == 1 and "a reason" in capsys.readouterr().out
 
 
 def test_no_part_is_started_after_the_deadline(small, capsys):

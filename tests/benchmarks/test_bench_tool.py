@@ -33,6 +33,7 @@ from benchmarks.kernels.shapes import (
 )  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
+from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens; a vocabulary of no round number
@@ -46,18 +47,11 @@ def provider(operation: str, name: str) -> Provider:
 # ---- what a result is held to ----
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(
-    "variant",
-    [
-        STANDARD,
-        Variant(0.5, "masked", "peaked", "ragged"),
-        Variant(0.5, "clipped"),
-        Variant(0.25, "zero-advantage"),
-    ],
-    ids=lambda v: f"{v.active:g}-{v.inactive}-{v.softmax}-{v.mask}",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+VARIANTS = [STANDARD, Variant(0.5, "masked", "peaked", "ragged"), Variant(0.5, "clipped"),
+            Variant(0.25, "zero-advantage")]  # fmt: skip
+
+
+@pairs(operation=OPERATIONS, variant=VARIANTS, dtype=[torch.float32, torch.bfloat16])
 def test_ours_and_plain_torch_are_right_on_every_variant(operation, variant, dtype):
     problem = make_problem(SHAPE, dtype, variant=variant)
     names = ["grpo_fast (auto)", "grpo_fast (torch)"] + (

@@ -7,8 +7,12 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
+
+from grpo_fast.train.config import RunConfig
+from tests import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -125,6 +129,36 @@ def test_every_command_that_is_shown_exists():
     assert {"train", "eval", "plan", "plot", "compare", "doctor"} <= seen
 
 
+KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=:])")
+
+
+def has_key(model: object, key: list[str]) -> bool:
+    """Whether `key` leads somewhere below a type of the configuration."""
+    if not key:
+        return True
+    fields = getattr(model, "model_fields", None)
+    if fields is not None:
+        return key[0] in fields and has_key(fields[key[0]].annotation, key[1:])
+    inner = [kind for kind in get_args(model) if kind is not type(None)]
+    # an element's number in a list; free names in a dict
+    key = key[1:] if get_origin(model) is list and key[0].isdigit() else key
+    return get_origin(model) is dict or any(has_key(kind, key) for kind in inner)
+
+
+def test_every_key_that_is_named_exists():
+    seen, missing = set(), []
+    pages = [*WRITTEN, *READMES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")]
+    for page in pages:
+        for found in KEY.findall(page.read_text()):
+            head, _, tail = found.partition("{")
+            for key in [head + last.strip() for last in tail.rstrip("}").split(",")]:
+                section, last = key.split(".")[0], key.rpartition(".")[2]
+                if section in RunConfig.model_fields and last != "py":
+                    seen.add(key)
+                    missing += [f"{page.name}: {key}"] * (not has_key(RunConfig, key.split(".")))
+    assert not missing and len(seen) > 50
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=names)
 def test_the_links_of_a_page_lead_somewhere(page):
     text = page.read_text()
@@ -132,7 +166,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
         assert link.startswith("http") or (DOCS / link).exists(), link
     for listed in re.findall(r"```\{toctree\}\n(.*?)```", text, re.S):
         for entry in listed.split("\n"):
-            assert not entry or entry.startswith(":") or (DOCS / f"{entry}.md").is_file(), entry
+            page = entry.partition("<")[2].rstrip(">") or entry
+            assert not entry or entry.startswith(":") or (DOCS / f"{page}.md").is_file(), entry
 
 
 def test_every_folders_readme_is_a_page_and_none_is_copied():
@@ -140,3 +175,21 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
     targets = {(DOCS / found[1]).resolve() for found in stated.values() if found}
     assert {p for p in READMES if p != ROOT / "README.md"} <= targets
     assert all(target.is_file() for target in targets)
+
+
+def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
+    """Of the site as `make docs` built it, before this."""
+    built = DOCS / "_build" / "html"
+    if not chromium.COMMAND or not built.is_dir():
+        pytest.skip("needs Chromium, and the site built by `make docs`")
+    with chromium.browser(tmp_path) as browser:
+        for page in ("index", "quickstart", "losses", "trainer"):
+            for width in (390, 1280):
+                seen = set()
+                for scheme in ("light", "dark"):
+                    browser.open(built / f"{page}.html", width, scheme)
+                    size = browser.call("Page.getLayoutMetrics")["cssContentSize"]
+                    assert size["width"] == width, page
+                    color = "getComputedStyle(document.body).backgroundColor"
+                    seen.add(browser.evaluate(color))
+                assert len(seen) == 2, page

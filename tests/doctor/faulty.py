@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
-from grpo_fast.rollout import Completion, Engine, Kept
+from grpo_fast.doctor import Diagnosis, diagnose
+from grpo_fast.rollout import Completion, Engine, Kept, Sampling
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import TEXTS, tiny_model
 
@@ -20,6 +21,19 @@ CHAT = (
     BOS + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]
+MESSAGES = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+SAMPLING = Sampling(max_new_tokens=10, temperature=0.7)
+
+
+def found_by(
+    policy: Policy, engine: Engine, sampling: Any = SAMPLING, prompts: Any = PROMPTS, **options: Any
+) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis, and the names of its causes."""
+    found = diagnose(policy, engine, prompts, sampling, **options)
+    return found, [cause.name for cause in found.causes]
 
 
 @dataclass

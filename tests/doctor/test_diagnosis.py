@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.doctor import causes, diagnose
+from grpo_fast.doctor import causes
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
-from tests.doctor.faulty import FaultyEngine, policy_with_bos
+from tests.doctor.faulty import (
+    MESSAGES,
+    PROMPTS,
+    SAMPLING,
+    FaultyEngine,
+    found_by,
+    policy_with_bos,
+)  # fmt: skip
 
-PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]
-SAMPLING = Sampling(max_new_tokens=10, temperature=0.7)
 CUT = SAMPLING.model_copy(update={"top_p": 0.8})
-CHAT = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
 LONGER = {"max_new_tokens": 30}
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -26,11 +30,6 @@ def policy():
 @pytest.fixture(scope="module")
 def earlier():
     return policy_with_bos(seed=1)
-
-
-def found_by(policy, engine, sampling=SAMPLING, prompts=PROMPTS, **options):
-    found = diagnose(policy, engine, prompts, sampling, **options)
-    return found, [cause.name for cause in found.causes]
 
 
 def bos_twice(policy):
@@ -95,16 +94,11 @@ def test_a_cause_is_named(policy, planted):
 
 
 @pytest.mark.parametrize(
-    ("read", "name", "prompts"),
-    [
-        (bos_twice, causes.TOKENS, PROMPTS),
-        (bos_twice, causes.TOKENS, CHAT),
-        (without_bos, causes.TOKENS, PROMPTS),
-        (templated, causes.TEMPLATE, PROMPTS),
-    ],
+    ("read", "name"),
+    [(bos_twice, causes.TOKENS), (without_bos, causes.TOKENS), (templated, causes.TEMPLATE)],
 )
-def test_a_prompt_that_is_read_otherwise(policy, read, name, prompts):
-    found, names = found_by(policy, FaultyEngine(read=read(policy)), prompts=prompts)
+def test_a_prompt_that_is_read_otherwise(policy, read, name):
+    found, names = found_by(policy, FaultyEngine(read=read(policy)))
     assert names == [name] and found.left < 2e-5 < found.mean
 
 
@@ -112,7 +106,7 @@ def test_a_template_that_is_lost(policy):
     plain = [policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     sent = iter(plain)
     engine = FaultyEngine(read=lambda _: next(sent))
-    found, names = found_by(policy, engine, prompts=CHAT)
+    found, names = found_by(policy, engine, prompts=MESSAGES)
     assert names == [causes.TEMPLATE] and "no chat template" in found.causes[0].advice
 
 
@@ -209,14 +203,6 @@ def test_causes_at_once(policy, earlier, planted):
 def test_truncation_beside_another_cause(policy):
     found, names = found_by(policy, FaultyEngine(pad="left"), CUT)
     assert set(names) == {causes.TRUNCATION, causes.PADDING} and found.left < 2e-5
-
-
-def test_what_nobody_knows_is_not_explained_away(policy):
-    """Log-probabilities that are wrong by themselves have no cause, and keep their size."""
-    engine = FaultyEngine(shift=0.5)
-    found, names = found_by(policy, engine)
-    assert names == [] and found.left == found.mean == pytest.approx(0.5, abs=1e-4)
-    assert "not found: its tokens are not drawn from what it reports" in found.rest
 
 
 def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):

@@ -7,15 +7,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.doctor import causes, diagnose
+from grpo_fast.doctor import causes
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.models.policy import Policy
-from tests.doctor.faulty import FaultyEngine, policy_with_bos, tokenizer_with_bos
+from tests.doctor import faulty
+from tests.doctor.faulty import MESSAGES, FaultyEngine, policy_with_bos, tokenizer_with_bos
 from tests.tiny import tiny_model
 
-PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]
-CHAT = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7)
 LONGER = Sampling(max_new_tokens=30, temperature=0.7)
 
@@ -25,9 +24,8 @@ def policy():
     return policy_with_bos()
 
 
-def found_by(policy, engine, prompts=CHAT, sampling=SAMPLING, **options):
-    found = diagnose(policy, engine, prompts, sampling, **options)
-    return found, [cause.name for cause in found.causes]
+def found_by(policy, engine, prompts=MESSAGES, sampling=SAMPLING, **options):
+    return faulty.found_by(policy, engine, sampling, prompts, **options)
 
 
 def repeated(z, prompt, ids):
@@ -71,7 +69,7 @@ def with_system(policy):
         policy.tokenizer.apply_chat_template(
             [messages, *chat], tokenize=False, add_generation_prompt=True
         )
-        for chat in CHAT
+        for chat in MESSAGES
     ]
     sent = iter([policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in made])
     return lambda tokens: next(sent)
@@ -84,10 +82,9 @@ PLANTS = {
     "logit bias": (dict(edit=raised), causes.LOGIT_BIAS, "(id 40) 2.5"),
     "a token that is forbidden": (dict(edit=forbidden), causes.LOGIT_BIAS, "(id 41) -"),
     "min_tokens": (dict(edit=without_eos), causes.ENDS, "before 6 tokens"),
-    "logps one late": (dict(report_as=one_late), causes.SHIFTED, "before it"),
-    "logps one early": (dict(report_as=one_early), causes.SHIFTED, "behind it"),
+    "logps one late": (dict(report_as=one_late), causes.SHIFTED, "token t-1"),
+    "logps one early": (dict(report_as=one_early), causes.SHIFTED, "token t+1"),
     "answers turned": (dict(deal=lambda x: x[::-1]), causes.ORDER, "by index"),
-    "first token lost": (dict(read=lambda t: t[1:]), causes.TOKENS, "no BOS"),
     "last token lost": (dict(read=lambda t: t[:-1]), causes.TOKENS, "last token"),
     "a blank more": (dict(read=lambda t: [*t, 33]), causes.TOKENS, "' ' at its end"),
     "system prompt": (dict(read="system"), causes.TEMPLATE, "a system prompt"),
@@ -190,10 +187,7 @@ def test_a_completion_that_ends_too_early(policy):
 
 
 HEALTHY = {
-    "fp32": ({}, {}, {}),
-    "temperature 1": ({}, {"temperature": 1.0}, {}),
     "top_k and replay": ({"names_kept": True}, {"top_k": 5}, {"uses_kept": True}),
-    "top_p and replay": ({"names_kept": True}, {"top_p": 0.7}, {"uses_kept": True}),
     "one token": ({}, {"max_new_tokens": 1}, {}),
 }
 
@@ -206,8 +200,12 @@ def test_an_engine_that_is_right_has_no_cause(policy, kind):
     assert names == [] and found.ok and found.rest == "noise of the kernels"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "granite", "cohere"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+FP32, BF16 = torch.float32, torch.bfloat16
+OWN = [("qwen2", BF16), ("mistral", FP32), ("gemma2", FP32), ("gemma2", BF16), ("granite", FP32),
+       ("cohere", BF16)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dtype"), OWN)
 def test_our_own_engine_has_no_cause(family, dtype):
     policy = policy_of(family)
     policy.lm.to(dtype)

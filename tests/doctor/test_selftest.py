@@ -56,7 +56,7 @@ def faulty(kind: str):
         ("NaN", [VALUES, "same bits again, and alone"]),
         ("gradients", [GRADIENTS]),
         ("batch", ["same bits again, and alone"]),
-        ("raises", [VALUES, GRADIENTS, "same bits again, and alone"]),
+        ("raises", [VALUES]),
     ],
 )
 def test_a_kernel_that_is_wrong(monkeypatch, kind, seen):
@@ -92,7 +92,7 @@ def test_a_kernel_whose_bits_change_from_run_to_run(monkeypatch):
 
     monkeypatch.setattr(selftest, "linear_grpo_loss", loss)
     made = selftest.problem(torch.float32, CPU)
-    assert selftest.differing(made, "torch") > 0
+    assert selftest.kernel_errors(made, "torch")[2] > 0
 
 
 def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):

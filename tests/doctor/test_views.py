@@ -10,10 +10,8 @@ import torch
 from grpo_fast import Support
 from grpo_fast.attention import Head
 from grpo_fast.doctor import prompts
-from grpo_fast.doctor.fits import fitted
-from grpo_fast.doctor.rows import ROWS, Drawn, Rows
-from grpo_fast.doctor.search import ONE, Search
-from grpo_fast.doctor.view import KEPT, Truncation, View
+from grpo_fast.doctor.search import ONE, Search, fitted
+from grpo_fast.doctor.view import KEPT, ROWS, Drawn, Rows, Truncation, View
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.sampler import Sampler
 from tests.doctor.faulty import BOS, tokenizer_with_bos
@@ -149,6 +147,7 @@ def test_a_cause_is_named_where_it_explains_most_and_no_other_does():
         made = SimpleNamespace(
             difference=lambda view: {base: 1.0, **left}[view],
             logps=lambda view: torch.tensor([view.temperature, view.shift]),
+            cause_of=View.cause_of,
         )
         search = Search(made, base, Sampling(), 1e-6, 1e-4)
         search._order = list(left)

@@ -35,7 +35,9 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     forward = dispatch.cuda.aten_forward
 
     def spy(q, k, v, spans, rule):
-        calls.append((spans.causal, dispatch.cuda.window_of(spans, rule), spans.max_q, spans.max_k))
+        calls.append(
+            (spans.causal, dispatch.cuda.window_of(spans, rule), *dispatch.cuda.longest(spans))
+        )
         assert spans.cu_q.dtype == spans.cu_k.dtype == torch.int32
         assert spans.cu_q.is_contiguous() and spans.cu_k.is_contiguous()
         out, lse = forward(q, k, v, spans, rule)

@@ -24,6 +24,7 @@ from grpo_fast import (
 )
 from grpo_fast.kernels import route as backends
 from grpo_fast.kernels.head import chunks, products
+from tests.pairs import pairs
 
 T, H, V, B = 24, 32, 96, 3
 IS_CUDA = torch.Tensor.is_cuda.__get__
@@ -107,9 +108,7 @@ def finish(result, *leaves):
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
 
 
-@pytest.mark.parametrize("workspace", ["1024", "0"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", CONFIGS)
+@pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)  # so that dW leaves one product in 16 bits
@@ -131,9 +130,7 @@ def test_grpo_loss(recorded, name):
     finish(grpo_loss(leaf, rand(B), LossConfig(**options), entropy=rand(T), **tokens()), leaf)
 
 
-@pytest.mark.parametrize("workspace", ["1024", "0"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("return_entropy", [False, True])
+@pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], return_entropy=[False, True])
 def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     leaves = head(dtype)

@@ -13,6 +13,7 @@ import torch
 from benchmarks.kernels.exact import logps_bar
 from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
 from grpo_fast.objective.losses import OBJECTIVES
+from tests.pairs import pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,9 +186,8 @@ def problem(n: int, h: int, v: int) -> tuple:
 
 # Rows, H and V around the tile of 128 x 256 (pieces of 64 columns), the slice of 2048 and 16-byte
 # rows.
-@pytest.mark.parametrize(
-    ("n", "h", "v"),
-    [
+@pairs(
+    n__h__v=[
         (1, 64, 1),
         (1, 8, 2),
         (33, 64, 127),
@@ -198,9 +198,9 @@ def problem(n: int, h: int, v: int) -> tuple:
         (130, 896, 4104),
         (65, 60, 50257),
     ],
+    softcap=[None, 20.0],
+    workspace=["1024", "0"],
 )
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("workspace", ["1024", "0"])
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
     """The bf16 path without d-logits, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)

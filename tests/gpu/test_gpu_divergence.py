@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_fast import TeacherHead, TeacherTopK, linear_divergence
+from tests.pairs import pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,9 +17,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1000, 32001])
+@pairs(kind=["forward_kl", "reverse_kl", "jsd"], dtype=[torch.float32, torch.bfloat16],
+       vocab=[1000, 32001])  # fmt: skip
 def test_against_fp64(kind, dtype, vocab):
     g = torch.Generator().manual_seed(0)
     h, t = (torch.randn(100, 64, generator=g).to(dtype) for _ in range(2))

@@ -77,6 +77,7 @@ COMPUTED = {
     "empty": ["ddp", "head", "norm_and_head_kept"],
     "fused": ["layers_root_resharded", "head", "head_kept", "norm_and_head"],
     "policy_loss": ["root", "layers_root_resharded"],
+    "distill": ["ddp", "layers", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
 }
 
 
@@ -121,6 +122,20 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     return trainer.model, model, loss
 
 
+def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
+    """Of TRL's DistillationTrainer; the teacher is wrapped as the student is."""
+    trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
+    for parameter in trainer.teacher_model.parameters():
+        parameter.data *= 1.5
+    use_fast_head(trainer)
+    student, trainer.model.training = trainer.model, True
+    model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model)
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    run, share = trainer._compute_loss, batch["num_items_in_batch"] / ranks
+    loss, *_ = trainer._forward_redirection(model, student, run, student, batch, share)
+    return student, model, loss
+
+
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     """Of TRL's fused head without a trainer, and of `policy_loss`."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -146,6 +161,7 @@ def compute(
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
     work = model_loss if what in ("fused", "policy_loss") else trainer_loss
+    work = distillation_loss if what == "distill" else work
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()

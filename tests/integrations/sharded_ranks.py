@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
+from grpo_fast import LossConfig, TeacherHead, linear_divergence, linear_grpo_loss, linear_logps
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from tests.integrations import trl_cases
 from tests.integrations.sharded_models import PACKED, Gradients, compute, names, whole
@@ -38,7 +38,8 @@ PLACEMENTS = {
     "columns": (Shard(1), Replicate()),
     "copies": (Replicate(), None),
 }
-PUBLIC = [f"{name}-{k}" for name in ("linear_logps", "linear_grpo_loss") for k in PLACEMENTS]
+FUNCTIONS = "linear_logps", "linear_grpo_loss", "linear_divergence"
+PUBLIC = [f"{name}-{k}" for name in FUNCTIONS for k in PLACEMENTS]
 Result = dict[str, Any]
 
 
@@ -56,7 +57,7 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """`linear_logps` and `linear_grpo_loss` on DTensors; plain torch on the rows of all ranks."""
+    """The public functions on DTensors; plain torch on the rows of all ranks."""
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random)
@@ -64,18 +65,29 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
     targets = torch.randint(0, VOCABULARY, (world, TOKENS), generator=random)
     advantages = torch.randn(world, TOKENS, generator=random)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    logp_all = (leaves[0] @ leaves[1].T + leaves[2]).log_softmax(-1)
-    expected = -(advantages * logp_all.gather(-1, targets[..., None])[..., 0]).sum() / world
-    d_hidden, *d_head = torch.autograd.grad(expected, leaves)
-    wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
+    other = [torch.randn(*x.shape, generator=random) for x in leaves]
+    lp, lq = ((h @ w.T + b).log_softmax(-1) for h, w, b in (leaves, other))
+    policy = -(advantages * lp.gather(-1, targets[..., None])[..., 0]).sum() / world
+    divergence = (lp.exp() * (lp - lq)).sum() / world
     for case in PUBLIC:
         name, kind = case.split("-")
+        expected = divergence if name == "linear_divergence" else policy
+        d_hidden, *d_head = torch.autograd.grad(expected, leaves, retain_graph=True)
+        wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
         h = hidden[rank].clone().requires_grad_()
-        w, b = (
-            nn.Parameter(x.clone() if how is None else distribute_tensor(x, mesh, [how]))
-            for x, how in zip((weight, bias), PLACEMENTS[kind], strict=True)
+        (w, b), frozen = (
+            [
+                nn.Parameter(x.clone() if how is None else distribute_tensor(x, mesh, [how]))
+                for x, how in zip(head, PLACEMENTS[kind], strict=True)
+            ]
+            for head in ((weight, bias), other[1:])
         )
-        loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
+        if name == "linear_divergence":
+            teacher = TeacherHead(other[0][rank], *(x.requires_grad_(False) for x in frozen))
+            ones = torch.ones(TOKENS)
+            loss = linear_divergence(h, w, teacher, "reverse_kl", bias=b, weights=ones).loss
+        else:
+            loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
         loss.backward()
         if PLACEMENTS[kind][1] is None:  # who passes a plain tensor reduces its gradient
             distributed.all_reduce(b.grad)

@@ -17,6 +17,7 @@ trl = importlib.import_module("trl")
 utils = importlib.import_module("trl.trainer.utils")
 cases = importlib.import_module("tests.integrations.trl_cases")
 head = importlib.import_module("grpo_fast.integrations.trl.head")
+fast_head = importlib.import_module("grpo_fast.integrations.fast_head")
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 RULES = {
@@ -195,7 +196,7 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
         model.lm_head.weight.ds_id = 0  # DeepSpeed's mark
     else:
         model._tp_size = 2  # transformers' mark
-    head._warn_partitioned.cache_clear()
+    fast_head._warn_partitioned.cache_clear()
     with caplog.at_level(logging.WARNING):
         ours = model(**labelled())
     assert by in caplog.text

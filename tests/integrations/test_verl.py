@@ -10,10 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from grpo_fast import TeacherTopK, linear_divergence
 from tests.integrations import trainer_packages
 from tests.tiny import tiny_model
 
@@ -454,3 +456,26 @@ def test_fast_head_refusals(patched_model):
     gemma._verl_fused_kernels_backend = "torch"
     with pytest.raises(ValueError, match="leaves out final_logit_softcapping"):
         head.use_fast_head(gemma)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_forward_kl_topk_leaves_the_tail_out(chunked):
+    """verl's value and gradient, and those of its tail by its own masses, are a `TeacherTopK`'s."""
+    module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))
+    top, ids = torch.randn(11, 40, generator=g).log_softmax(-1).topk(5)
+    nested = [
+        torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged) for x in (top, ids)
+    ]
+    settings = SimpleNamespace(use_chunked_topk=chunked, log_prob_min_clamp=None)
+    config = SimpleNamespace(distillation_loss=settings)
+    logits = (hidden @ weight.T)[None]
+    said = module.compute_forward_kl_topk(logits, *nested, config, "thd")
+    rest, own = 1 - said["teacher_mass"][0], 1 - said["student_mass"][0]
+    values = said["distillation_losses"][0] + rest * (rest.log() - own.log())
+    out = linear_divergence(hidden, weight, TeacherTopK(ids, top), "forward_kl")
+    torch.testing.assert_close(out.values, values, **TOLERANCE)
+    found, wanted = (torch.autograd.grad(x, (hidden, weight)) for x in (out.loss, values.mean()))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)

@@ -115,3 +115,29 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
     made.remove_callback(__import__("transformers").PrinterCallback)
     made._generate_single_turn = completions or Injected(model.config.vocab_size)
     return made
+
+
+def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
+    """A DistillationTrainer (or `cls`) on the models of a student and a teacher."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DistillationConfig, DistillationTrainer
+
+    settings = {
+        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "report_to": [],
+        "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1,
+        "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False, "max_completion_length": COMPLETION, **options,
+    }  # fmt: skip
+    peft_config = settings.pop("peft_config", None)
+    models = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in folders]
+    data = Dataset.from_dict({"prompt": prompts(8)})
+    made = (cls or DistillationTrainer)(
+        model=models[0], teacher_model=models[1], args=DistillationConfig(**settings),
+        train_dataset=data, eval_dataset=data.select(range(2)), peft_config=peft_config,
+        processing_class=AutoTokenizer.from_pretrained(folders[0], padding_side="left"),
+    )  # fmt: skip
+    sampled = Injected(models[0].config.vocab_size)
+    made._generate_single_turn = lambda *given: sampled(*given)[0]
+    return made

@@ -1,5 +1,4 @@
-"""The C++ row kernels against formulas in fp64 that are written here, and the loader's ways to say
-no.
+"""The C++ row kernels against formulas in fp64, and the loader's ways to say no.
 
 The tests named *numerics* run again in subprocesses under other instruction sets and vector widths
 (see the last part).
@@ -22,6 +21,8 @@ from grpo_fast.kernels.cpu import leaves as leaves_cpp
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.cpu import rows as rows_cpu
 from grpo_fast.kernels.types import LogitRule
+from tests.kernels import formulas
+from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = csrc_loader.load("rows")
@@ -58,52 +59,18 @@ def make_rows(
     return torch.randn(rows, columns) * spread, torch.randint(0, columns, (rows,))
 
 
-def expected_z(logits: torch.Tensor, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """z and dz/draw in fp64."""
-    x = logits.double() * rule.logit_scale
-    t = (
-        rule.temperature.double()[:, None]
-        if isinstance(rule.temperature, torch.Tensor)
-        else rule.temperature
-    )
-    if rule.softcap is None:
-        return x / t, torch.full_like(x, rule.logit_scale) / t
-    bent = (x / rule.softcap).tanh()
-    return rule.softcap * bent / t, (
-        x / rule.softcap
-    ).cosh().square().reciprocal() * rule.logit_scale / t
-
-
 def expected_statistics(logits, targets, rule):
-    z, _ = expected_z(logits, rule)
-    lse = z.logsumexp(1)
-    # Of the others: where p -> 1, z_y - lse would leave even fp64 no digits of 1 - p.
-    others = z.scatter(1, targets[:, None], -math.inf).logsumexp(1)
-    picked = z.gather(1, targets[:, None]).squeeze(1)
-    logps = torch.where(others < picked, -torch.log1p((others - picked).exp()), picked - lse)
-    p = (z - lse[:, None]).exp()
-    entropy = lse - torch.where(p > 0, p * z, 0.0).sum(1)
-    return lse, logps, entropy
-
-
-def expected_gradient(logits, targets, rule, g, ge):
-    z, slope = expected_z(logits, rule)
-    lse, logps, entropy = expected_statistics(logits, targets, rule)
-    logp = z - lse[:, None]
-    p = logp.exp()
-    onehot_minus_p = (-p).scatter(1, targets[:, None], -torch.expm1(logps)[:, None])
-    surplus = torch.where(p > 0, logp + entropy[:, None], 0.0)
-    return (g.double()[:, None] * onehot_minus_p - ge.double()[:, None] * p * surplus) * slope
+    return formulas.statistics(formulas.final(logits, *rule)[0], targets)
 
 
 def check_gradient(gradient, logits, targets, rule, g, ge) -> None:
     """Each row's error in the L2 norm, against its two terms (they may cancel) and fp32's spacing
     of z and log p.
     """
-    terms = [expected_gradient(logits, targets, rule, *pair) for pair in ((g, 0 * ge), (0 * g, ge))]
+    z, slope = formulas.final(logits, *rule)
+    terms = [formulas.gradient(z, slope, targets, *pair) for pair in ((g, 0 * ge), (0 * g, ge))]
     size = terms[0].norm(dim=1) + terms[1].norm(dim=1)
     error = (gradient.double() - terms[0] - terms[1]).norm(dim=1)
-    z, _ = expected_z(logits, rule)
     bound = 1e-6 + 2e-7 * (z.abs().amax(1) + z.amax(1) - z.amin(1))
     assert (error <= bound * size + 1e-15).all(), (error / size).max()
 
@@ -130,9 +97,8 @@ def test_numerics_fp32(columns: int, rule_name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("rule_name", ["plain", "all", "per_row"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [1, 2, 127, 129, 2051])
+@pairs(rule_name=["plain", "all", "per_row"], dtype=[torch.bfloat16, torch.float16],
+       columns=[1, 2, 127, 129, 2051])  # fmt: skip
 def test_numerics_16_bits(columns: int, dtype: torch.dtype, rule_name: str) -> None:
     """Exact on the given 16-bit logits; only the stored gradient is rounded."""
     logits, targets = make_rows(17, columns)

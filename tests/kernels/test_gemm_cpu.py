@@ -19,6 +19,7 @@ from grpo_fast.kernels.cpu import gemm as gemm_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.types import AddedRows, widened
+from tests.pairs import pairs
 
 REASON = csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(
@@ -91,9 +92,7 @@ def multiply(
     return out
 
 
-@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairs(dtype__tiles=KINDS, out_dtype=[torch.float32, torch.bfloat16], shape=SHAPES)
 def test_every_layout_gives_the_fp64_product(
     shape, out_dtype: torch.dtype, dtype: torch.dtype, tiles: bool
 ) -> None:

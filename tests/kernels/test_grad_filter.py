@@ -11,6 +11,7 @@ import grpo_fast
 from grpo_fast import LossConfig
 from grpo_fast.kernels.head.grad_filter import column_masses, heavy_columns
 from tests.loss_cases import BACKENDS
+from tests.pairs import pairs
 
 T, H, V = 96, 32, 3000
 CU = torch.tensor([0, 40, 96], dtype=torch.int32)
@@ -44,12 +45,14 @@ def run(leaves, ids, advantages, config=LossConfig(), **kw):  # noqa: B008
     return out, torch.autograd.grad(out.loss, leaves)
 
 
-@pytest.mark.parametrize("rows", [96, 32], ids=["one chunk", "three chunks"])
-@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
-@pytest.mark.parametrize(
-    "config",
-    [LossConfig(), LossConfig(loss_type="gspo"), LossConfig(entropy_coef=0.1)],
-    ids=["dapo", "gspo", "entropy"],
+@pairs(
+    rows={"one chunk": 96, "three chunks": 32}.items(),
+    tolerance=[1e-1, 1e-2, 1e-4],
+    config={
+        "dapo": LossConfig(),
+        "gspo": LossConfig(loss_type="gspo"),
+        "entropy": LossConfig(entropy_coef=0.1),
+    }.items(),
 )
 def test_bounds(config, tolerance, rows, monkeypatch):
     """The reported share is that of the d-logits, at most the tolerance, and every gradient is

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import reference as rows_torch
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
+from tests.kernels import formulas
+from tests.pairs import pairs
 
 REASON = csrc_loader.load("linear") or csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(
@@ -50,14 +51,11 @@ def problem(
 def in_fp64(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, rule: LogitRule, g: Tensor
 ) -> tuple:
-    """(logps, entropy, d raw-logits of Σ g·logp) by autograd."""
+    """(logps, entropy, d raw-logits of Σ g·logp)."""
     raw = hidden.double() @ weight.double().t()
-    raw = (raw if bias is None else raw + bias.double()).requires_grad_()
-    z, _ = rows_torch.final_logits(raw, rule)
-    logp_all = z.log_softmax(-1)
-    logps = logp_all.gather(1, ids[:, None])[:, 0]
-    (gradient,) = torch.autograd.grad((logps * g.double()).sum(), raw)
-    return logps.detach(), -(logp_all.exp() * logp_all).sum(1).detach(), gradient
+    z, slope = formulas.final(raw if bias is None else raw + bias.double(), *rule)
+    _, logps, entropy = formulas.statistics(z, ids)
+    return logps, entropy, formulas.gradient(z, slope, ids, g)
 
 
 def d_logits(out: Tensor, unit: Tensor, target_unit: Tensor, ids: Tensor, g: Tensor) -> Tensor:
@@ -65,9 +63,7 @@ def d_logits(out: Tensor, unit: Tensor, target_unit: Tensor, ids: Tensor, g: Ten
     return d.scatter_add(1, ids[:, None], torch.where(g == 0, 0.0, g * target_unit)[:, None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("V", [1, 2, 255, 257, 1031])
+@pairs(dtype=[torch.float32, torch.bfloat16], name=RULES, V=[1, 2, 255, 257, 1031])
 def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
     rule = RULES[name]
     hidden, weight, bias, ids = problem(V, dtype, has_bias=V % 2 == 1)
@@ -119,9 +115,7 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
     assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("spread", [1, 8])
+@pairs(name=RULES, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(
     spread: float, is_known: bool, name: str
 ) -> None:
@@ -140,7 +134,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(
         hidden, weight, None, ids, rule, narrow, known=known
     )
     assert nothing is None
-    z, slope = rows_torch.final_logits(hidden.double() @ weight.double().t(), rule)
+    z, slope = formulas.final(hidden.double() @ weight.double().t(), *rule)
     p = z.softmax(1).scatter(1, ids[:, None], 0.0)
     share = p / p.sum(1, keepdim=True)
     is_dominant = torch.zeros(T, V, dtype=torch.bool).index_put_(

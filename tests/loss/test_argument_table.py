@@ -146,10 +146,12 @@ def autocast(call, patch):
 
 def recorded(call, patch):
     """On the CPU, as if a CUDA graph were recorded: tests/gpu/test_cuda_graphs.py sees to syncs."""
-    for module in [x for x in sys.modules.values() if getattr(x, "is_capturing", None)]:
-        if module.is_capturing is capture.is_capturing and module is not capture:
+    # Not other packages' modules: the lazy ones of transformers raise whatever they are asked.
+    ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
+    asked = capture.is_capturing
+    for module in ours:
+        if getattr(module, "is_capturing", None) is asked:
             patch.setattr(module, "is_capturing", lambda x: True)
-    patch.setattr(capture, "is_capturing", lambda x: True)
     everything = "grpo_fast.kernels.head.loop.active_rows"
     patch.setattr(everything, lambda g, _: torch.ones_like(g, dtype=torch.bool))
     return answer(call)
@@ -191,12 +193,16 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
+# A graph takes a second: of keywords that several functions share it is made where they start from
+# hidden (test_compile.py compiles the others).
+FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
     for function in LEAVES
     for name in keywords_of(function)
     for mode in MODES
-    if mode != "broken graph" or name in MAY_BREAK
+    if (mode != "broken graph" or name in MAY_BREAK)
+    and (mode != "graph" or function.startswith("linear") or name not in FROM_HIDDEN)
 ]
 
 

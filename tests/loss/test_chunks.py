@@ -10,6 +10,7 @@ import torch
 from grpo_fast.kernels.head import loop
 from grpo_fast.loss import logits as logits_sweep
 from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, assert_same, make_case, options_for, run
+from tests.pairs import pairs
 
 EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
 GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions
@@ -21,11 +22,9 @@ def many_rows(loss_type: str, level: str, **options):
     return case.but(advantages=torch.where(IDLE, 0.0, case.advantages + 0.05))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("loss_type", "level"), [("grpo", "token"), ("grpo", "sequence"), ("gmpo", "token")]
-)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(layout=LAYOUTS,
+       loss_type__level=[("grpo", "token"), ("grpo", "sequence"), ("gmpo", "token")],
+       backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, monkeypatch):
     """Five chunks, each with rows that are left out of its GEMMs: dH, dW and db keep their
     places.

@@ -10,13 +10,14 @@ import torch
 import grpo_fast
 from tests.loss_cases import (
     BACKENDS,
-    LOSS_LEVELS,
+    LEAVES_AND_LEVELS,
     arguments,
     make_case,
     options_for,
     relative_l2,
     run,
 )
+from tests.pairs import pairs
 
 
 def compiled(step, backend="aot_eager"):
@@ -56,17 +57,15 @@ def gradients(step, case):
     return [loss.detach(), metric, logps, *[x.grad for x in leaves]]
 
 
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-def test_a_step_with_every_loss_compiles_in_one_graph(loss_type, level):
+@pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
+def test_a_step_with_every_leaf_compiles_in_one_graph(loss_type, level):
     case = make_case(111, **options_for(loss_type, level, beta=0.1))
     step = linear_step(case, grpo_fast.LossConfig(**case.options))
     for own, expected in zip(gradients(compiled(step), case), gradients(step, case), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("function", ["linear", "logits", "logps"])
+@pairs(backend=BACKENDS, layout=["padded", "packed"], function=["linear", "logits", "logps"])
 def test_every_public_loss_compiles_in_one_graph(function, layout, backend):
     backend = str(backend)  # torch 2.11 traces a str and a StrEnum, no other subclass of str
     case = make_case(
@@ -206,10 +205,12 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 
 # ----------------------------------------------------------
 # autocast
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("function", ["linear", "logits", "logps"])
+@pairs(
+    backend=BACKENDS,
+    dtype=[torch.float32, torch.bfloat16],
+    autocast=[torch.bfloat16, torch.float16],
+    function=["linear", "logits", "logps"],
+)
 def test_autocast_changes_nothing(function, autocast, dtype, backend):
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")

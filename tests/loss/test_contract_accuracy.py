@@ -10,6 +10,7 @@ import torch
 import grpo_fast
 from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, relative_l2
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -30,9 +31,9 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
 
 # 896, 2048, 8192: hidden sizes of the recipes' models and the largest of the contract; 33: no
 # vector width divides it.
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("H", [33, 896, 2048, 8192])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pairs(
+    backend=BACKENDS, H=[33, 896, 2048, 8192], dtype=[torch.bfloat16, torch.float16, torch.float32]
+)
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
     hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
     lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
@@ -75,10 +76,9 @@ def worst_row(value, true):
     return rows[true.norm(dim=1) > 0].max().item()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("off_policy", [False, True])
+@pairs(
+    backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], chunks=[1, 3], off_policy=[False, True]
+)
 def test_gradients_against_fp64_overall_and_worst_row(
     off_policy, chunks, dtype, backend, monkeypatch
 ):
@@ -114,9 +114,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
     assert worst_row(d_weight, exact.weight_grad) <= bar
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("std", [1.0, 2.5])
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], std=[1.0, 2.5])
 def test_gradient_error_is_at_most_twice_that_of_torch(std, dtype, backend):
     hidden, weight, ids, advantages = problem(dtype, N=64, seed=3, std=std)
     d_hidden, d_weight = loss_gradients(
@@ -154,9 +152,8 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("one_minus_p", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
+       one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
 def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
     """p up to 1 − 1e-6: the target column is −(1 − p), within 0.4%; at 1 − 1e-6 fp32's own p has
     two digits left.

@@ -18,18 +18,21 @@ from tests.loss_cases import (
     options_for,
     run,
 )  # fmt: skip
+from tests.pairs import pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 # ----------------------------------------------------------
 # on policy
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", ["linear", "logits"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("kl_estimator", ["k1", "abs", "k2", "k3", "k3+", "k1+"])
+@pairs(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    layout=LAYOUTS,
+    function=["linear", "logits"],
+    level=["token", "sequence"],
+    kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
+)
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
     """old and ref computed by linear_logps / logits_logps from the same rows, in another pass and
     another packing.
@@ -104,10 +107,7 @@ def rows_of(hidden, weight, ids, A, old, index, backend, *, entropy_coef=0.0, le
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "V"), SIZES)
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend):
     N = 150
     problem = token_problem(dtype, N, H, V)
@@ -132,9 +132,7 @@ def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend):
         assert torch.equal(dh, d_hidden[index]), f"dH of {len(index)} rows"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("packing", [[150], [1] * 150, [100, 0, 50], [7, 140, 3]])
+@pairs(backend=BACKENDS, dtype=DTYPES, packing=[[150], [1] * 150, [100, 0, 50], [7, 140, 3]])
 def test_a_row_does_not_see_the_packing(packing, dtype, backend):
     problem = token_problem(dtype, 150, 64, 512)
     index = torch.arange(150)
@@ -143,9 +141,7 @@ def test_a_row_does_not_see_the_packing(packing, dtype, backend):
     assert torch.equal(expected[0], packed[0]) and torch.equal(expected[1], packed[1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "V"), SIZES)
+@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
 def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
     from grpo_fast.kernels.head import loop as linear
 
@@ -158,9 +154,7 @@ def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
         assert torch.equal(expected[0], chunked[0]) and torch.equal(expected[1], chunked[1]), rows
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "V"), SIZES)
+@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
 def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
     hidden, weight, ids, A, old = token_problem(dtype, 70, H, V)
     expected, _ = rows_of(hidden, weight, ids, A, old, torch.arange(70), backend)
@@ -193,10 +187,10 @@ def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend):
         assert torch.equal(dh[~off], expected[~off]) and (dh[off] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "rule", [{}, {"softcap": 4.0, "temperature": 0.7, "logit_scale": 1.3}], ids=["plain", "softcap"]
+@pairs(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    rule={"plain": {}, "softcap": {"softcap": 4.0, "temperature": 0.7, "logit_scale": 1.3}}.items(),
 )
 def test_rows_of_given_logits_do_not_see_their_batch(rule, dtype, backend):
     g = torch.Generator().manual_seed(0)
@@ -244,9 +238,7 @@ def test_padded_and_packed_are_the_same_numbers(function, level):
 
 # -----------------------------------------------------------------------------------------------
 # L1: run to run
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunks", [1, 4])
+@pairs(backend=BACKENDS, dtype=DTYPES, chunks=[1, 4])
 def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
     from grpo_fast.kernels.head import loop as linear
 

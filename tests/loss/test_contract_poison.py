@@ -24,6 +24,7 @@ from tests.loss_cases import (
     run,
     spans,
 )
+from tests.pairs import pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 POISON = (math.nan, math.inf, -math.inf, 3e38)
@@ -72,9 +73,7 @@ def assert_identical(a, b):
         assert torch.isfinite(grad).all(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, per_token=[False, True], loss_type__level=LOSS_LEVELS)
 def test_masked_poison_is_inert_for_logps(loss_type, level, per_token, layout):
     options = options_for(
         loss_type,
@@ -100,14 +99,18 @@ def test_masked_poison_is_inert_for_logps(loss_type, level, per_token, layout):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", ["linear", "logits"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("loss_type", "level"),
-    [("grpo", "token"), ("gspo", "sequence"), ("vespo", "token"), ("gmpo", "token")],
+@pairs(
+    layout=LAYOUTS,
+    function=["linear", "logits"],
+    dtype=DTYPES,
+    loss_type__level=[
+        ("grpo", "token"),
+        ("gspo", "sequence"),
+        ("vespo", "token"),
+        ("gmpo", "token"),
+    ],
+    backend=BACKENDS,
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_poison_is_inert_in_the_fused_paths(
     loss_type, level, dtype, function, layout, backend
 ):

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
 from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
+from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = ["torch"] if route.unavailable("cpu", "cpu") else ["torch", "cpu"]
@@ -92,9 +93,7 @@ def weights_of(count=37, dtype=torch.float64):
     return weights
 
 
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("mib", ["0", "256"])  # chunks of 32 rows; one chunk
+@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"])  # MiB: chunks of 32 rows; one chunk
 def test_against_fp64(kind, beta, name, mib, monkeypatch):
     """fp64 to the last digits; fp32 by C++ and by torch to its own."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
@@ -110,9 +109,7 @@ def test_against_fp64(kind, beta, name, mib, monkeypatch):
         assert (found[2][0][::5] == 0).all()
 
 
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("K", [1, 4, 20, 53])
+@pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 20, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
     """K ids and the rest as one category more; renormalised; places that hold nothing, by id 0."""
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
@@ -198,12 +195,11 @@ def test_more_of_a_teachers_ids_say_more():
             last = found
 
 
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-6])
-@pytest.mark.parametrize("doubt", [0.0, 14.0])  # nats by which the teacher likes that token less
+@pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-5, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """One token has all but `gap`: p·log(p/q) and 1 - p cancel in fp32. In the gradient, too."""
+    """One token has all but `gap`: p·log(p/q) and 1 - p cancel in fp32. In the gradient, too. The
+    teacher likes that token less by `doubt` nats.
+    """
     g = torch.Generator().manual_seed(0)
     eye, V, N = torch.eye(64), 1000, 64
     weight = torch.randn(V, N, generator=g)
@@ -218,9 +214,7 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
     assert off(grads[1][3], expected[1][3]) < 1e-4 and off(grads[1], expected[1]) < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spread", [20.0, 80.0])
+@pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
     """Logits of ±80, exact by a weight of 1; half of the rows have a teacher that is near."""
     z, y = ((2 * torch.rand(64, 1000) - 1) * spread for _ in range(2))

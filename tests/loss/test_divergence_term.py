@@ -13,6 +13,7 @@ from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.route import unavailable
 from tests import loss_cases
 from tests.loss_cases import make_case, options_for, relative_l2
+from tests.pairs import pairs
 
 BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
 LOSSES = {
@@ -39,10 +40,7 @@ def weights_of(case):
     return case.mask.double() / case.mask.sum()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("topk", [False, True])
-@pytest.mark.parametrize("mib", ["0", "256"])
+@pairs(name=LOSSES, backend=BACKENDS, topk=[False, True], mib=["0", "256"])
 def test_it_is_the_sum_of_two_calls(name, backend, topk, mib, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]
@@ -101,8 +99,8 @@ def test_one_pass_and_hidden_rows(monkeypatch):
     teacher, flat = teacher_of(case), case.hidden.reshape(B * L, -1).flip(0)
     term = DivergenceTerm(teacher, "reverse_kl", 1.0)
     seen = []
-    padded = LinearHead._padded
-    monkeypatch.setattr(LinearHead, "_padded", lambda s, c: (seen.append(c), padded(s, c))[1])
+    padded = LinearHead._rows_of
+    monkeypatch.setattr(LinearHead, "_rows_of", lambda s, c: (seen.append(c), padded(s, c))[1])
     config = grpo_fast.LossConfig(**case.options)
     given = dict(completion_mask=case.mask, bias=case.bias, old_logps=case.old)
     a = grpo_fast.linear_grpo_loss(case.hidden.requires_grad_(), case.weight, case.ids,

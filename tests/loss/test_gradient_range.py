@@ -14,6 +14,7 @@ from torch import Tensor
 
 import grpo_fast
 from tests.loss_cases import BACKENDS
+from tests.pairs import pairs
 
 SCALE, ITEMS = 2.0**16, 131072
 N, H, V = 192, 32, 300
@@ -73,9 +74,7 @@ def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
     return float(off.norm() / size.norm()), float(worst)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs(name=CONFIGS, backend=BACKENDS, dtype=DTYPES)
 def test_gradients_from_hidden(dtype, backend, name):
     x, config = problem(dtype), CONFIGS[name]
     true, theirs = plain(x, config, torch.float64), plain(x, config, dtype)
@@ -97,9 +96,7 @@ def test_gradients_from_hidden(dtype, backend, name):
             assert mine <= 1.05 * bar, (mine, bar)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs(inplace=[False, True], backend=BACKENDS, dtype=DTYPES)
 def test_gradients_from_logits(dtype, backend, inplace):
     x, config = problem(dtype), CONFIGS["dapo"]
     logits = torch.nn.functional.linear(x["hidden"], x["weight"], x["bias"])

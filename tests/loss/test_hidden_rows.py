@@ -10,6 +10,7 @@ import torch
 import grpo_fast
 from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
+from tests.pairs import pairs
 
 # 3 completions of 3, 2 and 3 tokens over 7 rows: row 1 (the end of their prompt) predicts the first
 # token of each.
@@ -44,9 +45,11 @@ def gradients(loss, *leaves):
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+@pairs(
+    backend=BACKENDS,
+    dtype={"fp32": torch.float32, "bf16": torch.bfloat16}.items(),
+    options=LOSSES.items(),
+)
 def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
     """Same loss bit for bit, and the gradient that autograd sends back through `hidden[rows]`."""
     hidden, weight, ids, advantages, tokens = problem(dtype)

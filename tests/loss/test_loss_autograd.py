@@ -20,6 +20,7 @@ from tests.loss_cases import (
     run,
     truth,
 )
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -59,10 +60,7 @@ def leaves_and_call(function, case, backend="torch", config=None, **more):
     return leaves, call
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("upstream", [0.0, -2.0, 0.25])
-@pytest.mark.parametrize("level", LEVELS)
+@pairs(backend=BACKENDS, function=FUNCTIONS, upstream=[0.0, -2.0, 0.25], level=LEVELS)
 def test_upstream_gradient(level, upstream, function, backend):
     case = make_case(51, **options_for("grpo", level, beta=0.2))
     expected = truth(function, case)
@@ -112,9 +110,7 @@ def test_double_backward_is_refused_clearly(function):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("level", LEVELS)
+@pairs(backend=BACKENDS, function=FUNCTIONS, level=LEVELS)
 def test_inputs_are_never_modified(level, function, backend):
     case = make_case(
         55,
@@ -139,9 +135,8 @@ def test_inputs_are_never_modified(level, function, backend):
         assert torch.equal(now, then) and now._version == version
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("gspo", "sequence")])
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
+       loss_type__level=[("grpo", "token"), ("gspo", "sequence")])  # fmt: skip
 def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(
     loss_type, level, dtype, backend
 ):
@@ -205,9 +200,7 @@ def test_inplace_refuses_rows_that_share_memory(overlap, backend):
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", ["linear", "logits"])
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(backend=BACKENDS, function=["linear", "logits"], loss_type__level=LOSS_LEVELS)
 def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
     case = make_case(57, **options_for(loss_type, level, beta=0.1))
     leaves, call = leaves_and_call(function, case, backend)
@@ -224,9 +217,8 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
         assert torch.equal(quiet.metrics[name], loud.metrics[name]), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias", "hidden weight", "weight bias"])
-@pytest.mark.parametrize("level", LEVELS)
+@pairs(backend=BACKENDS, wanted=["hidden", "weight", "bias", "hidden weight", "weight bias"],
+       level=LEVELS)  # fmt: skip
 def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend):
     case = make_case(58, **options_for("grpo", level, beta=0.2))
     expected = run("linear", case, backend=backend).grads
@@ -331,10 +323,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("view", VIEWS)
+@pairs(backend=BACKENDS, function=FUNCTIONS, dtype=[torch.float32, torch.bfloat16], view=VIEWS)
 def test_views_are_read_as_they_are(view, dtype, function, backend):
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")

@@ -22,6 +22,7 @@ from tests.loss_cases import (
     relative_l2,
     run,
 )
+from tests.pairs import pairs
 
 # 1, 2: nothing to normalise; 127, 129: around a power of two and not a multiple of any vector
 # width; the rest: real tokenizers (GPT-2, Qwen twice, Gemma), of which 50257 is odd and 262144 the
@@ -74,9 +75,7 @@ def test_vocabulary_sizes(V, dtype, backend):
             assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [1, 2, 3, 127, 129, 1023, 50257])
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], V=[1, 2, 3, 127, 129, 1023, 50257])
 def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
     logits, ids = (
@@ -157,9 +156,7 @@ def test_row_offsets_beyond_two_to_the_31(dtype, backend):
 
 # ----------------------------------------------------------
 # nothing there
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(backend=BACKENDS, shape=[(0, 5), (3, 0), (0, 0)], loss_type__level=LOSS_LEVELS)
 def test_empty_padded_batches(loss_type, level, shape, backend):
     B, L = shape
     config = grpo_fast.LossConfig(**options_for(loss_type, level, entropy_coef=0.1))
@@ -182,9 +179,7 @@ def test_empty_padded_batches(loss_type, level, shape, backend):
     assert not any(torch.isnan(m).any() for m in out.metrics.values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("cu", [[0], [0, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pairs(backend=BACKENDS, cu=[[0], [0, 0], [0, 0, 0, 0]], function=FUNCTIONS)
 def test_empty_packed_batches(function, cu, backend):
     config = grpo_fast.LossConfig(loss_type="grpo")
     ids, cu = torch.zeros(0, dtype=torch.int64), torch.tensor(cu, dtype=torch.int32)

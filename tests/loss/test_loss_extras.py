@@ -28,6 +28,7 @@ from tests.loss_cases import (
     spans,
     truth,
 )  # fmt: skip
+from tests.pairs import pairs
 
 EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
 CORRECTIONS = {
@@ -53,9 +54,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # --------------------------------------------------------------------------------------------------
 # corrections
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])
+@pairs(function=FUNCTIONS, correction=CORRECTIONS,
+       loss_type=["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])  # fmt: skip
 def test_sampling_correction(loss_type, correction, function):
     options = options_for(loss_type, beta=0.2, corrections=CORRECTIONS[correction])
     if (loss_type, correction) == ("vespo", "current"):
@@ -127,10 +127,8 @@ def test_sampling_correction_never_scales_the_kl():
     assert (result.grads["logps"][case.mask] != 0).all()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("with_sampling", [True, False])
-@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 10.0])
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
+@pairs(function=FUNCTIONS, with_sampling=[True, False], threshold=[0.0, 0.05, 0.3, 10.0],
+       loss_type=["grpo", "gspo", "cispo"])  # fmt: skip
 def test_off_policy_mask(loss_type, threshold, with_sampling, function):
     options = options_for(loss_type, beta=0.2, corrections=[oracles.off_policy(threshold)])
     case = make_case(34, sampling=with_sampling, **options)
@@ -160,10 +158,7 @@ def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
     assert a.loss == b.loss and torch.equal(a.grads["logps"], b.grads["logps"])
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
-@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8, 1.0])
+@pairs(function=FUNCTIONS, layout=LAYOUTS, entropy_coef=[0.0, 0.3], quantile=[0.2, 0.5, 0.8, 1.0])
 def test_top_entropy_mask(quantile, entropy_coef, layout, function):
     options = options_for(
         "dapo", beta=0.2, top_entropy_quantile=quantile, entropy_coef=entropy_coef
@@ -172,9 +167,7 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
     assert_same(function, case, run(function, case, layout=layout), **EXACT)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+@pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
     """Of three prompts with two completions, one of them empty; and split where groups are not."""
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
@@ -220,12 +213,16 @@ def test_all_extras_at_once():
 
 # ----------------------------------------------------------
 # entropy
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", ["logits", "linear"])
-@pytest.mark.parametrize("num_items", [None, 57])
-@pytest.mark.parametrize(
-    ("loss_type", "level"),
-    [("grpo", "token"), ("gspo", "sequence"), ("cispo", "token"), ("gmpo", "token")],
+@pairs(
+    backend=BACKENDS,
+    function=["logits", "linear"],
+    num_items=[None, 57],
+    loss_type__level=[
+        ("grpo", "token"),
+        ("gspo", "sequence"),
+        ("cispo", "token"),
+        ("gmpo", "token"),
+    ],
 )
 def test_entropy_bonus_is_differentiable_in_the_fused_path(
     loss_type, level, num_items, function, backend
@@ -273,10 +270,7 @@ RULES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("function", ["logits", "linear"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: "-".join(f"{k}={v}" for k, v in r.items()))
+@pairs(backend=BACKENDS, bias=[True, False], function=["logits", "linear"], rule=RULES)
 def test_scale_softcap_temperature_and_bias(rule, function, bias, backend):
     case = make_case(
         41, bias=bias, scale=1.5, **options_for("grpo", beta=0.2, entropy_coef=0.1), **rule
@@ -286,9 +280,7 @@ def test_scale_softcap_temperature_and_bias(rule, function, bias, backend):
     assert (result.logps - truth(function, case).logps)[case.mask].abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", ["logits", "linear"])
+@pairs(backend=BACKENDS, layout=LAYOUTS, function=["logits", "linear"])
 def test_one_temperature_per_token(function, layout, backend):
     from tests.loss_cases import pack, spans
 
@@ -374,9 +366,8 @@ def test_metrics_are_masked_means(loss_type, level, layout):
         assert m[f"ratio/{name}"] == pytest.approx(value.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "dual_clip"])
+@pairs(layout=LAYOUTS, level=LEVELS,
+       loss_type=["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "dual_clip"])  # fmt: skip
 def test_clip_fractions(loss_type, level, layout):
     case = make_case(44, **options_for(loss_type, level))
     m = {k: v.item() for k, v in run("linear", case, layout=layout).metrics.items()}

@@ -23,15 +23,14 @@ from tests.loss_cases import (
     options_for,
     run,
 )  # fmt: skip
+from tests.pairs import pairs
 
 LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS)
 def test_logps(loss_type, level, aggregation, layout):
     case = make_case(1, **options_for(loss_type, level, aggregation))
     assert_same(
@@ -39,20 +38,14 @@ def test_logps(loss_type, level, aggregation, layout):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)
 def test_linear(loss_type, level, aggregation, layout, backend):
     case = make_case(2, **options_for(loss_type, level, aggregation))
     result = run("linear", case, layout=layout, backend=backend)
     assert_same("linear", case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)
 def test_logits(loss_type, level, aggregation, layout, backend):
     case = make_case(3, **options_for(loss_type, level, aggregation))
     result = run("logits", case, layout=layout, backend=backend)
@@ -63,10 +56,8 @@ def test_logits(loss_type, level, aggregation, layout, backend):
 KL_LOSSES = tuple(x for x in LOSS_LEVELS if x[0] not in ("kimi", "dro"))
 
 
-@pytest.mark.parametrize("function", ["logps", "logits", "linear"])
-@pytest.mark.parametrize("times_ratio", [False, True])
-@pytest.mark.parametrize("kl_estimator", ["k1", "abs", "k2", "k3", "k3+", "k1+"])
-@pytest.mark.parametrize("level", LEVELS)
+@pairs(function=["logps", "logits", "linear"], times_ratio=[False, True],
+       kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"], level=LEVELS)  # fmt: skip
 def test_kl_estimators(function, level, kl_estimator, times_ratio):
     options = options_for(
         "grpo", level, beta=0.4, kl_estimator=kl_estimator, kl_times_ratio=times_ratio
@@ -76,18 +67,14 @@ def test_kl_estimators(function, level, kl_estimator, times_ratio):
         assert_same(function, case, run(function, case), loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
 
 
-@pytest.mark.parametrize("times_ratio", [False, True])
-@pytest.mark.parametrize(("loss_type", "level"), KL_LOSSES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(times_ratio=[False, True], loss_type__level=KL_LOSSES, backend=BACKENDS)
 def test_every_loss_with_kl(loss_type, level, times_ratio, backend):
     case = make_case(5, **options_for(loss_type, level, beta=0.4, kl_times_ratio=times_ratio))
     result = run("linear", case, layout="packed", backend=backend)
     assert_same("linear", case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)
 def test_per_token_advantages(loss_type, level, layout, backend):
     case = make_case(6, per_token_advantages=True, **options_for(loss_type, level))
     result = run("linear", case, layout=layout, backend=backend)

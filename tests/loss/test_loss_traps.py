@@ -21,14 +21,13 @@ from tests.loss_cases import (
     run,
     truth,
 )  # fmt: skip
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EXACT = dict(loss_tol=2e-6, grad_tol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairs(backend=BACKENDS, level=LEVELS, layout=LAYOUTS)
 def test_trap_luspo_through_a_broadcast_upstream_gradient(level, layout, backend):
     """Elsewhere: the (B, 1) gradient was read out of bounds and came out 1/L too small."""
     case = make_case(21, **options_for("luspo", level))
@@ -101,9 +100,7 @@ def test_delta_bounds_the_ratio_of_negative_advantages():
     assert (result.grads["logps"] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("leading", [64, 127, 128, 1024])
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
 def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
     """Elsewhere: exp(−inf − (−inf)) = NaN in the first block. Such columns have probability exactly
     0.
@@ -138,9 +135,7 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
     assert (x.grad[:, :leading] == 0).all() and (x.grad[1, leading + 3 :] == 0).all()
 
 
-@pytest.mark.parametrize("function", ["logps", "logits", "linear"])
-@pytest.mark.parametrize("gap", [25.0, 90.0, 1e4])
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
 def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
     """Elsewhere: r = inf, then 0·inf = NaN gradients on clipped rows."""
     case = make_case(25, **options_for(loss_type, level, beta=0.1))

@@ -16,6 +16,7 @@ import grpo_fast
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from tests import oracles
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, Case, make_case, options_for, run
+from tests.pairs import pairs
 
 WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
@@ -43,10 +44,8 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("is_on_policy", [False, True], ids=["old", "on-policy"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, is_on_policy={"old": False, "on-policy": True}.items(), backend=BACKENDS,
+       loss_type__level=LOSS_LEVELS)  # fmt: skip
 def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
     case = make_case(31, **options_for(loss_type, level))
     case = case.but(old=None) if is_on_policy else case
@@ -56,9 +55,8 @@ def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
                 assert_seen(spoiled(case, where, value), function, backend, layout)
 
 
-@pytest.mark.parametrize("kl_estimator", tuple(KL_ESTIMATORS))
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gmpo", "vespo", "cispo"])
+@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=BACKENDS,
+       loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
 def test_beside_a_kl(loss_type, backend, kl_estimator):
     for times_ratio in (False, True):
         options = options_for(
@@ -104,9 +102,7 @@ def test_where_a_filter_drops_the_row(loss_type, backend):
                 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("where", WHERE)
+@pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE)
 def test_with_a_vocabulary_for_the_fused_kernels(where, backend, dtype):
     """Enough columns for several slices and blocks, several chunks, and a filter of the
     gradient.
@@ -141,9 +137,7 @@ def test_from_logps(loss_type, level, layout):
     assert (logps.grad[~case.mask] == 0).all()
 
 
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(value=BAD, where=WHERE, backend=BACKENDS)
 def test_linear_logps(backend, where, value):
     case = spoiled(make_case(36, **options_for("grpo")), where, value)
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()

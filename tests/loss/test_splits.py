@@ -19,6 +19,7 @@ from tests.loss_cases import (
     relative_l2,
     run,
 )
+from tests.pairs import pairs
 
 # Twelve completions of very different lengths, one empty; cut points of 1, 2, 4 and 8 pieces, all
 # uneven.
@@ -58,10 +59,7 @@ def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
     assert torch.equal(d_hidden, whole.grads["hidden"])  # a row does not know the split at all
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("pieces", CUTS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(layout=["padded", "packed"], pieces=CUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)
 def test_splits_of_every_loss(loss_type, level, pieces, layout, backend):
     aggregation = "token_mean_global" if loss_type == "bnpo" else None
     assert_split(
@@ -69,9 +67,7 @@ def test_splits_of_every_loss(loss_type, level, pieces, layout, backend):
     )
 
 
-@pytest.mark.parametrize("pieces", [2, 4, 8])
-@pytest.mark.parametrize("aggregation", GLOBAL)
-@pytest.mark.parametrize("level", LEVELS)
+@pairs(pieces=[2, 4, 8], aggregation=GLOBAL, level=LEVELS)
 def test_splits_of_every_normaliser(level, aggregation, pieces):
     assert_split(
         step(**options_for("grpo", level, aggregation, entropy_coef=0.1)), pieces, "packed", "torch"

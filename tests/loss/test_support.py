@@ -26,6 +26,7 @@ from tests.loss_cases import (
     run,
     support_of,
 )
+from tests.pairs import pairs
 
 LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -51,29 +52,29 @@ def check(function, case, **how):
     return result
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-@pytest.mark.parametrize("backend", PLAIN)
+@pairs(form=FORMS, loss_type__level=LOSS_LEVELS, backend=PLAIN)
 def test_every_loss(loss_type, level, form, backend, monkeypatch):
     beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
     case = make_case(31, support=True, **options_for(loss_type, level, **beta))
     check(take(form, monkeypatch), case, backend=backend, layout=LAYOUTS[level == "token"])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairs(form=FORMS, aggregation=AGGREGATIONS, layout=LAYOUTS)
 def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     case = make_case(32, support=True, **options_for("grpo", aggregation=aggregation))
     check(take(form, monkeypatch), case, layout=layout, backend="auto")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("loss_type", "more"), [
-    ("dapo", {}), ("gspo", {"top_entropy_quantile": 0.6}), ("grpo", {"softcap": 3.0, "beta": 0.2}),
-    ("reinforce", {"entropy_coef": 0.0, "compute_entropy": True}),
-])  # fmt: skip
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(
+    form=FORMS,
+    loss_type__more=[
+        ("dapo", {}),
+        ("gspo", {"top_entropy_quantile": 0.6}),
+        ("grpo", {"softcap": 3.0, "beta": 0.2}),
+        ("reinforce", {"entropy_coef": 0.0, "compute_entropy": True}),
+    ],
+    backend=BACKENDS,
+)
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
     """The bonus then pulls at every id; the policy term still at those that were kept."""
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
@@ -99,9 +100,7 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(form=FORMS, extra=EXTRAS.items(), backend=BACKENDS)
 def test_extras(form, extra, backend, monkeypatch):
     case = make_case(33, support=True, sampling=True, **options_for("grpo", **extra))
     check(take(form, monkeypatch), case, backend=backend)
@@ -116,9 +115,7 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
     check(take(form, monkeypatch), case, backend=backend)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("backend", PLAIN)
+@pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=PLAIN)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
     """Sums are fp32: what is lost is one rounding of each gradient."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
@@ -157,9 +154,7 @@ EVERYTHING = torch.ones(T, dtype=torch.bool)
 RULE = dict(temperature=0.8, softcap=4.0, logit_scale=1.3)
 
 
-@pytest.mark.parametrize("some", [True, False], ids=["mixed", "sets"])
-@pytest.mark.parametrize("form", COST)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(some={"mixed": True, "sets": False}.items(), form=COST, backend=BACKENDS)
 def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)

@@ -18,7 +18,7 @@ import torch
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.types import ActiveRows, LogitRule
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
@@ -116,7 +116,9 @@ def test_all_ranks_cut_the_same_chunks(monkeypatch):
     for rank, size in enumerate(sizes):
         shard, weight = VocabularyShard(None, sizes, rank), torch.zeros(size, 4)
         route = head_route("torch", weight, is_shard=True)
-        cut.append(list(LinearHead(hidden, weight, None, rows, route, shard=shard).chunks()))
+        cut.append(
+            list(LinearHead(HeadTensors(hidden, weight, None), rows, route, shard=shard).chunks())
+        )
     assert len(cut[0]) > 5 and cut[0] == cut[1] == cut[2]
 
 

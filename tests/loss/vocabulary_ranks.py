@@ -25,15 +25,16 @@ from grpo_fast.kernels.route import unavailable
 from tests.loss import vocabulary_refusals as refusals
 from tests.loss import vocabulary_values as values
 from tests.loss.vocabulary_world import Found, World, as_one, as_truth
-from tests.loss_cases import LOSS_LEVELS, make_case, options_for
+from tests.loss_cases import LEAVES_AND_LEVELS, LOSS_LEVELS, make_case, options_for
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
 CASES: dict[str, Callable[[World], Found]] = {}
-for _type, _level in LOSS_LEVELS:
-    for _layout in ("padded", "packed"):
-        CASES[f"fp64-{_type}-{_level}-{_layout}"] = lambda w, t=_type, v=_level, y=_layout: as_one(
-            w, values.every_loss(t, v, DOUBLE), layout=y
-        )
+for _index, (_type, _level) in enumerate(LOSS_LEVELS):
+    _layout = ("padded", "packed")[_index % 2]
+    CASES[f"fp64-{_type}-{_level}-{_layout}"] = lambda w, t=_type, v=_level, y=_layout: as_one(
+        w, values.every_loss(t, v, DOUBLE), layout=y
+    )
+for _type, _level in LEAVES_AND_LEVELS:
     CASES[f"plain64-{_type}-{_level}"] = lambda w, t=_type, v=_level: as_one(
         w, make_case(5, dtype=DOUBLE, bias=False, **options_for(t, v))
     )
@@ -66,7 +67,7 @@ BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
 if os.environ.get("TRITON_INTERPRET") == "1":
     BACKENDS, CASES = ["triton"], {}
 for _backend in BACKENDS:
-    for _type, _level in LOSS_LEVELS if _backend != "triton" else LOSS_LEVELS[:2]:
+    for _type, _level in LEAVES_AND_LEVELS if _backend != "triton" else LOSS_LEVELS[:2]:
         CASES[f"fp32-{_type}-{_level}-{_backend}"] = lambda w, t=_type, v=_level, b=_backend: (
             as_truth(w, values.every_loss(t, v, SINGLE), backend=b)
         )

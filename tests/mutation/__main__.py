@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -107,7 +108,8 @@ class Copy:
         if engine == "triton":
             options.append("--noconftest")
         process, log = self.warm(engine), self.folder.parent / "log"
-        process.stdin.write(json.dumps([str(log), [*options, *SUITES[suite]]]) + "\n")
+        words = [f"tests/{w}" if ".py" in w else w for w in shlex.split(SUITES[suite])]
+        process.stdin.write(json.dumps([str(log), [*options, *words]]) + "\n")
         process.stdin.flush()
         if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
             os.killpg(int(log.with_name("log.pid").read_text()), signal.SIGKILL)

@@ -51,8 +51,6 @@ MUTANTS = [
            "add_tokens<keys>({block.weights + place,", "add_tokens<keys>({block.slopes + place,",
            "dv is the sum of slopes", "csrc_attention"),
     Mutant("packed-for-windows", DISPATCH,
-           "    if kind.has_window or kind.has_softcap:\n"
-           '        return "has neither window nor softcap"\n    return loader',
-           "    return loader",
+           "return is_whole and kind.device", "return kind.device",
            "layers with a window attend to everything", "attention"),
 ]  # fmt: skip

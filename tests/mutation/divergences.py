@@ -187,8 +187,8 @@ MUTANTS = [
     bug(
         "support-weights",
         HEAD,
-        "source.gradients(y, w, None, wanted, others)",
-        "source.gradients(y, w, None, wanted, None)",
+        "source.gradients(SupportGradient(y, w), wanted, others)",
+        "source.gradients(SupportGradient(y, w), wanted, None)",
         "rows of the whole vocabulary have no gradient",
     ),
     bug("default-weights", DOOR, "1 / max(count, 1)", "1.0", "the mean is a sum"),

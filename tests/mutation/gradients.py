@@ -7,8 +7,8 @@ from tests.mutation.mutants import Mutant
 GRADIENTS, ROWS, COEFFICIENTS = (
     f"grpo_fast/kernels/gpu/{x}.py" for x in ("gradients", "target_rows", "coefficients")
 )
-ACTIVITY, LOOP, CHUNKS, SUMS, FUSED = (
-    f"grpo_fast/kernels/head/{x}.py" for x in ("activity", "loop", "chunks", "gradients", "fused")
+ACTIVITY, LOOP, CHUNKS, SUMS = (
+    f"grpo_fast/kernels/head/{x}.py" for x in ("activity", "loop", "chunks", "gradients")
 )
 
 MUTANTS = [
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant("chunks-target-share", CHUNKS,
            "rows <= TARGET_SHARE * self.weight.shape[0]", "True",
            "as many columns as the vocabulary has are multiplied again", "triton_gradients"),
-    Mutant("fused-order", FUSED,
+    Mutant("fused-order", SUMS,
            "doors.add_targets_narrow_(total, ids, order,", "doors.add_targets_narrow_(total, ids, ids,",
            "a target's row of dW gets another token's hidden", "triton_gradients"),
 ]  # fmt: skip

@@ -59,7 +59,7 @@ MUTANTS = [
            "every chunk reads the first active rows", "chunks"),
     Mutant("head-skips-entropy-rows", ACTIVITY,
            "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)",
-           "rows with an entropy gradient alone never reach dH and dW", "gradient"),
+           "rows with an entropy gradient alone never reach dH and dW", "entropy_gradient"),
     Mutant("head-held-chunk", LOOP,
            "is_held, self.held = chunk == self.held, None", "is_held, self.held = self.held is not None, None",
            "logits of a last chunk without gradient are taken for those of the chunk before", "kept"),

@@ -8,6 +8,7 @@ LIGHTNING, CAUSAL_LM, OPTIONS, ROLLOUTS, REPLAY = (
     f"grpo_fast/integrations/{x}.py"
     for x in ("lightning", "causal_lm", "trl/options", "trl/rollouts", "trl/replay")
 )
+DISTILLS, FUSED = (f"grpo_fast/integrations/trl/{x}.py" for x in ("divergence", "head"))
 
 MUTANTS = [
     Mutant("ranks-tokens-of-all", LIGHTNING,
@@ -60,4 +61,26 @@ MUTANTS = [
            "an evaluation forgets what training was drawn from", "trl_rollouts"),
     Mutant("trl-samples-with-dropout", "grpo_fast/rollout/own/model.py",
            "        lm.eval()\n", "", "dropout is on while completions are drawn", "trl_rollouts"),
+    Mutant("trl-distill-swapped", DISTILLS,
+           '{0.0: "forward_kl", 1.0: "reverse_kl"}', '{1.0: "forward_kl", 0.0: "reverse_kl"}',
+           "beta 0 is the reverse KL", "trl_distillation"),
+    Mutant("trl-distill-beta", DISTILLS,
+           "beta=0.5 if beta in KINDS else beta", "beta=0.5 if beta in KINDS else 1 - beta",
+           "the mixture is the student's share", "trl_distillation"),
+    Mutant("trl-distill-rules", DISTILLS,
+           'rule["teacher_final_logit_softcapping"], rule["teacher_logit_scale"]',
+           'rule["student_final_logit_softcapping"], rule["student_logit_scale"]',
+           "the teacher has the student's softcap", "trl_distillation"),
+    Mutant("trl-distill-count", DISTILLS,
+           "count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch", "count.clamp(min=1)",
+           "micro-batches of unequal size weigh the same", "trl_distillation"),
+    Mutant("trl-distill-padding", DISTILLS,
+           "completion_mask=active, num_items", "completion_mask=None, num_items",
+           "padding is distilled", "trl_distillation"),
+    Mutant("trl-distill-after-undo", DISTILLS,
+           "if not handle.active or is_partitioned(student):", "if is_partitioned(student):",
+           "undone, ours goes on", "trl_distillation"),
+    Mutant("trl-distill-own-loss", FUSED,
+           "co_names or type(trainer)._compute_loss is not loss:", "co_names:",
+           "a loss of one's own is replaced in silence", "trl_distillation"),
 ]  # fmt: skip

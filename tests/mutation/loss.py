@@ -12,7 +12,8 @@ RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"
 
 MUTANTS = [
     Mutant("batch-infinite-reference", BATCH,
-           'tokens.ref_logps, expected, "NaN or inf")', 'tokens.ref_logps, expected, "NaN")',
+           '("ref_logps", "finite numbers at the active tokens", "NaN or inf")',
+           '("ref_logps", "finite numbers at the active tokens", "NaN")',
            "an infinite KL has finite gradients", "refusals"),
     # ---- batch.py, and the rows that it makes
     Mutant("batch-no-mask", BATCH,
@@ -43,7 +44,7 @@ MUTANTS = [
            "return x.to(torch.float32, copy=True)", "return x.float()",
            "metrics read what the caller has written over its arguments", "metrics"),
     Mutant("batch-rows-that-repeat", BATCH,
-           "predicting, repeats=True", "predicting, repeats=False",
+           "predicting, repeats=True)", "predicting, repeats=False)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),
     Mutant("batch-masked-rows-unwritten", TYPES,
            "x.new_full((self.num_rows,), fill)", "x.new_empty(self.num_rows)",
@@ -85,8 +86,7 @@ MUTANTS = [
            "temperature=rows.to_rows(torch.ones_like(self.rule.temperature), fill=1)",
            "one temperature per token is lost under a mask", "rules"),
     Mutant("passes-block-offset", "grpo_fast/loss/logits.py",
-           "self.logits[b], self.targets[b], cut, g[b],",
-           "self.logits[b], self.targets[b], cut, g[: b.stop - b.start],",
+           "*pick(b, g, g_entropy)", "*pick(slice(b.stop - b.start), g, g_entropy)",
            "every block has the first block's coefficients", "chunks"),
     Mutant("passes-entropy-of-a-sweep", PASSES,
            "loss = loss + (terms.grad_entropy * rows.entropy)", "loss = loss - (terms.grad_entropy * rows.entropy)",

@@ -176,7 +176,7 @@ MUTANTS = [
            'if self.advantages == "negative" else kept', "if False else kept",
            "the off-policy mask drops what has an advantage, too", "off_policy"),
     Mutant("correction-rejections", RATIOS,
-           "kept if found.kept is None else kept & found.kept", "kept",
+           "inside if result.kept is None else inside & result.kept", "inside",
            "of several rejections only the last one counts", "sampling"),
     Mutant("correction-current", CONFIG,
            'and all(x.ratio == "old/sampling" for x in self.corrections)', "",

@@ -14,6 +14,9 @@ PRODUCTS, SUMS, CHUNKS, TYPES = (
 )
 
 PRODUCT = [
+    Mutant("gemm-fp64-under-another-name", "grpo_fast/kernels/cpu/gemm.py",
+           "if dtype not in DTYPES:", "if dtype not in (torch.float32, torch.bfloat16):",
+           "fp64 goes into a product of fp32 where torch.float32 is aliased", "tree_support"),
     Mutant("gemm-self-check-here", "grpo_fast/kernels/cpu/gemm.py",
            "apart(lambda: _is_right(has_tiles()))", "_is_right(has_tiles())",
            "autocast around the first call leaves the slow product for good", "csrc_self_check"),
@@ -198,8 +201,35 @@ GRADIENTS = [
            "with _switch:", "if True:",
            "a thread puts back the switch as another had set it", "workspace"),
     Mutant("attention-device-of-a-thread", "grpo_fast/attention/dispatch.py",
-           "        with here:\n", "        if True:\n",
+           "        with torch.cuda.device(index):\n", "        if True:\n",
            "every rank opens a context on GPU 0", "attention"),
 ]  # fmt: skip
 
-MUTANTS = [*PRODUCT, *SOFTMAX, *GRADIENTS]
+LAYERS = [
+    Mutant("layers-frozen-weight", "grpo_fast/kernels/cpu/layers.py",
+           "any(one.requires_grad for one in given)", "weight.requires_grad",
+           "below a frozen layer nothing learns", "csrc_layers"),
+    Mutant("layers-autocast", "grpo_fast/kernels/cpu/layers.py",
+           "        and not torch.is_autocast_enabled(\"cpu\")\n", "",
+           "autocast's layers run in fp32", "csrc_layers"),
+    Mutant("layers-bias-gradient", "grpo_fast/kernels/cpu/layers.py",
+           "rows.sum(0) if ctx.needs_input_grad[2] else None", "None",
+           "biases do not learn", "csrc_layers"),
+    Mutant("layers-few-rows", "grpo_fast/kernels/cpu/layers.py",
+           "        and x.numel() >= LEAST_ROWS * x.shape[-1]\n", "",
+           "a few rows pay for arranging the whole weight", "csrc_layers"),
+    Mutant("layers-of-any-class", "grpo_fast/kernels/cpu/layers.py",
+           "if type(module) is nn.Linear:", "if isinstance(module, nn.Linear):",
+           "a subclass loses its own forward", "csrc_layers"),
+    Mutant("layers-any-formula", "grpo_fast/kernels/cpu/layers.py",
+           "bool(difference <= CLOSE * expected.abs().max())", "True",
+           "a norm that adds 1 to its weights multiplies by the weights alone", "csrc_layers"),
+    Mutant("csrc-norm-tail", "csrc/api/norm.cpp",
+           "sums = fma(first(product, count), load_up_to", "sums = fma(product, load_up_to",
+           "behind the last column the first one is added again", "csrc_layers"),
+    Mutant("csrc-norm-mean", "csrc/api/norm.cpp",
+           "static_cast<float>(-mean * r * r * r)", "static_cast<float>(-mean * r * r)",
+           "the gradient through the norm of a row has a factor too few", "csrc_layers"),
+]  # fmt: skip
+
+MUTANTS = [*LAYERS, *PRODUCT, *SOFTMAX, *GRADIENTS]

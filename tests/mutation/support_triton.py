@@ -54,7 +54,7 @@ MUTANTS = [
            "torch.searchsorted(ids, ends)", "torch.searchsorted(ids, ends, right=True)",
            "an id gets the sum of the next one", "triton_support"),
     Mutant("triton-support-entropy", "grpo_fast/kernels/head/support.py",
-           "slopes = None if g_entropy is not None else found.slopes", "slopes = found.slopes",
+           "slopes = None if g_entropy is not None else held.slopes", "slopes = held.slopes",
            "dH lacks the gradient of the entropy", "triton_support_public"),
     Mutant("triton-support-places", GRADIENTS,
            "place = tl.load(place_ptr + row).to(tl.int64)\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        h =", "place = row\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        h =",

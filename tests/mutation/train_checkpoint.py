@@ -111,7 +111,7 @@ MUTANTS = [
            "        for name in sorted(there ^ {MANIFEST, *files}):", "        for name in sorted({*files} - there):",
            "a file that the manifest does not know is let in", "checkpoint_attacks"),
     Mutant("checkpoint-newer-stay", RESUME,
-           "                set_aside(path)\n", "                pass\n",
+           "                    checkpoints.set_aside(path)\n", "                    pass\n",
            "after going back, auto picks what was newer", "checkpoint_attacks"),
     Mutant("checkpoint-looks-before-it-locks", "grpo_fast/train/build.py",
            "        lock = FolderLock(config.output_dir) if is_there else None\n", "        lock = None\n",

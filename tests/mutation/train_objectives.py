@@ -10,7 +10,7 @@ RATIOS, ADVANTAGES = (f"grpo_fast/objective/{x}.py" for x in ("ratios", "advanta
 TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, LECTURE = (
     f"grpo_fast/{x}.py"
     for x in (
-        "train/update/exact_kl",
+        "train/update/gradients",
         "train/update/gradients",
         "train/update/batch",
         "train/models/reference",
@@ -33,10 +33,10 @@ MUTANTS = [
            "float(config.temperature)", "1.0",
            "the KL is of another distribution than the one sampled from", "exact_kl_training"),
     Mutant("exact-kl-term-reference-rule", TERM,
-           "bias, temperature, ref_head.softcap", "bias, temperature, None",
+           "= temperature, ref_head.softcap", "= temperature, None",
            "another model's softcap is forgotten", "exact_kl_training"),
     Mutant("exact-kl-term-masked-reference", TERM,
-           "batch.ref_hidden, ref_head.weight", "batch.ref_hidden.flip(0), ref_head.weight",
+           "TeacherHead(batch.ref_hidden,", "TeacherHead(batch.ref_hidden.flip(0),",
            "rows of the reference beside other tokens", "exact_kl_training"),
     Mutant("distill-coef", TERM,
            "distill.kind, distill.coef", "distill.kind, 1.0",
@@ -51,7 +51,7 @@ MUTANTS = [
            "EXACT[config.kl_estimator], config.beta", "EXACT[config.kl_estimator], 1.0",
            "β is 1", "exact_kl_training"),
     Mutant("exact-kl-packed-again", BATCH,
-           '"ref_logps", "ref_hidden", "old_values"', '"ref_logps", "old_values"',
+           '"ref_logps", "ref_hidden", "teacher"', '"ref_logps", "teacher"',
            "after a smaller budget the reference's rows are gone", "exact_kl_training"),
     Mutant("reference-adapter-stays-on", REFERENCE,
            "nullcontext() if self.copy is not None else self.policy.without_adapter()",

@@ -91,7 +91,7 @@ MUTANTS = [
            "longer = [completions[i] for i in listed]",
            "the value before the last token stands for the one after it", "ppo_step"),
     Mutant("ppo-old-values-forgotten", BATCH,
-           '"ref_hidden", "old_values", "returns"', '"ref_hidden", "returns"',
+           '"teacher", "old_values", "returns"', '"teacher", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
     Mutant("ppo-shuffle-once", "grpo_fast/train/update/trainer.py",
            "/shuffle/{step.number}/{step.epoch}", "/shuffle/{step.number}",

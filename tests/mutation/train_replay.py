@@ -13,11 +13,11 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, METRICS = (
         "train/update/gradients",
         "train/update/batch",
         "train/models/reference",
-        "train/update/exact_kl",
+        "train/update/gradients",
         "train/metrics/losses",
     )
 )
-DATA = "grpo_fast/train/config/data.py"
+DATA, SUPPORT = "grpo_fast/train/config/data.py", "grpo_fast/kernels/support.py"
 AHEAD, TRAINER, STEPS, RUN, PLOT = (
     f"grpo_fast/{x}.py"
     for x in (
@@ -43,12 +43,11 @@ MUTANTS = [
            "temperature, support=support)", "temperature)",
            "the reference's logps are over the whole vocabulary", "replay"),
     Mutant("replay-order", MICRO_BATCH,
-           "    for i in chosen:\n        kept = rollout.kept[i]",
-           "    for i in sorted(chosen):\n        kept = rollout.kept[i]",
+           "kept = [rollout.kept[i] for i in chosen]",
+           "kept = [rollout.kept[i] for i in sorted(chosen)]",
            "sets stand beside another completion's tokens", "replay"),
-    Mutant("replay-mixed-batch", MICRO_BATCH,
-           "if all(kept is None for kept in rollout.kept):",
-           "if any(kept is None for kept in rollout.kept):",
+    Mutant("replay-mixed-batch", SUPPORT,
+           "if not drawn:", "if len(drawn) < len(sets):",
            "one completion that was not truncated, and none has its sets", "replay"),
     Mutant("replay-unbounded", DATA,
            'if self.wants_kept and "top_k" not in self.model_fields_set:', "if False:",
@@ -106,6 +105,6 @@ MUTANTS = [
            "rollout = own.rollout",
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,
-           "require(given or not self.rollout.ahead,", "require(True,",
+           "yield corrects or not self.rollout.ahead,", "yield True,",
            "older samples are taken for the policy's own", "ahead"),
 ]  # fmt: skip

@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant("words-other-command", RECIPES,
            "close_to(name, _shipped())", "close_to(name, own)",
            "a reward model's recipe is taken for a misspelt one of a run", "words"),
-    Mutant("words-option", "grpo_fast/told.py",
+    Mutant("words-option", "grpo_fast/train/report/endings.py",
            "value = value if equals else next(iter(args[place + 1 :]), \"VALUE\")", 'value = "VALUE"',
            "the hint of --steps 5 is not steps=5", "words"),
 ]  # fmt: skip

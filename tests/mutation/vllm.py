@@ -8,6 +8,8 @@ HTTP, SERVER, IN_PROCESS, ANSWERS, WEIGHTS, OPTIONS, LINK = (
     f"grpo_fast/rollout/vllm/{x}.py"
     for x in ("http", "servers", "local", "answers", "transfer", "options", "link")
 )
+TEACHER, RUN = "grpo_fast/rollout/vllm/teacher.py", "grpo_fast/train/config/run.py"
+BATCH = "grpo_fast/train/update/batch.py"
 
 MUTANTS = [
     Mutant("vllm-stale-accepted", ANSWERS,
@@ -129,10 +131,10 @@ MUTANTS = [
            "the completions of a group come in another order than their seeds", "vllm"),
     Mutant("vllm-logps-of-others", ANSWERS,
            "if ids != choice.token_ids:", "if len(ids) != len(choice.token_ids):",
-           "log-probabilities of other tokens are taken", "vllm"),
+           "log-probabilities of other tokens are taken", "vllm_faults"),
     Mutant("vllm-clamped", ANSWERS,
            "all(logp > CLAMPED for", "all(logp >= CLAMPED for",
-           "NaN, which a server writes as -9999, is taken for a log-probability", "vllm"),
+           "NaN, which a server writes as -9999, is taken for a log-probability", "vllm_faults"),
     Mutant("vllm-cut-by-the-server", ANSWERS,
            "if not ends and len(ids) < limit:", "if False:",
            "a server with a shorter context truncates in silence", "vllm"),
@@ -167,4 +169,34 @@ MUTANTS = [
            "[vars(span) for span in one.weight_versions or ()]",
            '[vars(span) | {"version": "3"} for span in one.weight_versions or ()]',
            "completions of other weights are taken", "vllm_engine"),
+    Mutant("teacher-shifted", TEACHER,
+           "zip(ids[start:], said[start:], strict=True)", "zip(ids[start:], said[start - 1:])",
+           "every token has the row of the one before", "vllm_teacher"),
+    Mutant("teacher-token-not-looked-for", TEACHER,
+           "row is None or token not in row or", "row is None or",
+           "rows of other tokens are taken", "vllm_teacher"),
+    Mutant("teacher-without-the-token", TEACHER,
+           "first = [token, *(i for i in row if i != token)]", "first = list(row)[::-1]",
+           "an advantage is that of another id", "vllm_teacher"),
+    Mutant("teacher-any-sum", TEACHER,
+           " or not (logps.exp().sum(1) <= 1 + ROUNDING).all()", "",
+           "numbers that are no probabilities are taken", "vllm_teacher"),
+    Mutant("teacher-clamped-kept", TEACHER,
+           "        logps[logps <= CLAMPED] = -torch.inf", "        pass",
+           "an id without probability is a category of its own", "vllm_teacher"),
+    Mutant("teacher-asked-once", TEACHER,
+           "if time.monotonic() > until:", "if True:",
+           "a server that starts anew ends the run", "vllm_teacher"),
+    Mutant("teacher-key-unescaped", ANSWERS,
+           'escape_control(".".join(map(str, first["loc"]))[:80])', '".".join(map(str, first["loc"]))',
+           "a server writes to the terminal", "vllm_teacher"),
+    Mutant("teacher-of-another-temperature", RUN,
+           'require(temperature == 1, "rollout.temperature", expected, temperature)\n', "pass\n",
+           "a teacher at 1 beside a student at 0.7", "distill_refused"),
+    Mutant("teacher-forgotten-by-packing", BATCH,
+           '"ref_hidden", "teacher", ', '"ref_hidden", ',
+           "rows stay where other completions now are", "distill"),
+    Mutant("teacher-head-in-shards", "grpo_fast/train/update/exact_kl.py",
+           "None if x is None else whole(x.detach())", "None if x is None else x.detach()",
+           "a reference in shards and copies is refused in the middle of a run", "ranks_distill"),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.gae import gae, lam_by_length, process_advantages
+from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
 MODES = (
@@ -130,9 +131,8 @@ def test_biased_standard_deviation():
     torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0])
-@pytest.mark.parametrize("G", [2, 3, 7, 8])
+@pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
+       value=[0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0], G=[2, 3, 7, 8])  # fmt: skip
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
     """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -21,6 +21,7 @@ from tests.tiny import tiny_policy
 GENERATE, UPDATE, INFO = "/inference/v1/generate", "/update_weights", "/server_info"
 OK = b"HTTP/1.1 200 OK\r\n"
 EOS_ID = 1
+OTHER_END = {"stop": "length", "length": "stop"}
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
@@ -195,6 +196,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "reason unknown": (GENERATE, choice(finish_reason="banana")),
     "reason a number": (GENERATE, choice(finish_reason=1)),
     "reason abort": (GENERATE, choice(finish_reason="abort")),
+    "reason of another end": (
+        GENERATE, choice(finish_reason=lambda x: OTHER_END[x["finish_reason"]])
+    ),
     # versions
     "no version": (GENERATE, choice(weight_versions=[])),
     "version null": (GENERATE, choice(weight_versions=None)),

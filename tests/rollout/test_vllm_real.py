@@ -21,12 +21,14 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, awake, build_engine
 from grpo_fast.rollout.vllm.answers import Reply, ServerError
+from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.command_line import invoke
+from tests.rollout.vllm_stand_in import all_logps
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(
@@ -169,6 +171,29 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
         rollout = generate(policy, engine, options)
         assert rollout.weight_versions == [7] * 12 and difference(policy, rollout) < EXACT
     assert "expected completions by the weights" in caplog.text
+
+
+def test_a_teachers_prompt_logprobs_are_its_own(server, options):
+    """Also in the long prompt's blocks, which are cached; more ids than it gives are refused."""
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 9)
+        done = generate(policy, engine, options)
+    texts = zip(done.prompt_ids, done.completion_ids, strict=True)
+    samples = [([*prompt, *ids], len(prompt)) for prompt, ids in texts]
+    for topk in (0, 3):
+        teacher = TeacherServer(server.url, topk, len(policy.head.weight), options.vllm)
+        for (ids, start), rows in zip(samples, teacher.scores(samples), strict=True):
+            logps = all_logps(policy, ids)[start - 1 :]
+            found = rows[..., 1].masked_fill(rows[..., 1] == -torch.inf, 0.0)
+            wanted = logps.gather(1, rows[..., 0].long()).double()
+            assert (found - wanted).masked_fill(found == 0, 0.0).abs().max() < EXACT
+            assert rows[:, 0, 0].tolist() == ids[start:]
+            best = logps.topk(topk).indices.tolist()
+            said = rows[..., 0].long().tolist()
+            assert all(set(a) <= set(b) for a, b in zip(best, said, strict=True))
+    with pytest.raises(ValueError, match="prompt logprobs of 50"):
+        TeacherServer(server.url, 50, 1000, options.vllm)
 
 
 def in_the_middle(engine: Any, action: Any) -> None:

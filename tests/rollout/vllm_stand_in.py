@@ -16,11 +16,20 @@ from typing import Any
 
 import torch
 
+from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
+
+
+@torch.no_grad()
+def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
+    """(n - 1, V) of every token but the first."""
+    packed = pack_groups([(ids[:1], [ids[1:]])])
+    hidden = policy.hidden(packed).index_select(0, packed.predicting)
+    return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 class Raw:
@@ -140,6 +149,8 @@ class StandIn:
         self, token_ids: list[int], sampling_params: dict[str, Any]
     ) -> dict[str, Any]:
         given = sampling_params
+        if "prompt_logprobs" in given:
+            return self.scored(token_ids, given)
         assert given["n"] == 1 or given["temperature"] > 0
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
@@ -153,6 +164,18 @@ class StandIn:
                 [token_ids], sampling, group_size=given["n"], seed=given["seed"]
             )
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
+
+    def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
+        """The K likeliest ids before every token but the first, and the token's own."""
+        assert given["max_tokens"] == 1 and not given["detokenize"]
+        self.prompts.append(ids)
+        rows: list[Any] = [None]
+        with self.lock:
+            every = all_logps(self.policy, ids)
+        for token, logps in zip(ids[1:], every, strict=True):
+            chosen = [token, *logps.topk(given["prompt_logprobs"]).indices.tolist()]
+            rows.append({i: {"logprob": max(logps[i].item(), -9999.0), "rank": 1} for i in chosen})
+        return {"prompt_logprobs": rows, "choices": []}
 
     def _choice(self, index: int, one: Any) -> dict[str, Any]:
         pairs = zip(one.ids, one.logps.tolist(), strict=True)

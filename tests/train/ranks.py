@@ -57,13 +57,22 @@ CASES: dict[str, list[str]] = {
               "rollout.mask_truncated=true"],
     "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
     "ppo-shared": [*PPO, "critic={kind: shared}", *KL, "kl.into=reward"],
+    "per-token": [*PPO, "critic={bootstrap: false}", "rewards=[{name: "
+                  "'tests.train.ranks:of_each_token', label: own, in_process: true}]"],
     "warm": ["warm_start={steps: 2, batch_size: 4}", "data.task=arithmetic", "data.digits=1", *KL,
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
               "shuffle=completions", "log.grad_variance=true"],
+    "distill": ["reference.kind=frozen", "distill={kind: jsd, beta: 0.3, task: 0.5}",
+                "inner_iterations=2", "minibatches=2", "shuffle=completions"],
     "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]", "shared_prompt=false",
                 "model.gradient_checkpointing=true"],
 }  # fmt: skip
+
+
+def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
+    """A reward for every token, of its id and its place."""
+    return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]
 
 
 EMBEDDED = engine.BUILDERS["transformers"]

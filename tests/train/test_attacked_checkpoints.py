@@ -24,6 +24,7 @@ from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_ch
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.run import Run
 from tests.command_line import invoke, refused
+from tests.pairs import pairs
 from tests.train.resuming import Leave, run
 
 SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
@@ -332,9 +333,11 @@ def test_a_checkpoints_file_without_an_end(folder, make, name):
     assert problem_of(before) is None
 
 
-@pytest.mark.parametrize("make", [to_zero, to_pipe])
-@pytest.mark.parametrize("name", [*resume.LOGS, "config.yaml", "config.yaml.tmp", "completions"])
-@pytest.mark.parametrize("is_own", [True, False])
+@pairs(
+    make=[to_zero, to_pipe],
+    name=[*resume.LOGS, "config.yaml", "config.yaml.tmp", "completions"],
+    is_own=[True, False],
+)
 def test_a_runs_file_that_leads_elsewhere(folder, tmp_path, make, name, is_own):
     """45, 47: in a folder that a run goes on in, or that it copies from."""
     make(folder / name)

@@ -114,19 +114,6 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
         same(run(left, "resume=auto", *options), whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["synced and led beta", "critic and KL in the reward"])
-def test_every_forward_pass_is_a_place_to_leave(tmp_path, monkeypatch, kind):
-    """Rollouts, fixed logps, micro-batches, evaluations: none is a place that is forgotten."""
-    options = [*KINDS[kind], "steps=2", "eval.every=1", "log.completions_every=1"]
-    counted = Leave(monkeypatch, None)
-    whole = run(tmp_path / "whole", *options)
-    for at in range(1, counted.passes, 3):
-        folder = tmp_path / f"left-{at}"
-        left_at(folder, monkeypatch, at, *options)
-        same(run(folder, "resume=auto", *options), whole)
-
-
 def test_a_run_that_is_left_again_and_again(tmp_path, monkeypatch):
     """Every attempt makes a few passes more; a rollout that was interrupted begins again."""
     whole = run(tmp_path / "whole", *PASSES)

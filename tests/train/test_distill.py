@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from grpo_fast.train import loop
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
+from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.update.precompute import teacher_advantages
+from tests.rollout.vllm_stand_in import StandIn
 from tests.train.test_train_loop import TINY_SORT
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -70,19 +73,67 @@ def test_an_advantage_of_the_teacher(tmp_path, trained):
     assert [x.tolist() for x in found] == [[0.5, 0.5], [-0.5]]
 
 
+@pytest.fixture(scope="module")
+def server(trained):
+    """The same teacher behind a vLLM server."""
+    made = StandIn(load_policy(ModelConfig(path=str(trained), device="cpu")))
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, server, kind):
+    words = [f"distill.kind={kind}", "distill.task=0.5"]
+    own = run(tmp_path / "own", f"distill.teacher={trained}", *words)
+    said = run(tmp_path / "said", f"distill.teacher={server.url}/", *words, "distill.topk=999")
+    assert own[0]["divergence"] > 0
+    for one, other in zip(own, said, strict=True):
+        for name in ("loss", "divergence", "grad_norm", "reward"):
+            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+
+
+def test_a_servers_topk_teaches(tmp_path, server):
+    """Two ids and the token's own, over micro-batches and minibatches that are packed anew."""
+    words = [f"distill.teacher={server.url}", "distill.topk=2", "distill.task=0", "steps=10",
+             "loss.entropy_coef=0", "minibatches=2", "inner_iterations=2", "shuffle=completions",
+             "tokens_per_microbatch=24"]  # fmt: skip
+    rows = run(tmp_path / "a", *words)
+    assert rows[-1]["divergence"] < 0.6 * rows[0]["divergence"]
+
+
+def test_a_servers_advantages_are_the_teachers(tmp_path, trained, server):
+    form = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
+    own = run(tmp_path / "own", f"distill.teacher={trained}", *form)
+    said = run(tmp_path / "said", f"distill.teacher={server.url}", *form)
+    for one, other in zip(own, said, strict=True):
+        for name in ("loss", "kl", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+
+
+URL = "distill.teacher=http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
+        ([URL, "rollout.temperature=0.7"], "rollout.temperature"),
+        ([URL, "loss.temperature=0.7"], "rollout.temperature"),
+        ([URL, "rollout.top_k=3"], "rollout.replay_support"),
+        ([URL, FROZEN], "reference"),
+        ([URL, "distill.form=advantage", "distill.topk=3"], "distill.topk"),
+        (["distill.teacher=x", "distill.topk=3"], "distill.topk"),
+        (["distill.teacher=http://me:secret@host:1"], "distill.teacher"),
+        (["distill.teacher=ftp://host:1"], "distill.teacher"),
         (["distill={}"], "distill.teacher"),
         (["distill.teacher=x", "loss.beta=0.1"], "loss.beta"),
         (["distill.teacher=x", FROZEN], "reference"),
         (["distill.teacher=x", "distill.form=advantage", "distill.kind=jsd"], "distill.kind"),
         (["distill.teacher=x", "loss.kl_estimator=exact"], "loss.kl_estimator"),
         (["distill.teacher=x", "advantages=gae", "critic={}"], "advantages"),
-        (["distill.teacher=x", "distributed=fsdp2"], "distill.form"),
         (["distill.teacher=x", "distill.kind=k3"], "distill.kind"),
     ],
 )
 def test_refusals(words, key):
-    with pytest.raises(ValueError, match=rf"{key}: expected"):
+    with pytest.raises(ValueError, match=rf"{key}: expected") as caught:
         load_recipe("sort", [*TINY_SORT, *words])
+    assert "secret" not in str(caught.value)

@@ -36,18 +36,12 @@ def start():
 
     def started(*words, stdout=subprocess.PIPE, **options):
         command = [sys.executable, "-m", "grpo_fast", "train", *words]
-        processes.append(
-            subprocess.Popen(
-                command,
-                stdout=stdout,
-                stderr=subprocess.PIPE,
-                env=ENVIRONMENT,
-                text=True,
-                preexec_fn=answer_signals,
-                **options,
-            )  # fmt: skip
-        )
-        return processes[-1]
+        process = subprocess.Popen(
+            command, stdout=stdout, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True,
+            preexec_fn=answer_signals, **options,
+        )  # fmt: skip
+        processes.append(process)
+        return process
 
     yield started
     for process in processes:
@@ -67,7 +61,7 @@ def wait_for(folder, count, process, limit=120):
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # torchrun below: SIGTERM
 def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path, number):
     rewards = tmp_path / "mine.py"
     rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
@@ -120,48 +114,42 @@ def test_a_signal_before_there_is_anything_to_save(start, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM and "before there was anything" in err, err
 
 
-def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(tmp_path):
-    """The documented command, which sends each of them the signal."""
-    recipe, run_folder = write_recipe(tmp_path), tmp_path / "run"
+def torchrun(folder, end):
+    """What the documented command prints of a run that `end(process)` ends after some steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    with (tmp_path / "log").open("w") as log:
+    with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "grpo_fast", "train", recipe, "distributed=ddp", *LONG],
+            [*command, "grpo_fast", "train", write_recipe(folder), "distributed=ddp", *LONG],
             stdout=log, stderr=log, env=ENVIRONMENT, preexec_fn=answer_signals,
         )  # fmt: skip
         try:
-            wait_for(run_folder, 3, process)
-            process.terminate()
+            wait_for(folder / "run", 3, process)
+            end(process)
             process.wait(60)
         finally:
             process.kill()
             process.wait()
-    said = (tmp_path / "log").read_text()
+    return (folder / "log").read_text()
+
+
+def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(tmp_path):
+    """torchrun sends each of them the signal."""
+    run_folder = tmp_path / "run"
+    said = torchrun(tmp_path, lambda process: process.terminate())
     assert said.count("SIGTERM: saved in") == 1 and "Stopped" not in said, said
     [saved] = checkpoints_in(run_folder)
     assert problem_of(saved) is None and not audit(run_folder).problems
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_dead_process_of_torchrun_is_named_by_the_others(tmp_path, dead):
-    """44: rank 0, too, which does not take torchrun's store with it."""
-    recipe, log = write_recipe(tmp_path), tmp_path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "grpo_fast", "train", recipe, "distributed=ddp", *LONG],
-            stdout=file, stderr=file, env=ENVIRONMENT, preexec_fn=answer_signals,
-        )  # fmt: skip
-        try:
-            wait_for(tmp_path / "run", 3, process)
-            ranks = {_rank_of(pid): pid for pid in _children(process.pid)}
-            os.kill(ranks[dead], signal.SIGKILL)
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
-    said = [line for line in log.read_text().splitlines() if "grpo-fast: " in line]
-    assert any(f"rank {dead} has ended or does not answer" in line for line in said), said
+def test_a_dead_process_of_torchrun_is_named_by_the_others(tmp_path):
+    """44: rank 0, which does not take torchrun's store with it; test_ranks.py kills the others."""
+
+    def kill(process):
+        ranks = {_rank_of(pid): pid for pid in _children(process.pid)}
+        os.kill(ranks[0], signal.SIGKILL)
+
+    said = [line for line in torchrun(tmp_path, kill).splitlines() if "grpo-fast: " in line]
+    assert any("rank 0 has ended or does not answer" in line for line in said), said
 
 
 def _rank_of(pid):

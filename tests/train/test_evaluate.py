@@ -65,7 +65,7 @@ def test_sampled_standard_error_is_over_questions():
     assert metrics["eval_maj@1"] == metrics["eval_accuracy_strict"]
     assert "eval_reward" not in metrics and "eval_maj@4_lenient" in metrics
     assert [(len(c[0]), *c[1:]) for c in calls] == [(2, 4, 0.7, 3), (1, 4, 0.7, 5)]
-    assert result.judged[1].strict == [2, 2, 5, None] and result.judged[1].completions[3] == "no"
+    assert result.per_question["accuracy_strict"] == rates
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6), (8, 3)])

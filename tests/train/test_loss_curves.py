@@ -59,7 +59,7 @@ def test_the_shaded_range_is_that_of_the_options():
 
 def test_the_words(tmp_path):
     drawing = read_drawing(["grpo,cispo", "advantage=2", "epsilon_low=0.1", "ratio=0.5,1.5"])
-    assert drawing.losses == ["grpo", "cispo"] and drawing.advantages == [2.0]
+    assert drawing.losses == ["grpo", "cispo"] and drawing.advantage == [2.0]
     assert drawing.options == {"epsilon_low": 0.1}
     assert drawing.ratios[0] == 0.5 and drawing.ratios[-1] == 1.5
     assert _config("grpo", drawing).epsilon_low == 0.1
@@ -74,13 +74,13 @@ def test_the_words(tmp_path):
         (["gpro"], "nearest: grpo"),
         (["grpo", "epsilon_lo=0.2"], "nearest: epsilon_low"),
         (["grpo", "epsilon_low=-1"], "epsilon_low: expected a finite number >= 0"),
-        (["grpo", "sapo_temperature_pos=2"], "none reads it"),
-        (["grpo", "advantage=much"], "advantage: expected some finite numbers"),
+        (["grpo", "sapo_temperature_pos=2"], "one that none reads"),
+        (["grpo", "advantage=much"], "advantage.0: expected"),
         (["grpo", "advantage=1,nan"], "advantage"),
         (["grpo", "ratio=2,0"], "ratio: expected 0 <= ratio[0] < ratio[1]"),
-        (["grpo", "ratio=0,3"], "old_prob * ratio[1] <= 1, got 0, 3 with 0.4"),
+        (["grpo", "ratio=0,3"], "old_prob * ratio[1] <= 1, came 0, 3 with 0.4"),
         (["grpo", "old_prob=0"], "old_prob"),
-        (["grpo", "epsilon_low=0.1,0.2"], "epsilon_low: expected one value"),
+        (["grpo", "epsilon_low=0.1,0.2"], "epsilon_low: expected"),
     ],
 )
 def test_refusals(words, said):

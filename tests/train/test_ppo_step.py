@@ -18,6 +18,7 @@ from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
 from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.precompute import RewardKL, precompute
+from tests.pairs import pairs
 from tests.tiny import tiny_policy
 
 GROUP = 3
@@ -86,9 +87,7 @@ def flat(lists):
     return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["shared", "model"])
-@pytest.mark.parametrize("budget", [1, 14, 10**6])
-@pytest.mark.parametrize("shared", [True, False])
+@pairs(kind=["shared", "model"], budget=[1, 14, 10**6], shared=[True, False])
 def test_advantages_and_returns(kind, budget, shared):
     policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8}

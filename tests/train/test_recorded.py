@@ -77,15 +77,14 @@ def tiny():
     return Policy(tiny_model("llama", vocab_size=61), tokenizer)
 
 
-@pytest.mark.parametrize("credited", [False, True], ids=["rewards", "credit"])
+@pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
 def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     """Against the formula on dense passes: Σ −A·logp over the sampled tokens, by their number."""
     traces = records()
-    if credited:
-        for number, trace in enumerate(traces):
-            for node in trace["nodes"]:
-                node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
+    for number, trace in enumerate(traces[:credited]):
+        for node in trace["nodes"]:
+            node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
     path, policy = written(tmp_path / "t.jsonl", traces), tiny()
     collected = collector(policy, path).next(1, Clock())
     batch = StepBatch(
@@ -110,7 +109,7 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
                 policy.lm(input_ids=branch.ids[None], use_cache=False).logits[0].log_softmax(-1)
             )
             logps = logits[at - 1].gather(1, branch.ids[at][:, None])[:, 0]
-            advantage = branch.advantages if credited else worth[number]
+            advantage = worth[number] if branch.advantages is None else branch.advantages
             total, count = total - (advantage * logps).sum(), count + len(at)
     (total / count).backward()
     assert len(batch.micro_batches) == 1 if budget == 1000 else len(batch.micro_batches) > 2

@@ -116,7 +116,7 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
 def test_plain_progress_where_there_is_no_terminal(tmp_path):
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
-    assert lines[0] == "step 1/40 · reward 0.025 · kl 0.0100 · length 5 · tok/s 300"
+    assert lines[0] == "step 1/40 · reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
     assert lines[-1].startswith("step 40/40 · reward 1.000")
     held_out = [line for line in lines if "held out" in line]
     assert (
@@ -139,9 +139,8 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 
     stream = Terminal()
     report = opened(tmp_path / "a", config(), stream=stream)
-    report.log(
-        3, {"reward": 0.5, "kl": 0.001, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0}
-    )
+    numbers = {"reward": 0.5, "kl": 0.001, "clip_ratio/region_mean": 0.0}
+    report.log(3, {**numbers, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0})
     report.note("[red]note\x1b[31m")
     report.finish({})
     shown = stream.getvalue()

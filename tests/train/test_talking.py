@@ -18,6 +18,7 @@ from grpo_fast.train.report.lines import closing_lines, shown_number
 from grpo_fast.train.report.page import completion_html
 from grpo_fast.train.report.titles import differing, settings_of, title_of
 from tests.command_line import invoke, write_recipe
+from tests.tiny import tiny_folder
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +158,8 @@ def test_without_a_network_one_sentence_and_no_retries(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "create_connection", refuse)
     hub.is_offline.cache_clear()
     try:
+        model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")  # its reference first
         result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
-        model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")
     finally:
         hub.is_offline.cache_clear()
     assert len(asked) == 1 and asked[0][1] in (80, 443)
@@ -166,6 +167,15 @@ def test_without_a_network_one_sentence_and_no_retries(monkeypatch, tmp_path):
         assert found.exit_code == 2 and hub.LOCAL in found.stderr and key in found.stderr
         assert "Retrying" not in found.output and "HEAD" not in found.output
     assert not Path(tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["model.path", "reference.path"])
+def test_a_folder_that_is_not_there_is_named_by_its_setting(tmp_path, key):
+    own = tiny_folder(tmp_path / "policy", "gpt2")
+    words = [f"model.path={own}", f"reference.path={own}", f"{key}={tmp_path / 'none'}"]
+    found = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}", *words)
+    assert found.exit_code == 2 and found.stderr.count(f"{key}: expected a model") == 1
+    assert f"got '{tmp_path / 'none'}': no such folder" in found.stderr
 
 
 def test_without_a_network_and_without_datasets(monkeypatch):

@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, group_advantages
+from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.totals import Totals
+from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
 
 NO_VERDICT = 2
 
 
-@pytest.mark.parametrize("mask_truncated", [False, True])
-@pytest.mark.parametrize("minibatches", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])  # of 3 groups: with 4 a rank is idle
+@pairs(mask_truncated=[False, True], minibatches=[1, 3], ranks=[1, 2, 4])  # with 4 a rank is idle
 def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
     scores = SCORES.clone()
     scores[NO_VERDICT] = math.nan

@@ -269,12 +269,16 @@ def test_the_policy_terms_gradient(tmp_path, capsys):
 @pytest.mark.parametrize(
     "overrides",
     [["advantages=rewards"], ["advantages=max"], ["loss.loss_type=reinforce"],
-     ["inner_iterations=2"], ["advantages=gae", "critic={}"]],
+     ["inner_iterations=2"], ["loss.loss_type=reinforce", "minibatches=2"],
+     ["advantages=gae", "critic={}"]],
     ids=str,
 )  # fmt: skip
 def test_a_loss_that_does_not_stay_near_0_is_not_said_to(tmp_path, capsys, overrides):
+    """The share of clipped tokens is explained where there can be one."""
     sort(tmp_path / "run", "loss.entropy_coef=0", "steps=2", *overrides)
-    assert "near 0" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "near 0" not in said
+    assert said.count("0.1 to 0.3 `clipped` is usual") == (overrides == ["inner_iterations=2"])
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)

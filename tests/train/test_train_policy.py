@@ -19,6 +19,7 @@ from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.models.self_check import self_check
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.micro_batch import MicroBatch
+from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 
 
@@ -214,9 +215,8 @@ def a_step(shared, minibatches=2, budget=40, seed=0):
     )
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 13, 20, 40, 10**6])
-@pytest.mark.parametrize("minibatches", [1, 2, 3, 4, 12])  # 3 and 12 cut groups
+# 3 and 12 minibatches cut groups.
+@pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], minibatches=[1, 2, 3, 4, 12])
 def test_a_step_in_micro_batches(shared, budget, minibatches):
     step = a_step(shared, minibatches, budget)
     assert len(step.minibatches) == minibatches

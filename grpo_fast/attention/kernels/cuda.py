@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels.kernel import Saved
+from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
 from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.workspace import unset
-
-_Result = tuple[Tensor, Tensor]
-_Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def longest(spans: Spans) -> tuple[int, int]:
     """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its
     decoding path.
     """
-    return max(2, spans.max_q), spans.max_k
+    return max(2, *spans.queries), max(spans.keys)
 
 
 def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
@@ -42,9 +39,8 @@ def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
     return (-1 if rule.window is None else rule.window - 1), 0
 
 
-# -------------------------------------------------------------------------------------------------
 # torch's built-in FA2
-def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
+def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
     left, right = window_of(spans, rule)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False,
@@ -52,69 +48,57 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _
     )[:2]  # fmt: skip
 
 
-def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
+def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     left, right = window_of(spans, rule)
     # Of the random numbers of dropout: never read.
     state = unset(torch.empty, 2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, *_contiguous(saved), spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal,
-        state, state[:0], scale=rule.scale, window_size_left=left, window_size_right=right,
+        grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
+        spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
+        window_size_right=right,
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------
 # package flash-attn
-def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
-    left, right = window_of(spans, rule)
+def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, spans.cu_q, spans.cu_k, *longest(spans), dropout_p=0.0, softmax_scale=rule.scale,
-        causal=spans.causal, window_size_left=left, window_size_right=right,
-        softcap=rule.softcap or 0.0,
-    )[:2]  # fmt: skip
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+    )[:2]
 
 
-def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
-    left, right = window_of(spans, rule)
-    dq, dk, dv = _like(*saved[:3])
+def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+    gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        grad, *_contiguous(saved), dq, dk, dv, spans.cu_q, spans.cu_k, *longest(spans),
-        dropout_p=0.0, softmax_scale=rule.scale, causal=spans.causal, window_size_left=left,
-        window_size_right=right, softcap=rule.softcap or 0.0, alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
+        alibi_slopes=None, **_determinism(), **_softcap(rule), **_options(spans, rule),
     )  # fmt: skip
-    return dq, dk, dv
+    return gradients
 
 
-# --------------------------------------------------------------------------------------------
 # flash_attn_interface, FA3
-def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, softmax_scale=rule.scale, causal=spans.causal, softcap=rule.softcap or 0.0,
-        **_places(spans), **_window(spans, rule),
-    )[:2]  # fmt: skip
+        q, k, v, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+    )[:2]
 
 
-def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
+def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
-        grad, *_contiguous(saved), dq=dq, dk=dk, dv=dv, softmax_scale=rule.scale,
-        is_causal=spans.causal, softcap=rule.softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
-        **_window(spans, rule),
+        grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
+        **_determinism(), **_softcap(rule), **_options(spans, rule),
     )  # fmt: skip
     return dq, dk, dv
 
 
-# -------------------------------------------------------------------------------------------------
-# flash_attn.cute, FA4
-def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
+# flash_attn.cute, FA4: it says None for "all" and derives the right side of a causal window itself.
+def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, softmax_scale=rule.scale, causal=spans.causal, return_lse=True, **_places(spans),
-        **_window(spans, rule, none=True),
-    )[:2]  # fmt: skip
+        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, rule, none=True)
+    )[:2]
 
 
-def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
+def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     if 0 in spans.queries:
         # Its first releases wait for ever, or store registers, where keys have no queries; FA2 and
         # FA3 store zeros.
@@ -124,39 +108,32 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradi
         dk, dv = (torch.zeros_like(saved.k).index_copy_(0, rows, x) for x in parts)
         return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        *saved[:4], grad, saved.lse.contiguous(), softmax_scale=rule.scale, causal=spans.causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
-        **_window(spans, rule, none=True),
+        *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
+        **_options(spans, rule, none=True),
     )[:3]  # fmt: skip
 
 
-def _places(spans: Spans) -> dict[str, Any]:
-    max_q, max_k = longest(spans)
+def _options(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, Any]:
+    """The arguments that all packages name alike."""
+    (max_q, max_k), (left, right) = longest(spans), window_of(spans, rule)
     return {
-        "cu_seqlens_q": spans.cu_q,
-        "cu_seqlens_k": spans.cu_k,
-        "max_seqlen_q": max_q,
-        "max_seqlen_k": max_k,
-    }
+        "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
+        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": rule.scale,
+        "window_size_left": None if none and left < 0 else left,
+        "window_size_right": None if none and left < 0 else right,
+    }  # fmt: skip
 
 
-def _window(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, int | None]:
-    """The window as keywords; FA4 says None for "all" and derives the right side of a causal one
-    itself.
-    """
-    left, right = window_of(spans, rule)
-    if none:
-        return {
-            "window_size_left": None if left < 0 else left,
-            "window_size_right": 0 if left >= 0 else None,
-        }
-    return {"window_size_left": left, "window_size_right": right}
+def _softcap(rule: Rule) -> dict[str, float]:
+    return {"softcap": rule.softcap or 0.0}
 
 
-def _contiguous(saved: Saved) -> Saved:
-    """FlashAttention reads the log-sum-exps without their strides."""
-    return saved._replace(lse=saved.lse.contiguous())
+def _determinism() -> dict[str, bool]:
+    return {"deterministic": torch.are_deterministic_algorithms_enabled()}
 
 
-def _like(*tensors: Tensor) -> list[Tensor]:
-    return [unset(torch.empty_like, x, memory_format=torch.contiguous_format) for x in tensors]
+def _like(*tensors: Tensor) -> Gradients:
+    dq, dk, dv = (
+        unset(torch.empty_like, x, memory_format=torch.contiguous_format) for x in tensors
+    )
+    return dq, dk, dv

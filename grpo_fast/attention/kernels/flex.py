@@ -7,7 +7,6 @@ entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,10 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> T
     """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
-    # Compiled for the tensors' sake: without a compiler flex_attention stores all T² scores, which
-    # a CPU test may.
-    function = _compiled() if q.is_cuda else _function()
-    out = function(
+    # Without a compiler flex_attention stores all T² scores, which a CPU test may.
+    out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(rule.softcap), block_mask=mask, scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
@@ -35,26 +32,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> T
 
 
 @cache
-def _function() -> Callable[..., Tensor]:
+def _function(is_compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention
+    return torch.compile(flex_attention, dynamic=True) if is_compiled else flex_attention
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_function(), dynamic=True)
-
-
-@cache
-def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
-    if softcap is None:
-        return None
-
+def _score_mod(softcap: float | None) -> Any:
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    return cap
+    return None if softcap is None else cap
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""The contract of a varlen attention kernel, whoever made it."""
+"""The contract of a varlen attention kernel, whoever made it; kernels for spans of equal length."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.layout import Call
-from grpo_fast.attention.spans import Spans
+from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.workspace import unset
+
+Result = tuple[Tensor, Tensor]  # output and lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class Saved(NamedTuple):
@@ -28,16 +31,6 @@ class Saved(NamedTuple):
         return Saved(self.q[at], k, v, self.out[at], self.lse[:, at])
 
 
-def empty_gradients(saved: Saved, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for a kernel that goes over `spans.blocks`: unset, but zero for keys that no query
-    sees.
-    """
-    dq, dk, dv = (unset(torch.empty_like, x) for x in saved[:3])
-    if 0 in spans.queries:
-        dk.zero_(), dv.zero_()
-    return dq, dk, dv
-
-
 class Kernel(NamedTuple):
     """Attention over `Spans`, forward and backward apart, so that parts can be merged between them.
 
@@ -49,8 +42,52 @@ class Kernel(NamedTuple):
             fp32 or better.
         backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
+        takes_copies: a causal span may have more keys than queries.
     """
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+    takes_copies: bool = True
+
+
+def over_blocks(
+    forward: Callable[..., Result], backward: Callable[..., Gradients]
+) -> tuple[Callable[..., Result], Callable[..., Gradients]]:
+    """The two functions of a kernel for N spans of equal length: q (N, L, H, D), k and v (N, S,
+    H_kv, D), causal or not. Autocast, which would take fp32 products in 16 bits, is off.
+
+    Args:
+        forward: (q, k, v, causal, rule) → output (N, L, H, D), lse (N, L, H) in fp32 or better.
+        backward: (grad, (q, k, v, output, lse), causal, rule) → dq (N, L, H, D), dk and dv
+            (N, S, H_kv or H, D).
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = unset(torch.empty_like, q), unset(q.new_empty, q.shape[:2], dtype=wide)
+        with torch.autocast(q.device.type, enabled=False):
+            for queries, keys in spans.blocks:
+                part = forward(queries.stack(q), keys.stack(k), keys.stack(v), spans.causal, rule)
+                queries.put_(out, part[0].to(q.dtype))
+                queries.put_(lse, part[1])
+        return out, lse.t()
+
+    def back(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+        q, k, v, out, lse = saved
+        dq, dk, dv = (unset(torch.empty_like, x) for x in saved[:3])
+        if 0 in spans.queries:
+            dk.zero_(), dv.zero_()
+        with torch.autocast(q.device.type, enabled=False):
+            for queries, keys in spans.blocks:
+                inputs = queries.stack(q), keys.stack(k), keys.stack(v)
+                results = queries.stack(out), queries.stack(lse.t())
+                stacked = queries.stack_zero_padded(grad)
+                part = backward(stacked, Saved(*inputs, *results), spans.causal, rule)
+                queries.put_(dq, part[0].to(q.dtype))
+                for target, x in zip((dk, dv), part[1:], strict=True):
+                    heads = x.unflatten(2, (k.shape[1], -1)).sum(3)
+                    keys.put_(target, heads.to(k.dtype))
+        return dq, dk, dv
+
+    return run, back

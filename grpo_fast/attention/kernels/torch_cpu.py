@@ -12,77 +12,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels.kernel import Saved, empty_gradients
-from grpo_fast.attention.spans import Block, Rule, Spans
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_blocks
+from grpo_fast.attention.spans import Rule
 
 _ops = torch.ops.aten
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
-    """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
-    if spans.causal and spans.queries != spans.keys:
-        raise ValueError(
-            "spans: expected as many keys as queries in a causal span, this kernel aligns them at "
-            "the top"
-        )
-    out, lse = unset(torch.empty_like, q), None
-    for block in spans.blocks:
-        part, part_lse = _ops._scaled_dot_product_flash_attention_for_cpu(
-            *_stack(block, q, k, v, spans.causal), 0.0, spans.causal, scale=rule.scale
-        )
-        if lse is None:
-            lse = unset(part_lse.new_empty, q.shape[:2])
-        block.queries.put_(out, _unfold(part, block, q))
-        block.queries.put_(lse, _unfold(part_lse[..., None], block, q)[..., 0])
-    return out, lse.t()
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
+    if causal and q.shape[1] != k.shape[1]:  # this kernel aligns them at the top
+        raise ValueError("spans: expected as many keys as queries in a causal span")
+    fold, *heads = _heads(q, k, v, causal)
+    part, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
+        _folded(q, fold), *heads, 0.0, causal, scale=rule.scale
+    )
+    return _folded(part, fold), _folded(lse[..., None], fold)[..., 0]
 
 
-def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
     q, k, v, out, lse = saved
-    dq, dk, dv = empty_gradients(saved, spans)
-    groups = q.shape[1] // k.shape[1]
-    for block in spans.blocks:
-        qs, ks, vs = _stack(block, q, k, v, spans.causal)
-        fold = groups if not spans.causal else 1
-        gs = _fold(block.queries.stack_zero_padded(grad), fold)
-        os = _fold(block.queries.stack(out), fold)
-        ls = _fold(block.queries.stack(lse.t())[..., None], fold)[..., 0]
-        grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            gs, qs, ks, vs, os, ls, 0.0, spans.causal, scale=rule.scale
-        )
-        block.queries.put_(dq, _unfold(grads[0], block, q))
-        for target, part in zip((dk, dv), grads[1:], strict=True):
-            part = part.transpose(1, 2)
-            if spans.causal and groups > 1:
-                part = part.unflatten(2, (-1, groups)).sum(3)
-            block.keys.put_(target, part)
-    return dq, dk, dv
+    fold, *heads = _heads(q, k, v, causal)
+    dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        _folded(grad, fold), _folded(q, fold), *heads, _folded(out, fold),
+        _folded(lse[..., None], fold)[..., 0], 0.0, causal, scale=rule.scale,
+    )  # fmt: skip
+    return _folded(dq, fold), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k
-    and v unchanged.
+def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
+    """How many query heads are folded into one, and k and v (N, heads, S, D): repeated to H heads
+    where causal.
     """
-    groups = q.shape[1] // k.shape[1]
-    qs, ks, vs = block.queries.stack(q), block.keys.stack(k), block.keys.stack(v)
+    groups = q.shape[2] // k.shape[2]
     if causal and groups > 1:
-        ks, vs = (x.repeat_interleave(groups, dim=2) for x in (ks, vs))
-    return _fold(qs, 1 if causal else groups), ks.transpose(1, 2), vs.transpose(1, 2)
+        k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    return 1 if causal else groups, k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _fold(x: Tensor, groups: int) -> Tensor:
-    """(N, L, H, D) → (N, H/groups, L·groups, D)."""
-    n, length, heads, dim = x.shape
-    if groups == 1:
+def _folded(x: Tensor, fold: int) -> Tensor:
+    """(N, L, H, D) → (N, H/fold, L·fold, D), and back: it is its own inverse."""
+    if fold == 1:
         return x.transpose(1, 2)
-    x = x.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4)
-    return x.reshape(n, heads // groups, length * groups, dim)
+    return x.unflatten(2, (-1, fold)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def _unfold(x: Tensor, block: Block, q: Tensor) -> Tensor:
-    """The inverse of `_fold`: → (N, L, H, D)."""
-    if x.shape[1] == q.shape[1]:
-        return x.transpose(1, 2)
-    return x.unflatten(2, (block.queries.length, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+forward, backward = over_blocks(_forward, _backward)

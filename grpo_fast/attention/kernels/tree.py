@@ -13,7 +13,8 @@ gradient goes through the log-sum-exps: FlashAttention drops it, so merging diff
 would give wrong dq and dk without a word.
 
 A sliding window moves with each row, which a call on a whole ancestor cannot express. Then one
-causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`).
+causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`); so
+it has in deep trees with few key heads, where copies of all keys move fewer bytes than merges.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import Rule
 
+Work = tuple[tuple[Call, ...], Rule, Kernel]
 # Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
 # their memory.
 MERGE_NUMBERS = 2**25
+# A copied row of keys moves as many bytes as this many merged rows of queries, head by head, both
+# ways: 56 to 48 bytes for each number in 16 bits, 96 to 60 in fp32. Times of a CPU cross there.
+COPY_COST = 1.5
+# No more copied rows of keys than this many for each row of queries, head by head: they take memory
+# (train/planning/memory_model.py counts it).
+MOST_COPIES = 2
 
 
 def attend(
@@ -45,58 +53,56 @@ def attend(
     """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
 
     `gather`: copy the ancestors' keys instead of merging calls; None does so where a window needs
-        it.
+        it, or where it pays.
     """
     if gather is None:
-        gather = layout.has_tree and rule.window is not None
+        pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])
+        gather = layout.has_tree and (rule.window is not None or pays)
     calls = layout.copies(rule.window) if gather else layout.views
-    return PackedAttention.apply(q, k, v, calls, rule, kernel)
+    return PackedAttention.apply(q, k, v, (calls, rule, kernel))
+
+
+def _copies_pay(layout: TreeLayout, heads: int, kv_heads: int) -> bool:
+    """Whether a tree of three levels or more has cheaper copies than merges, and few enough."""
+    copied = kv_heads * (layout.total + sum(layout.prefixes))
+    if copied > MOST_COPIES * heads * layout.total or len(layout.views) < 3:
+        return False
+    merged = sum(call.queries.stop - call.queries.start for call in layout.views[1:])
+    return COPY_COST * copied < heads * merged
 
 
 class PackedAttention(torch.autograd.Function):
     """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        calls: tuple[Call, ...],
-        rule: Rule,
-        kernel: Kernel,
-    ) -> Tensor:
-        first, *others = calls
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
+        (first, *others), rule, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
         out = _wide(out, others)
-        for call in others:
-            at = call.queries
-            part = kernel.forward(q[at], call.take(k), call.take(v), call.spans, rule)
-            merge_(out[at], lse[:, at], *part)
+        for call in others:  # no name for a part: it would live on beside the next
+            at, inputs = call.queries, (call.take(k), call.take(v), call.spans, rule)
+            merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = calls, rule, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "grpo_fast: packed attention has no double backward (create_graph=True)"
-            )
-        (first, *others), rule, kernel = ctx.call
+            raise RuntimeError("packed attention has no double backward (create_graph=True)")
+        (first, *others), rule, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
-        grads = kernel.backward(grad, saved.part(first), first.spans, rule)
-        if isinstance(first.keys, Copies):
-            grads = grads[0], *map(first.keys.put_back, grads[1:])
-        grads = [_wide(x, others) for x in grads]
+        grads = list(kernel.backward(grad, saved.part(first), first.spans, rule))
+        for n in range(3):  # in place: what is replaced is free before the next one's turn
+            if n and isinstance(first.keys, Copies):
+                grads[n] = first.keys.put_back(grads[n])
+            grads[n] = _wide(grads[n], others)
         for call in others:
-            parts = kernel.backward(grad[call.queries], saved.part(call), call.spans, rule)
-            for whole, rows, part in zip(
-                grads, (call.queries, call.keys, call.keys), parts, strict=True
-            ):
+            inputs = grad[call.queries], saved.part(call), call.spans, rule
+            wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
+            for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
                 whole[rows] += part
-        return *(x.to(saved.q.dtype) for x in grads), None, None, None
+        return *(x.to(saved.q.dtype) for x in grads), None
 
 
 def _wide(x: Tensor, merges: list[Call]) -> Tensor:

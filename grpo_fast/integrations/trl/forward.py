@@ -57,30 +57,23 @@ def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Ten
     hidden, weight, bias = call.head.operands(layer, hidden)
     # The operands have their dtype; sums stay fp32.
     with torch.autocast(hidden.device.type, enabled=False):
-        if call.loss is None:
-            return _logps(hidden, weight, bias, call)
-        return _loss(hidden, weight, bias, call.loss, call)
-
-
-def _logps(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall
-) -> dict[str, Tensor]:
-    result = linear_logps(
-        hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias,
-        return_entropy=call.entropy, support=call.support, **call.head.rule._asdict(),
-    )  # fmt: skip
-    return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
+        of_rows: dict[str, Any] = dict(
+            hidden_rows=call.pack.predicting, bias=bias, support=call.support
+        )
+        if call.loss is not None:
+            return _loss(hidden, weight, call.loss, call.pack, of_rows)
+        of_rows |= dict(return_entropy=call.entropy, **call.head.rule._asdict())
+        result = linear_logps(hidden, weight, call.pack.target_ids, **of_rows)
+        return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 
 
 def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, call: PackedCall
+    hidden: Tensor, weight: Tensor, job: SinglePass, pack: Pack, of_rows: dict[str, Any]
 ) -> dict[str, Tensor]:
-    pack = call.pack
     out = linear_grpo_loss(
         hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-        hidden_rows=pack.predicting, bias=bias, cu_seqlens=pack.cu_seqlens,
-        old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps),
-        num_items_in_batch=job.num_items, support=call.support,
+        cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+        ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **of_rows,
     )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
 
@@ -93,11 +86,9 @@ def window_of(trainer: Any) -> int:
 
     Raises ValueError, naming the option, where that would change the gradient.
     """
+    by_tokens = NORMALISERS.get(trainer.loss_type) == "tokens"
     local = {
-        "loss_type='bnpo' divides by the tokens of the micro-batch": NORMALISERS.get(
-            trainer.loss_type
-        )
-        == "tokens",
+        "loss_type='bnpo' divides by the tokens of the micro-batch": by_tokens,
         "entropy_coef is a mean over the micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is of the micro-batch": trainer.top_entropy_quantile < 1,
         "the forward pass is TRL's": not trainer._packs,
@@ -105,23 +96,16 @@ def window_of(trainer: Any) -> int:
     for reason, holds in local.items():
         if holds:
             raise ValueError(f"keep_groups: {reason}")
-    steps, accumulation = (
-        trainer.args.steps_per_generation,
-        trainer.args.gradient_accumulation_steps,
-    )
+    args = trainer.args
+    steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     if max(steps, accumulation) % min(steps, accumulation):
-        raise ValueError(
-            f"keep_groups: expected steps_per_generation ({steps}) and "
-            f"gradient_accumulation_steps ({accumulation}) "
-            "to divide one another"
-        )
+        both = f"steps_per_generation ({steps}) and gradient_accumulation_steps ({accumulation})"
+        raise ValueError(f"keep_groups: expected {both} to divide one another")
     return min(steps, accumulation)
 
 
 def regroup(batches: list[Batch], window: int) -> list[Batch]:
-    """The same rows in micro-batches of the same sizes, those of one prompt together within each
-    window.
-    """
+    """The same rows in micro-batches of the same sizes; within a window a prompt's are together."""
     regrouped: list[Batch] = []
     for start in range(0, len(batches), window):
         part = batches[start : start + window]

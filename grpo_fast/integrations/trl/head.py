@@ -1,5 +1,5 @@
 """TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO),
-without a subclass.
+without a subclass; and the two heads of `DistillationTrainer` (`divergence`).
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,16 +26,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast import linear_logps
-from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
-
-log = logging.getLogger(__name__)
+from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
+from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
 
 KERNEL, COMPACTS, GATHERED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
 # TRL's trainers whose loss calls the fused head. GKD and GOLD derive from SFTTrainer, and compute
 # logits of their own.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
-    "AsyncGRPOTrainer",
+    "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
 CERTAINLY_FIRST = 0.501  # a larger probability is the largest, whatever rounding says
@@ -46,24 +44,28 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
-    of this model.
+    of this model; of a DistillationTrainer the whole divergence from its teacher.
 
-    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that
-    the trainer asks for; gradients reach hidden, weight and bias. Ours runs inside the head's own
-    forward, so that FSDP2 gathers its weight and reduces the gradient, whichever group the head is
-    in. A head sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism
-    stays with TRL's own function, which is logged.
+    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`; gradients
+    reach hidden, weight and bias. Ours runs inside the head's own forward, so that FSDP2 gathers
+    its weight and reduces the gradient. A head sharded by ZeRO-3 or tensor parallelism stays with
+    TRL's own function, which is logged.
 
-    Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
-    of TRL's whose loss does not call it.
+    Raises ValueError for a model without TRL's fused head, or a trainer whose loss does not call
+    it.
     """
     trainer, handle = trainer_or_model, FastHead()
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
     if theirs is not None and theirs.__name__ not in SERVED:
-        raise ValueError(
-            f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
-            f"derived from one), came {type(trainer).__name__}, whose loss would not change"
-        )
+        served, came = ", ".join(SERVED), type(trainer).__name__
+        expected = f"one whose loss calls TRL's fused LM head ({served}, or derived from one)"
+        raise ValueError(f"trainer: expected {expected}, came {came}, whose loss would not change")
+    if theirs is not None and theirs.__name__ == "DistillationTrainer":
+        loss = theirs._compute_loss  # type: ignore[attr-defined]
+        if LOSS not in loss.__code__.co_names or type(trainer)._compute_loss is not loss:
+            raise _not_1_16(f"{LOSS} in the _compute_loss of {type(trainer).__name__}")
+        swap_divergence(trainer, handle)
+        return handle
     accelerator = getattr(trainer, "accelerator", None)
     if accelerator is None:
         _swap(base_model(trainer), handle, nullcontext)
@@ -82,7 +84,7 @@ def _swap(
     theirs, before = _require_fused(model), model.forward
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
-        raise _not_1_16(sorted(missing))
+        raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     ours = _over(theirs, model)
     run_inside(model.get_output_embeddings())
     # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
@@ -90,7 +92,7 @@ def _swap(
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not (fused_lm_head and handle.active) or _is_partitioned(self):
+        if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
             # A copy of the model has a head of its own.
@@ -113,24 +115,10 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
     kernel = types.SimpleNamespace(apply=apply)
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
-    ours = types.FunctionType(
-        theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__
-    )  # fmt: skip
+    rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
+    ours = types.FunctionType(theirs.__code__, scope, *rest)
     ours.__kwdefaults__ = theirs.__kwdefaults__
     return ours
-
-
-def _is_partitioned(model: Any) -> bool:
-    by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
-    by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
-    if by is not None:
-        _warn_partitioned(by)
-    return by is not None
-
-
-@functools.cache
-def _warn_partitioned(by: str) -> None:
-    log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
 
 
 class FastLogProbs:
@@ -197,9 +185,8 @@ def row_statistics(
     stats, p = {}, logps.detach().exp()
     if "log_sum_sq_probs" in wanted:
         half = rule._replace(temperature=temperature / 2)._asdict()
-        stats["log_sum_sq_probs"] = 2 * logps.detach() - linear_logps(
-            hidden, weight, targets, bias=bias, **half
-        )
+        at_half = linear_logps(hidden, weight, targets, bias=bias, **half)
+        stats["log_sum_sq_probs"] = 2 * logps.detach() - at_half
     top1, means = p > CERTAINLY_FIRST, torch.zeros_like(p)
     rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
     rows = rows if "is_top1" in wanted else rows[:0]
@@ -223,18 +210,14 @@ def row_statistics(
 
 
 class FusedHead(NamedTuple):
-    """The rule of logits in TRL's fused forward:
-    z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
-    """
+    """TRL's rule: softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
 
     backbone: str  # attribute of the model that gives hidden states
     rule: Rule
     cast_to_fp32: bool
 
     def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else
-        that of hidden.
-        """
+        """hidden, weight and bias in TRL's dtype: autocast's, fp32 when cast, else hidden's."""
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return hidden.to(dtype), layer.weight.to(dtype), bias
@@ -253,7 +236,7 @@ def fused_head(model: Any) -> FusedHead:
         rule = Rule(float(known["temperature"]), softcap, scale)
         return FusedHead(known["backbone_attr"], rule, bool(known["cast_lm_head_to_fp32"]))
     except KeyError as missing:
-        raise _not_1_16(missing) from None
+        raise _not_1_16(f"{missing} in the fused LM head") from None
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
@@ -269,15 +252,14 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 def _require_fused(model: Any) -> types.FunctionType:
     function = _fused_function(model)
     if function is None:
-        raise ValueError(
-            "model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, "
-            f"trl >= 1.16), came {type(model).__name__} with trl {_version()}"
-        )
+        expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"
+        came = f"{type(model).__name__} with trl {_version()}"
+        raise ValueError(f"model: expected {expected}, came {came}")
     return function
 
 
-def _not_1_16(missing: object) -> ValueError:
-    return ValueError(f"trl {_version()}: expected {missing} in the fused LM head, as in trl 1.16")
+def _not_1_16(missing: str) -> ValueError:
+    return ValueError(f"trl {_version()}: expected {missing}, as in trl 1.16")
 
 
 def _version() -> str:

@@ -21,22 +21,19 @@ from grpo_fast.attention import check_supported
 # What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
 # accumulation steps; or the tokens of the generation batch.
 NORMALISERS = {
-    "grpo": "completions",
-    "sapo": "completions",
-    "bnpo": "tokens",
-    "dr_grpo": "completions",
-    "luspo": "completions",
-    "dapo": "items",
-    "cispo": "items",
-    "vespo": "items",
-}
+    **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
+    **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
+}  # fmt: skip
 # The options that TRL reads for one of these losses only; the others read delta. It ignores them
 # elsewhere.
 READ: dict[str, tuple[str, ...]] = {
-    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "cispo": (),
-    "vespo": (),
-}
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
+}  # fmt: skip
+# TRL's attributes that have the names of ours.
+SAME_NAME = (
+    "loss_type", "epsilon_low", "epsilon_high", "beta", "importance_sampling_level",
+    "max_completion_length", "top_entropy_quantile",
+)  # fmt: skip
 PROBE_TOLERANCE = 1e-4
 STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
@@ -65,18 +62,16 @@ def unusual_model(trainer: Any, lm: Any) -> str | None:
     head = lm.get_output_embeddings()
     peft_configs = getattr(trainer.model, "peft_config", {}).values()
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    devices = set(getattr(lm, "hf_device_map", {"": 0}).values())
+    by_sequence = [getattr(parallel, name, 1) or 1 for name in ("cp_size", "sp_size")]
     known = {
         "processing_class: images need TRL's own inputs": trainer._is_vlm,
         "torch_compile: our forward is not compiled": trainer.args.torch_compile,
         "tp_size: tensor parallelism shards the head": (getattr(lm, "tp_size", None) or 1) > 1,
-        "device_map: the model is split across devices": len(
-            set(getattr(lm, "hf_device_map", {"": 0}).values())
-        )
-        > 1,
+        "device_map: the model is split across devices": len(devices) > 1,
         "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
         f"lm_head: {type(head).__name__} is no plain linear layer": not _is_plain_linear(head),
-        "parallelism_config: context or sequence parallelism": parallel is not None
-        and max(getattr(parallel, "cp_size", 1) or 1, getattr(parallel, "sp_size", 1) or 1) > 1,
+        "parallelism_config: context or sequence parallelism": max(by_sequence) > 1,
     }
     return next((reason for reason, holds in known.items() if holds), None)
 
@@ -112,9 +107,7 @@ class SinglePass(NamedTuple):
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Why the objective stays TRL's own on our logps; None when loss and gradient come from one
-    pass.
-    """
+    """Why the objective stays TRL's own on our logps; None where one pass gives all."""
     if trainer.aux_loss_enabled:
         return "router_aux_loss_coef"
     try:
@@ -128,27 +121,16 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """The config that equals TRL's attributes and arguments, `head` (temperature, softcap,
-    logit_scale) beside them.
-    """
+    """The config that equals TRL's, and the rule of the logits (temperature and so on)."""
     if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
+    own = {name: getattr(trainer, name) for name in SAME_NAME}
+    read = {name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))}
     return LossConfig(
-        loss_type=trainer.loss_type,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
-        kl_times_ratio=args.use_bias_correction_kl,
-        importance_sampling_level=trainer.importance_sampling_level,
-        max_completion_length=trainer.max_completion_length,
-        entropy_coef=entropy_coef,
-        top_entropy_quantile=trainer.top_entropy_quantile,
-        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
-        compute_entropy=True,
-        **{name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))},
-        **head,
-    )
+        **own, **read, **head, kl_times_ratio=args.use_bias_correction_kl, compute_entropy=True,
+        corrections=_off_policy_mask(trainer.off_policy_mask_threshold), entropy_coef=entropy_coef,
+    )  # fmt: skip
 
 
 def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
@@ -167,9 +149,8 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
         # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0
         # moves into it.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-        advantages = (advantages * inputs["importance_sampling_ratio"]).expand(
-            inputs["completion_ids"].shape
-        )
+        advantages = advantages * inputs["importance_sampling_ratio"]
+        advantages = advantages.expand(inputs["completion_ids"].shape)
     num_items, divisor = None, accumulation
     coefficient = applied_entropy_coef(trainer)
     if NORMALISERS[trainer.loss_type] == "items":
@@ -180,21 +161,17 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
     old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
-    return SinglePass(
-        config, advantages, old, ref if trainer.beta != 0 else None, num_items, divisor
-    )
+    ref = ref if trainer.beta != 0 else None
+    return SinglePass(config, advantages, old, ref, num_items, divisor)
 
 
 def applied_entropy_coef(trainer: Any) -> float:
-    """The weight of the entropy bonus in this micro-batch: TRL's controller decides at the end of a
-    step.
-    """
+    """The weight of the entropy bonus in this micro-batch, as TRL's controller has left it."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
-    gated = (
-        trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
-    )
-    return 0.0 if gated else trainer.entropy_coef
+    entropy, target = trainer._last_world_entropy, trainer.args.entropy_target
+    is_gated = trainer.use_adaptive_entropy and entropy > target
+    return 0.0 if is_gated else trainer.entropy_coef
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
@@ -209,8 +186,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
         trainer: a GRPOTrainer in train mode.
         theirs: (inputs, logps, entropies) → the loss that TRL's own `_compute_loss` makes of them.
 
-    Returns:
-        None when equal, else what differs.
+    Returns None when equal, else what differs.
     """
     device = trainer.accelerator.device
     inputs, logps, entropies = _made_up(trainer, device)
@@ -231,11 +207,9 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     loss = ours.loss / job.divisor
     wanted = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
     came = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
-    pairs = [("loss", expected.detach(), loss.detach())]
-    pairs += [
-        (f"d loss/d {n}", a, b) for n, a, b in zip(("logps", "entropy"), wanted, came, strict=True)
-    ]
-    for name, a, b in pairs:
+    names = "loss", "d loss/d logps", "d loss/d entropy"
+    pairs = (expected.detach(), *wanted), (loss.detach(), *came)
+    for name, a, b in zip(names, *pairs, strict=True):
         a, b = (torch.zeros(()) if x is None else x.float().cpu() for x in (a, b))
         if not (a - b).abs().max() <= PROBE_TOLERANCE * max(float(a.abs().max()), 1e-3):
             gap = float((a - b).abs().max())
@@ -257,17 +231,14 @@ def _made_up(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor
     tool = torch.ones_like(mask)
     tool[3, 2:5] = 0
     inputs = {
-        "prompt_ids": mask[:, :2],
-        "prompt_mask": mask[:, :2],
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "tool_mask": tool,
+        "prompt_ids": mask[:, :2], "prompt_mask": mask[:, :2],
+        "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
         # Steps of the ratio from 0.3 to 3: both clip bounds, delta, and the inside of each.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
-    }
+    }  # fmt: skip
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         inputs["importance_sampling_ratio"] = normal(*shape).abs()
     inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"]

@@ -46,9 +46,7 @@ def take_packed_rows(model: Any) -> str:
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """The attention the model had, for code that goes by its name (generation: paged, flash, static
-    caches).
-    """
+    """The attention the model had, for code that goes by its name (paged, flash, static caches)."""
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -91,11 +89,9 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts on the left and completions on the right, as one row without
-    padding.
+    """A padded batch (B, P+K), prompts left and completions right, as one row without padding.
 
-    R counts the scored completion tokens. Completions stand in the order `order`, those with one
-    prompt together.
+    R counts the scored completion tokens. Completions with one prompt stand together.
     """
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
@@ -109,9 +105,7 @@ class Pack:
 
     def padded(self, x: Tensor) -> Tensor:
         """(R,) → (B, K), zeros where nothing is scored."""
-        return (
-            x.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.slots, x).view(self.shape)
-        )
+        return x.new_zeros(self.shape).flatten().index_copy(0, self.slots, x).view(self.shape)
 
     def packed(self, x: Tensor | None) -> Tensor | None:
         """(B, K) → (R,), or (B,) → (B,) in the order of the completions."""
@@ -142,28 +136,19 @@ def pack_padded(
     if b"" in groups:
         return None
     completions, token = real[:, -length:], ids[0, :1]
-    lists = [
-        (prompt, [ids[row, -length:][completions[row]] for row in members])
-        for prompt, members in groups.values()
-    ]  # fmt: skip
+    texts = [ids[row, -length:][completions[row]] for row in range(rows)]
+    lists = [(prompt, [texts[row] for row in members]) for prompt, members in groups.values()]
     packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
-    # The unused completions stand last: their tokens are no part of the packed row, and count as
-    # empty.
-    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][
-        : packed.target_ids.shape[0]
-    ]
+    # The unused completions stand last: no part of the packed row, they count as empty.
+    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
+    slots = slots[: packed.target_ids.shape[0]]
     kept = wanted.flatten()[slots].nonzero()[:, 0]
-    counts = torch.cat([torch.zeros(1, dtype=torch.int64), wanted[order].sum(1).cumsum(0)]).int()
-    everything = kept.shape[0] == packed.target_ids.shape[0]
-    on_device = kept.to(device)
-    return Pack(
-        inputs=packed.model_inputs,
-        predicting=packed.predicting if everything else packed.predicting[on_device],
-        target_ids=packed.target_ids if everything else packed.target_ids[on_device],
-        cu_seqlens=counts.to(device),
-        order=order.to(device),
-        slots=slots[kept].to(device),
-        shape=(rows, length),
-    )
+    counts = torch.nn.functional.pad(wanted[order].sum(1).cumsum(0), (1, 0)).int()
+    predicting, target_ids = packed.predicting, packed.target_ids
+    if kept.shape[0] < target_ids.shape[0]:
+        predicting, target_ids = (x[kept.to(device)] for x in (predicting, target_ids))
+    cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[kept]))
+    scored_rows = predicting, target_ids, cu_seqlens, order, slots
+    return Pack(packed.model_inputs, *scored_rows, (rows, length))

@@ -68,8 +68,7 @@ class Replay:
                 logps[where], mass[where] = one.logps[:n], one.kept.mass[:n]
         scored, device = slots.cpu(), slots.device
         lengths, begins = counts.flatten()[scored], starts.flatten()[scored]
-        offsets = torch.zeros(len(scored) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         places = torch.arange(int(offsets[-1])) + (begins - offsets[:-1]).repeat_interleave(lengths)
         self.ids = [torch.cat(self.ids)]
         support = Support(self.ids[0][places].to(device), offsets.to(device))
@@ -77,7 +76,7 @@ class Replay:
 
     def _turns_of(self, tokens: list[int], start: int) -> list[tuple[int, Completion, int]]:
         """The turns in a sequence whose completion begins at `start`, each with its place."""
-        found = []
+        turns = []
         for length in {len(prompt) for prompt in self.turns}:
             if not start <= length < len(tokens):
                 continue
@@ -85,6 +84,6 @@ class Replay:
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
                 n = min(len(one.ids), len(rest))
                 if one.ids[:n] == rest[:n]:
-                    found.append((length, one, base))
+                    turns.append((length, one, base))
                     break
-        return found
+        return turns

@@ -42,12 +42,8 @@ class Forgetful(Sampling):
 class OwnRollouts:
     """What a trainer of TRL's inherits before its own class, so that our loop draws its text.
 
-    Completions are drawn in evaluation mode, without dropout, as vLLM's are.
-
-    Attributes:
-        fast_rollouts: False leaves the sampling to TRL.
-        replay_support: False lets the loss look at the whole vocabulary, as TRL's does, also where
-            the sampler did not.
+    Completions are drawn in evaluation mode, without dropout, as vLLM's are. `fast_rollouts =
+    False` leaves the sampling to TRL; `replay_support = False` the loss over the whole vocabulary.
     """
 
     fast_rollouts = replay_support = True
@@ -189,11 +185,11 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
     eos = config.eos_token_id
     if {*(eos if isinstance(eos, list) else [eos])} != {*trainer.eos_token_ids}:
         return f"generation_kwargs: eos_token_id={eos!r} beside {trainer.eos_token_ids}"
-    given = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
-    given["temperature"] = config.temperature if config.do_sample else 0
+    settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
+    settings["temperature"] = config.temperature if config.do_sample else 0
     try:
         kind = Sampling if trainer.replays else Forgetful
-        return kind(**given, min_p=config.min_p or 0)
+        return kind(**settings, min_p=config.min_p or 0)
     except ValueError as error:
         return f"generation_kwargs: {' '.join(str(error).split())}"
 

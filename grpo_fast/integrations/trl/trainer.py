@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
+from grpo_fast.integrations.trl import options
 from grpo_fast.integrations.trl.forward import (
     PackedCall,
     let_run_inside,
@@ -39,12 +40,6 @@ from grpo_fast.integrations.trl.forward import (
     window_of,
 )
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.options import (
-    forward_reason,
-    probe,
-    single_pass,
-    single_pass_reason,
-)
 from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
@@ -78,12 +73,13 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
         attention = lm.config._attn_implementation
-        reason = forward_reason(self, lm) or self._prepare_models(lm)
+        fast_layers(lm.base_model)
+        reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
             self._packs = self._in_one_pass = False
             log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
-        elif (reason := single_pass_reason(self)) is not None:
+        elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
         use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
         self._start_rollouts(lm, attention)
@@ -113,9 +109,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; the reason why not, when they compute
-        something else then.
-        """
+        """Let policy and reference take packed rows; say why where they compute something else."""
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
         let_run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -130,17 +124,14 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @torch.no_grad()
     def _self_check(self, lm: Any) -> str | None:
-        """Compare the packed forward with TRL's own on two short sequences; the reason when they
-        differ.
+        """Compare the packed forward with TRL's own on two short sequences; say how they differ.
 
-        Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an
-        unknown rule.
+        Finds attention sinks, positions that are not RoPE's, a head with an unknown rule.
         """
-        device = lm.get_output_embeddings().weight.device
-        vocabulary = lm.get_output_embeddings().weight.shape[0]
-        ids = (
-            torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)
-        ) % vocabulary
+        weight = lm.get_output_embeddings().weight
+        device, vocabulary = weight.device, weight.shape[0]
+        first = torch.tensor([[3], [3]], device=device)
+        ids = (torch.arange(12, device=device) * 7 + first) % vocabulary
         ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
         real = torch.ones_like(ids)
         real[:, :2] = real[1, 10:] = 0
@@ -175,35 +166,27 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        **kwargs,
-    ):
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
+        compute_entropy=False, **kwargs,
+    ):  # fmt: skip
         """TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
         if self._given is not None:
             return *self._given, None
-        theirs = functools.partial(super()._get_per_token_logps_and_entropies, model)
+        theirs = functools.partial(
+            super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask,
+            logits_to_keep, batch_size, compute_entropy, **kwargs,
+        )  # fmt: skip
         if not self._packs:
-            return theirs(
-                input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-            )
+            return theirs()
         logps, entropies = [], []
         for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
             rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            pack = pack_padded(
-                input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:]
-            )
+            ids, real = input_ids[rows], attention_mask[rows]
+            pack = pack_padded(ids, real, real[:, -logits_to_keep:])
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
-                return theirs(
-                    input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-                )
-            known = self._replayed(pack, input_ids[rows], attention_mask[rows])
+                return theirs()
+            known = self._replayed(pack, ids, real)
             call = PackedCall(pack, self._head, compute_entropy, None, known and known.support)
             result = self._run(model, call)
             self._replayed_logps = known and (known, result["logps"].detach())
@@ -213,9 +196,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _prepare_inputs(self, generation_batch):
-        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places
-        first.
-        """
+        """TRL's micro-batch; with `keep_groups` the rows of a new batch change places first."""
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._group_window is None or not self.model.training or self._buffered_inputs is before:
@@ -227,28 +208,22 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Ours or TRL's, with the attention the model came with."""
         if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
-        with own_attention(
-            base_model(self.accelerator.unwrap_model(self.model)), self._own_attention
-        ):
+        lm = base_model(self.accelerator.unwrap_model(self.model))
+        with own_attention(lm, self._own_attention):
             return super()._generate_single_turn(*args, **kwargs)
 
     # ----------------------------------------------------------------------------------------------
     # loss
 
     def _compute_loss(self, model, inputs):
-        """TRL's loss of one micro-batch, and its metrics; the gradient comes from the single pass
-        where it may.
-        """
+        """TRL's loss of one micro-batch and its metrics; the gradient is the single pass's."""
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
-            difference = probe(self, self._their_loss)
-            if difference is not None:
-                log.warning(
-                    "FastGRPOTrainer: %s; TRL's own objective is used on our logps", difference
-                )
-                self._their_objective(difference)
+            if (gap := options.probe(self, self._their_loss)) is not None:
+                log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
+                self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"]
         mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
@@ -258,7 +233,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if pack is None:
             self.fast_path["loss"] = f"TRL's: {NO_PROMPT}"
             return super()._compute_loss(model, inputs)
-        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule._asdict())
+        rule = self._head.rule._asdict()
+        job = options.single_pass(self, inputs, pack.target_ids.shape[0], **rule)
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)

@@ -25,18 +25,13 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 # Head rules that verl's fused forwards leave out: they would be dropped without a word.
-LEFT_OUT = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
+LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
+    ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
+)
 
 
 class FastLinearForPPO(nn.Module):
-    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32 instead of the
-    hidden's dtype.
-    """
+    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32."""
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
@@ -52,9 +47,7 @@ class FastLinearForPPO(nn.Module):
         input_ids: Tensor,  # (B, L) or (T,): the token that each row predicts
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy) in the layout of input_ids, fp32, of the logits divided by
-        temperature.
-        """
+        """(log_probs, entropy) of the logits / temperature, fp32, in the layout of input_ids."""
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
@@ -96,18 +89,15 @@ def use_fast_head(model: nn.Module) -> FastHead:
     model.forward = types.MethodType(forward, model)
 
     def give_back() -> None:
-        if own:
-            model.forward = before
-        else:
+        model.forward = before
+        if not own:
             del model.forward
 
     return FastHead(give_back)
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """Let our kernels compute the head of every model of this process under verl's
-    `use_fused_kernels`.
-    """
+    """`use_fast_head` for every model of this process under verl's `use_fused_kernels`."""
     swap = _swapped()
     swap.__enter__()
     return FastHead(lambda: swap.__exit__(None, None, None))
@@ -120,13 +110,10 @@ def _check(model: Any) -> None:
             "model: expected one that verl prepared with use_fused_kernels=True and "
             f"fused_kernel_options.impl_backend 'torch' or 'liger', got backend {backend!r}"
         )
+    values = ((name, getattr(model.config, name, None)) for name in LEFT_OUT)
+    lost = [f"{n} = {x}" for n, x in values if x is not None and x != LEFT_OUT[n]]
     if getattr(model.lm_head, "bias", None) is not None:
-        raise ValueError(
-            "model: verl's fused forward leaves out the bias of lm_head; use_fused_kernels=False"
-        )
-    for name, neutral in LEFT_OUT.items():
-        value = getattr(model.config, name, None)
-        if value is not None and value != neutral:
-            raise ValueError(
-                f"model: verl's fused forward leaves out {name} = {value}; use_fused_kernels=False"
-            )
+        lost.insert(0, "the bias of lm_head")
+    if lost:
+        advice = "use_fused_kernels=False"
+        raise ValueError(f"model: verl's fused forward leaves out {lost[0]}; {advice}")

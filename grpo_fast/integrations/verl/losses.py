@@ -64,9 +64,8 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
     count = info.get(name)
     if count is None:
         if ranks > 1:
-            raise ValueError(
-                f"{name}: expected the count of the whole batch for dp_size = {ranks}, got None"
-            )
+            needs = f"the count of the whole batch for dp_size = {ranks}"
+            raise ValueError(f"{name}: expected {needs}, got None")
         count = (mask.sum() if by_token else (mask.sum(-1) > 0).sum()).clamp(min=1)
     if by_token:
         return Normaliser(aggregation, count / ranks, None)
@@ -105,8 +104,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         if config is None:
             raise ValueError("config: expected verl's ActorConfig, got None")
-        given = old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
-        batch = Batch(*given)
+        row = log_prob.detach(), advantages, response_mask, rollout_is_weights
+        batch = Batch(old_log_prob, *row)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
             total = normaliser(loss_agg_mode, response_mask, info)
@@ -130,9 +129,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered:
-    """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back
-    as it was; several are undone in any order.
-    """
+    """The handle of `register`; several are undone in any order, by `undo()` or `with`."""
 
     def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
         self.registry, self.before = registry, before

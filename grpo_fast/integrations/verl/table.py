@@ -100,9 +100,8 @@ def clip_range(config: Any) -> dict[str, Any]:
     for side in ("low", "high"):
         value = option(config, f"clip_ratio_{side}", both)
         if value is None or not value >= 0:
-            raise ValueError(
-                f"clip_ratio_{side}: expected a number >= 0 (or clip_ratio), got {value!r}"
-            )
+            expected = "a number >= 0 (or clip_ratio)"
+            raise ValueError(f"clip_ratio_{side}: expected {expected}, got {value!r}")
         bounds[f"epsilon_{side}"] = value
     return bounds
 
@@ -123,10 +122,8 @@ def vanilla(config: Any) -> dict[str, Any]:
 
 
 def sapo(config: Any) -> dict[str, Any]:
-    temperatures = {
-        f"sapo_temperature_{sign}": float(option(config, f"tau_{sign}")) for sign in ("pos", "neg")
-    }
-    return {"loss_type": "sapo", **temperatures}
+    pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
+    return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
 def dro(config: Any) -> dict[str, Any]:
@@ -149,18 +146,15 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
     """A times the geometric mean of the completion's importance weights (geo_mean)."""
     keep, a = batch.mask.bool(), batch.advantages
     if ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any():
-        raise ValueError(
-            "advantages: geo_mean expects one advantage per completion, got single tokens with 0"
-        )
+        expected = "geo_mean expects one advantage per completion"
+        raise ValueError(f"advantages: {expected}, got single tokens with 0")
     if batch.rollout_is_weights is None:
         return a
     return a * torch.exp(batch.row_mean(torch.log(batch.rollout_is_weights + 1e-10)))
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, and times min(r, clip_ratio_c) / min(r, 20): verl's cap in
-    the place of ours.
-    """
+    """A times the importance weight, with verl's cap of the ratio in the place of ours."""
     ratio = batch.log_ratio.exp()
     theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
     return weighted(batch, config) * (theirs / ours)
@@ -168,9 +162,8 @@ def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
     if batch.rollout_is_weights is not None:
-        raise ValueError(
-            "rollout_is_weights: dro expects None (its quadratic term has one weight), got a tensor"
-        )
+        expected = "dro expects None (its quadratic term has one weight)"
+        raise ValueError(f"rollout_is_weights: {expected}, got a tensor")
     return batch.advantages
 
 
@@ -223,23 +216,30 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
     """KL of (p_old, 1 - p_old) from (p, 1 - p), with verl's 1e-8."""
-    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(
-        (1 - p_old + 1e-8) / (1 - p + 1e-8)
-    )
+    others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
+
+
+def total_variation(p: Tensor, p_old: Tensor) -> Tensor:
+    return (p - p_old).abs()
+
+
+def unclipped(batch: Batch, config: Any) -> Clipping:
+    return batch.log_ratio, None, None
+
+
+def unclipped_raw(batch: Batch, config: Any) -> Clipping:
+    return batch.raw_log_ratio, None, None
 
 
 LOSSES: dict[str, Recipe] = {
     "vanilla": Recipe(vanilla, clipped_twice, weighted),
     "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
     "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
-    "sapo": Recipe(sapo, lambda b, _: (b.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "sapo": Recipe(sapo, unclipped, weighted, "seq-mean-token-mean"),
     "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
-    "dppo_tv": Recipe(
-        named("dppo_tv"), too_far(lambda p, p_old: (p - p_old).abs()), weighted_to_cap
-    ),
+    "dppo_tv": Recipe(named("dppo_tv"), too_far(total_variation), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
     "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
-    "dro": Recipe(
-        dro, lambda b, _: (b.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
-    ),
+    "dro": Recipe(dro, unclipped_raw, unweighted, names=("actor/ppo_kl",)),
 }

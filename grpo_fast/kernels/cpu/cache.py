@@ -51,8 +51,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
         raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, got {came}")
     _sweep(folder)
-    found = list(folder.glob(f"{stem}-*.so"))
-    for path in found:
+    libraries = list(folder.glob(f"{stem}-*.so"))
+    for path in libraries:
         if _is_whole(path, stem):
             return path
         logger.warning("grpo_fast: %s is damaged or another user's, compiling again", path)
@@ -61,7 +61,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         build(output)
         target = folder / _name(output, stem)
         os.replace(output, target)
-    for path in found:
+    for path in libraries:
         if path != target and not _is_whole(path, stem):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -57,10 +57,6 @@ def decode_(
 
     Args:
         window: how many tokens a query sees at most, its own included; None: all.
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernel does not take.
     """
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.door("decode", "decode_")(

@@ -28,12 +28,12 @@ def row_divergence_(
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
     """See divergence_reference.row_divergence_; `out` must not be the logits."""
-    given = None if known is None else torch.cat(known)
-    found = loader.door("divergence", "row_divergence_")(
-        logits, teacher, out, vector(weights), given, _number(divergence), divergence.beta,
+    of_rows = None if known is None else torch.cat(known)
+    sums = loader.door("divergence", "row_divergence_")(
+        logits, teacher, out, vector(weights), of_rows, _number(divergence), divergence.beta,
         *rule_arguments(rule), *rule_arguments(teacher_rule)[:3], offsets,
     )  # fmt: skip
-    return DivergenceRows(*found.view(4, -1))
+    return DivergenceRows(*sums.view(4, -1))
 
 
 def row_topk_divergence_(

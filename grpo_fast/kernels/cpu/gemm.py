@@ -17,19 +17,21 @@ from grpo_fast.kernels.workspace import unset
 
 logger = logging.getLogger("grpo_fast")
 
+# Bound once, so that a name that points to another dtype later (tests that alias torch.float32)
+# lets nothing else in.
+DTYPES = torch.float32, torch.bfloat16
+
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked
-    once.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
+    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can."""
+    if dtype not in DTYPES:
         return f"it multiplies float32 and bfloat16, not {dtype}"
     reason = loader.load("gemm")
     if reason:
         return reason
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
-    if dtype == torch.float32:
+    if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
@@ -38,9 +40,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def vendor_rounds() -> bool:
-    """Whether torch may round fp32 operands on the CPU, as
-    `torch.set_float32_matmul_precision("medium")` has it.
-    """
+    """Whether torch may round fp32 operands on the CPU (`set_float32_matmul_precision`)."""
     return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 
@@ -57,21 +57,18 @@ def uses_tiles(x: Tensor) -> bool:
 
 
 def _is_right(tiles: bool) -> bool:
-    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface
-    needs a look.
-    """
+    """Whether a small bf16 product agrees with the widened one: AMX is no part of torch."""
     generator = torch.Generator().manual_seed(0)
     # Whole tiles and edges.
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = unset(torch.empty, 130, 70, dtype=torch.float32)
     torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, tiles, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
-    if not error <= 1e-4:
-        logger.warning(
-            "grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead",
-            error,
-        )
-    return error <= 1e-4
+    is_right = error <= 1e-4
+    if not is_right:
+        text = "grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead"
+        logger.warning(text, error)
+    return is_right
 
 
 def mm_(
@@ -92,9 +89,6 @@ def mm_(
     must be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b,
     by these before anything is added (exact zeros where they are 0). An element's bits depend on
     its row of a and its column of b only: not on M, N, or the number of threads.
-
-    Raises:
-        RuntimeError: a dtype, shape or stride that it does not take.
     """
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed

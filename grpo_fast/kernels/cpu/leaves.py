@@ -90,9 +90,7 @@ def header() -> str:
 
 
 def marker() -> str:
-    """The string that a library built with this header contains: by it a prebuilt one is known to
-    have the same leaves.
-    """
+    """The string in a library built with this header: a prebuilt one with it has these leaves."""
     return marker_of(_text())
 
 
@@ -107,9 +105,7 @@ def marker_of(text: str) -> str:
 def print_header(
     objectives: list[Callable], estimators: list[Callable], divergences: Sequence[Callable] = ()
 ) -> str:
-    """A header with every leaf and the tables `objective`, `kl_estimator` and `divergence`, which
-    choose by number; of the last one on vectors, too.
-    """
+    """The leaves, and tables that choose one by number; divergences on vectors, too."""
     functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
     for leaf in (*objectives, *estimators, *divergences):
         add_function(leaf, functions)
@@ -136,17 +132,14 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callabl
 
 
 def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0],
-    p[1], …
-    """
+    """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
     lines = []
     for index, leaf in enumerate(leaves):
         extra = leaf.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
-            raise ValueError(
-                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most "
-                f"{MAX_PARAMS} more, got {inspect.signature(leaf)}"
-            )
+            expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
+            came = inspect.signature(leaf)
+            raise ValueError(f"{leaf.__name__}: expected {expected}, got {came}")
         values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
         lines.append(f"    case {index}: return {function_name(leaf)}({values});")
     signature = ", ".join(f"double {argument}" for argument in arguments)
@@ -172,9 +165,7 @@ def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
 
 
 class LeafPrinter:
-    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++
-    keyword or word.
-    """
+    """One leaf as a C++ function of doubles; names end in an underscore, as no C++ word does."""
 
     signature, number, words, helpers = "inline ValueAndSlope", "double", WORDS, HELPERS
 
@@ -190,11 +181,8 @@ class LeafPrinter:
     def function(self) -> str:
         arguments = ", ".join(f"{self.number} {argument.arg}_" for argument in self.tree.args.args)
         lines = [line for statement in self.tree.body for line in self.statement(statement)]
-        return (
-            f"{self.signature} {function_name(self.leaf)}({arguments}) {{\n"
-            + "\n".join(lines)
-            + "\n}\n"
-        )
+        head = f"{self.signature} {function_name(self.leaf)}({arguments}) {{"
+        return "\n".join([head, *lines, "}\n"])
 
     def statement(self, statement: ast.stmt) -> list[str]:
         match statement:
@@ -265,11 +253,9 @@ class LeafPrinter:
         raise self.refusal(node)
 
     def refusal(self, node: ast.AST) -> ValueError:
-        words = ", ".join(self.words)
-        return ValueError(
-            f"{self.leaf.__name__}: expected assignments and a returned pair in the words {words}, "
-            f"got {ast.unparse(node)!r}"
-        )
+        expected = f"assignments and a returned pair in the words {', '.join(self.words)}"
+        came = repr(ast.unparse(node))
+        return ValueError(f"{self.leaf.__name__}: expected {expected}, got {came}")
 
 
 class VectorPrinter(LeafPrinter):

@@ -28,15 +28,8 @@ from grpo_fast.kernels.types import (
 )
 
 
-def _rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    rule: LogitRule,
-    *more: Any,
-) -> tuple:
-    out, has_weights, known, return_entropy = more
+def _rows(hidden: Tensor, weight: Tensor, *of_rows: Any) -> tuple:
+    bias, target_ids, rule, out, has_weights, known, return_entropy = of_rows
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
     return loader.door("linear", "linear_rows")(
@@ -59,10 +52,6 @@ def head_logps(
 
     Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and
     changes no bit of the other outputs. A target id outside [0, V) is never read: its logp is NaN.
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy, *_ = _rows(
         hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy
@@ -87,10 +76,6 @@ def head_exponentials(
     Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they
     were rounded. `known`: the statistics of these rows from another call; they are then not
     computed again, and the bits of `out` are the same.
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, rule, out, True, known, return_entropy

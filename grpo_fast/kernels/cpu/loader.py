@@ -37,17 +37,10 @@ logger = logging.getLogger("grpo_fast")
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-Wno-psabi",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fvisibility-inlines-hidden",
-    "-shared",
+    "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC",
+    "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-shared",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
-]
+]  # fmt: skip
 _NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
 # name → (compiler flags, what /proc/cpuinfo must list for the code to run)
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
@@ -72,13 +65,10 @@ class CsrcUnavailable(RuntimeError):
 
 
 def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot.
-    Answered once per process.
+    """Make `torch.ops.grpo_fast_<library>` exist (of csrc/api/<library>.cpp), once per process.
+    Returns None, or the reason why it cannot.
 
     The first library that cannot be used is told at WARNING level: torch does the work, slower.
-
-    Args:
-        library: name of a source file in csrc/api/, without .cpp.
     """
     with _lock:  # two threads would build twice, and the operators cannot be registered twice
         return _load_once(library)
@@ -103,11 +93,7 @@ def one_line(reason: str) -> str:
 
 
 def require(library: str = "rows") -> None:
-    """Like `load`, for callers that have no other way.
-
-    Raises:
-        CsrcUnavailable: with the reason, the compiler's own message included.
-    """
+    """Like `load`; raises CsrcUnavailable with the reason, the compiler's message included."""
     reason = load(library)
     if reason:
         raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
@@ -115,7 +101,9 @@ def require(library: str = "rows") -> None:
 
 @functools.cache
 def door(library: str, name: str) -> Any:
-    """An operator of a library. Raises CsrcUnavailable like `require`."""
+    """An operator of a library; it raises a RuntimeError for a dtype, shape or stride that it does
+    not take. Raises CsrcUnavailable like `require`.
+    """
     require(library)
     return getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
 
@@ -135,9 +123,8 @@ def _load(library: str) -> str | None:
         if reason is None:
             logger.info("grpo_fast: C++ kernels '%s': prebuilt %s", library, prebuilt.name)
             return None
-        logger.warning(
-            "grpo_fast: the prebuilt %s does not load, compiling instead: %s", prebuilt, reason
-        )
+        text = "grpo_fast: the prebuilt %s does not load, compiling instead: %s"
+        logger.warning(text, prebuilt, reason)
     return _load_compiled(library, wanted)
 
 
@@ -174,11 +161,8 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
             continue
         if library not in WITH_LEAVES or _has_our_leaves(path):
             return path
-        logger.warning(
-            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and "
-            "kl.py have",
-            path,
-        )
+        others = "other losses than objective/losses.py and kl.py have"
+        logger.warning("grpo_fast: the prebuilt %s was made for %s", path, others)
     return None
 
 
@@ -209,11 +193,8 @@ def compiler() -> list[str] | None:
             return shlex.split(chosen)
         except ValueError as error:
             raise ValueError(f"CXX: expected a command line, got {chosen!r}: {error}") from error
-    for name in ("g++", "clang++", "c++"):
-        found = shutil.which(name)
-        if found:
-            return [found]
-    return None
+    paths = map(shutil.which, ("g++", "clang++", "c++"))
+    return next(([path] for path in paths if path), None)
 
 
 @functools.cache
@@ -239,11 +220,9 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty
-    string.
-    """
-    found = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
-    return found[1] if found else ""
+    """As Linux names it ("GenuineIntel", "AuthenticAMD"); empty where it does not."""
+    match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def compile_library(
@@ -253,8 +232,7 @@ def compile_library(
     extra_flags: Sequence[str] = (),
     folder: Path | None = None,
 ) -> tuple[Path | None, str | None]:
-    """Compile csrc/api/<library>.cpp unless the cache has it. Returns (path, None) or (None,
-    reason).
+    """Compile csrc/api/<library>.cpp unless the cache has it: (path, None) or (None, reason).
 
     The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
@@ -270,9 +248,8 @@ def compile_library(
 
         def build(output: Path) -> None:
             (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
-            reason = _run_compiler(
-                command, [*flags, f"-I{source.parents[1]}", f"-I{output.parent}"], source, output
-            )
+            includes = f"-I{source.parents[1]}", f"-I{output.parent}"
+            reason = _run_compiler(command, [*flags, *includes], source, output)
             if reason:
                 raise CsrcUnavailable(reason)
             by = shlex.join(command)

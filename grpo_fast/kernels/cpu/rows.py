@@ -47,10 +47,6 @@ def row_logps(
 
     A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse
     and entropy are right.
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy = loader.door("rows", "row_logps")(
         detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, None
@@ -71,10 +67,6 @@ def row_grad_(
     """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
 
     A row whose two coefficients are zero becomes exact zeros, whatever it held.
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
@@ -86,32 +78,14 @@ def row_grad_(
     return out
 
 
-@functools.cache
-def _leaf_numbers() -> tuple[dict, dict]:
-    """The number of every loss type and of every KL estimator in the printed header."""
-    objectives, estimators = leaves.objective_leaves(), leaves.kl_leaves()
-    return (
-        {name: objectives.index(objective.leaf) for name, objective in OBJECTIVES.items()},
-        {name: estimators.index(leaf) for name, leaf in KL_ESTIMATORS.items()},
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def leaf_arguments(key: str) -> tuple:
-    """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors, for the
-    config with this key.
-    """
-    config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
-    params = config.params
-    padding = (0.0,) * (leaves.MAX_PARAMS - len(params))
-    return (
-        objectives[config.loss_type],
-        estimators[config.kl_estimator],
-        config.kl_times_ratio,
-        *params,
-        *padding,
-        *config.kl_limits,
-    )
+    """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors by a key."""
+    config = LossConfig.from_key(key)
+    objective = leaves.objective_leaves().index(OBJECTIVES[config.loss_type].leaf)
+    estimator = leaves.kl_leaves().index(KL_ESTIMATORS[config.kl_estimator])
+    params = (*config.params, *[0.0] * leaves.MAX_PARAMS)[: leaves.MAX_PARAMS]
+    return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
 
 
 def row_loss_(
@@ -130,10 +104,6 @@ def row_loss_(
     The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for
     the `grad_logps` that are returned. Between them the leaves run in double, from C++ printed off
     their Python source (leaves.py).
-
-    Raises:
-        CsrcUnavailable: the library can neither be found nor compiled.
-        RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy, losses, grad_logps = loader.door("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

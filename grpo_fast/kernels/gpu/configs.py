@@ -36,9 +36,7 @@ class RowConfig(NamedTuple):
 
 
 class SupportConfig(NamedTuple):
-    """One program works on one row (of logits, of dW), BLOCK_K named rows of BLOCK_H columns at a
-    time.
-    """
+    """One program works on one row, BLOCK_K named rows of BLOCK_H columns at a time."""
 
     block_k: int
     block_h: int
@@ -64,9 +62,7 @@ class LinearConfig(NamedTuple):
 
 
 def architecture(device: torch.device) -> str:
-    """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under
-    TRITON_INTERPRET.
-    """
+    """ "sm_90", "gfx942", … of a device; "interpreter" under TRITON_INTERPRET."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
     return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)

@@ -89,9 +89,7 @@ def fold_parts(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold` in PARTS (1, 2 or 4) pieces from left to right, so that only a piece needs registers
-    beside the tile.
-    """
+    """`fold` in PARTS (1, 2 or 4) pieces from left to right: registers for one piece at a time."""
     if PARTS == 1:
         sums = fold(
             raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,

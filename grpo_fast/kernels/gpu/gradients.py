@@ -126,9 +126,7 @@ def scaled_hidden(
     out: Tensor | None = None,  # (C, H), or (N, H) with `places`
     places: Tensor | None = None,  # (C,) the row of `out`; None: t
 ) -> Tensor:
-    """by_row[:, None]·hidden, rounded once to the dtype of `out`, by default a fresh one like
-    hidden, contiguous.
-    """
+    """by_row[:, None]·hidden, rounded once to the dtype of `out` (None: fresh, like hidden)."""
     if out is None:
         out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if hidden.shape[0]:

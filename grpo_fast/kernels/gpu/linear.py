@@ -44,9 +44,7 @@ def load_tile(
     source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLS of a matrix, zeros outside of it: through its tensor descriptor, or by predicated
-    loads.
-    """
+    """ROWS x COLS of a matrix, zeros outside: by its tensor descriptor or predicated loads."""
     if USE_TMA:
         tile = source.load([row_start, col_start])
     else:
@@ -147,9 +145,7 @@ def join_kernel(
     partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Join the slices of BLOCK_T rows, BLOCK_S at a time, first to last: the same online sum as
-    inside a slice.
-    """
+    """Join the slices of BLOCK_T rows, BLOCK_S at a time, by the online sum of a slice."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)

@@ -25,8 +25,6 @@ class Problem(NamedTuple):
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors
-    need.
-    """
+    """Contiguous rows that start on 16 bytes, for vector loads and tensor descriptors."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0

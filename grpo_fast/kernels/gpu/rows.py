@@ -96,9 +96,7 @@ def write_gradient(
     row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
     inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Second loop over the row: d raw-logits, or zeros without a look at the row when nothing flows
-    into it.
-    """
+    """Second loop over the row: d raw-logits; zeros, without a look, where nothing flows."""
     offs_v = tl.arange(0, BLOCK_V)
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
@@ -235,9 +233,7 @@ def row_loss_kernel(
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Start `programs` programs of `kernel` on the device of its first tensor (tests put a compiler
-    in this place).
-    """
+    """Start `programs` programs of `kernel` on the device of its first tensor (tests patch it)."""
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)

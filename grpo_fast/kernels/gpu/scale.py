@@ -36,9 +36,7 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient (contiguous, fp32 or 16 bits) times factor (one element), in place; nothing is
-    written when it is 1.
-    """
+    """gradient (contiguous, ≤ 32 bits) times factor (one element), in place; a 1 writes nothing."""
     size = gradient.numel()
     if size:
         programs = min(triton.cdiv(size, BLOCK), PROGRAMS)

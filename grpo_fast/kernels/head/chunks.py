@@ -18,11 +18,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.fused import Coefficients
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.head.products import is_wide, matmul_wide
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
+from grpo_fast.kernels.types import (
+    ChunkRows,
+    Coefficients,
+    Exponentials,
+    RowLoss,
+    RowStats,
+    pad_rows,
+)
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -45,16 +51,15 @@ class LogitChunks:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
         self.has_narrow = not is_wide(weight) and (weight.is_cuda or route.backend == "triton")
-        self.bytes_per_logit = self.dtype.itemsize + (
-            weight.dtype.itemsize if self.has_narrow else 0
-        )
+        narrow_bytes = weight.dtype.itemsize if self.has_narrow else 0
+        self.bytes_per_logit = self.dtype.itemsize + narrow_bytes
         # One row kernel reads logits and writes d-logits. A kernel that gives the logps wherever no
         # gradient is wanted must give them where one is, too.
         self.in_one_pass = route.kernels.head_logps is None
         self.most_rows = 0  # rows of the workspace
         self.buffers = 1  # of most_rows each, in one workspace
         self.on_logits: Callable[[Tensor], None] | None = None  # sees them before a kernel writes
-        self._logits: Tensor | None = None
+        self._workspace: Tensor | None = None
         self._narrow: Tensor | None = None
 
     def narrow_sum(self, rows: int) -> bool:
@@ -63,15 +68,14 @@ class LogitChunks:
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """(rows, V): a buffer of logits of this pass."""
-        if self._logits is None:
+        if self._workspace is None:
             count = self.buffers * self.most_rows
-            self._logits = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
-        return self._logits[buffer * self.most_rows :][:rows]
+            self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
+        return self._workspace[buffer * self.most_rows :][:rows]
 
     def release(self) -> None:
-        """Give the workspace back."""
-        give_back_workspace(self._logits)
-        self._logits = self._narrow = None
+        give_back_workspace(self._workspace)
+        self._workspace = self._narrow = None
 
     def _gradient(self, rows: int) -> Tensor:
         """(rows, V): where the d-logits go."""
@@ -92,12 +96,9 @@ class LogitChunks:
             self.on_logits(z)
         return z
 
-    def logps(
-        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
-    ) -> RowStats:
-        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits
-        stay.
-        """
+    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+        """lse, logp, entropy of the C rows; their logits stay for `gradients`."""
+        h, target_ids, rule = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
             z = self.raw_logits(h)[:count]
@@ -108,9 +109,10 @@ class LogitChunks:
         )  # fmt: skip
 
     def row_loss(
-        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
+        self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
-        """The d-logits, and the losses of the first C = len(target_ids) rows."""
+        """The d-logits, and the losses of the C rows."""
+        h, target_ids, rule = at
         count, has_entropy = target_ids.shape[0], config.needs_entropy
         if self.in_one_pass:
             d, z = self._gradient(h.shape[0]), self.raw_logits(h)
@@ -118,66 +120,48 @@ class LogitChunks:
                 z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
             )
             return ChunkGradients(d), part
-        stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
+        stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
+        gradients = self.gradients(at, stats, g, terms.grad_entropy, held=True)
         return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
-        self,
-        h: Tensor,
-        target_ids: Tensor,
-        rule: LogitRule,
-        known: RowStats,
-        g: Tensor,
-        g_entropy: Tensor | None,
-        *,
-        held: bool,
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: `logps` of this very chunk came
-        last.
-        """
+        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: from the last `logps`."""
+        h, target_ids, rule = at
         if not held:
-            self.logps(h, target_ids, rule, return_entropy=False)
+            self.logps(at, return_entropy=False)
         z, d, count = self.workspace(h.shape[0]), self._gradient(h.shape[0]), target_ids.shape[0]
         self.kernels.row_grad_(z[:count], target_ids, known, g, g_entropy, rule, out=d[:count])
         return ChunkGradients(d)
 
 
-class ExponentialChunks:
-    """d-logits as the product of a coefficient by row and of a matrix that does not depend on the
-    loss.
-    """
+class ExponentialChunks(LogitChunks):
+    """d-logits as a coefficient by row times a matrix that does not depend on the loss."""
 
     has_entropy_gradient = False  # E knows the logps' gradient only
 
     def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
         assert route.kernels.head_exponentials is not None and route.exponentials is not None
-        self.weight, self.bias, self.kernels = weight, bias, route.kernels
-        self.dtype = route.exponentials
+        super().__init__(weight, bias, route)
+        self.dtype, self.in_one_pass = route.exponentials, False
         self.bytes_per_logit = self.dtype.itemsize
-        self.most_rows = 0
-        self._matrix: Tensor | None = None
         self._filled: Exponentials | None = None
 
     def narrow_sum(self, rows: int) -> bool:
-        """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
-    def workspace(self, rows: int) -> Tensor:
+    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """(rows, V): the one buffer of exponentials of this pass."""
         vocab = self.weight.shape[0]
-        if self._matrix is None:
+        if self._workspace is None:
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
-            self._matrix = take_workspace(self.most_rows, columns, self.weight, self.dtype)
-        return self._matrix[:rows, :vocab]
+            self._workspace = take_workspace(self.most_rows, columns, self.weight, self.dtype)
+        return self._workspace[:rows, :vocab]
 
-    def release(self) -> None:
-        """Give the workspace back."""
-        give_back_workspace(self._matrix)
-        self._matrix = None
-
-    def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
+    def _fill(self, at: ChunkRows, **options) -> RowStats:
+        h, target_ids, rule = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
         self._filled = self.kernels.head_exponentials(  # type: ignore[misc]
@@ -185,46 +169,22 @@ class ExponentialChunks:
         )
         return self._filled.stats
 
-    def _times(self, g: Tensor, target_ids: Tensor, rows: int) -> ChunkGradients:
+    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+        """lse, logp, entropy of the C rows; their exponentials stay for `gradients`."""
+        return self._fill(at, return_entropy=return_entropy)
+
+    def gradients(
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
+    ) -> ChunkGradients:
+        assert g_entropy is None
+        if not held:
+            self._fill(at, known=known)
         assert self._filled is not None
         _, *units, dominant = self._filled
+        matrix = self.workspace(at.hidden.shape[0])
         if self.kernels.gradients is None:
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:
-            by_row, by_target = self.kernels.gradients.times(g, *units, rows)
-        matrix = self.workspace(rows)
+            by_row, by_target = self.kernels.gradients.times(g, *units, len(matrix))
         rest = None if dominant is None else dominant.rest(matrix)
-        return ChunkGradients(matrix, Coefficients(by_row, by_target, target_ids, rest))
-
-    def logps(
-        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
-    ) -> RowStats:
-        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the
-        exponentials stay.
-        """
-        return self._fill(h, target_ids, rule, return_entropy=return_entropy)
-
-    def row_loss(
-        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """The d-logits, and the losses of the first C = len(target_ids) rows."""
-        stats = self.logps(h, target_ids, rule, return_entropy=config.needs_entropy)
-        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        return self._times(g, target_ids, h.shape[0]), RowLoss(*stats, losses, g)
-
-    def gradients(
-        self,
-        h: Tensor,
-        target_ids: Tensor,
-        rule: LogitRule,
-        known: RowStats,
-        g: Tensor,
-        g_entropy: Tensor | None,
-        *,
-        held: bool,
-    ) -> ChunkGradients:
-        """The d-logits of Σ g·logp; `held`: `logps` of this very chunk came last."""
-        assert g_entropy is None
-        if not held:
-            self._fill(h, target_ids, rule, known=known)
-        return self._times(g, target_ids, h.shape[0])
+        return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, rest))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.activity import Activity, active_rows
 from grpo_fast.kernels.head.chunks import LogitChunks
+from grpo_fast.kernels.head.gathered import SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.products import matmul_wide
@@ -25,13 +26,22 @@ from grpo_fast.kernels.head.support import supported_head
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks
 from grpo_fast.kernels.route import Route, divergence_doors
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
-from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, pad_rows
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    ChunkRows,
+    HeadTensors,
+    RowLoss,
+    RowStats,
+    Wanted,
+    pad_rows,
+    pick,
+)
 from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 # The d-logits of a policy loss and its dL/dlogp and dL/dentropy, (C,) each, of a chunk.
-Policy = Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DivergenceHead(LinearHead):
@@ -43,13 +53,9 @@ class DivergenceHead(LinearHead):
         options: of `LinearHead`, as all else.
     """
 
-    chunk: LogitChunks
-
     def __init__(
         self,
-        hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
+        tensors: HeadTensors,
         rows: ActiveRows,
         route: Route,
         *,
@@ -66,7 +72,7 @@ class DivergenceHead(LinearHead):
         self.at: slice | None = None  # the chunk whose divergences are formed with its logits
         self.has_gradient = False
         self.values = weights.new_zeros(weights.shape)  # (T,)
-        super().__init__(hidden, weight, bias, rows, route, **options)
+        super().__init__(tensors, rows, route, **options)
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
         head = self.weight, self.bias, route
@@ -88,9 +94,9 @@ class DivergenceHead(LinearHead):
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
         parts = []
 
-        def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            (targets, rule), here = self._targets(chunk), terms.rows(chunk)
-            d, part = self.chunk.row_loss(h, targets, here, config, rule)
+        def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
+            here = terms.rows(chunk)
+            d, part = self.chunk.row_loss(at, here, config)
             parts.append(part)
             return d.matrix, part.grad_logps, here.grad_entropy
 
@@ -103,10 +109,9 @@ class DivergenceHead(LinearHead):
         if not any(wanted):
             return self._sweep(wanted, None)
 
-        def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            stats: RowStats = tuple(None if x is None else x[chunk] for x in known)  # type: ignore[assignment]
-            here = g[chunk], None if g_entropy is None else g_entropy[chunk]
-            d = self.chunk.gradients(h, *self._targets(chunk), stats, *here, held=False)
+        def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
+            here = pick(chunk, g, g_entropy)
+            d = self.chunk.gradients(at, pick(chunk, *known), *here, held=False)
             return d.matrix, *here
 
         return self._sweep(wanted, policy)
@@ -116,22 +121,22 @@ class DivergenceHead(LinearHead):
         active = self.weights != 0
         activity = Activity(active if self.on_gpu and policy is None else None, self.chunk_rows)
         for chunk in self.chunks():
-            h, count, self.at = self._padded(chunk), chunk.stop - chunk.start, chunk
+            at, count, self.at = self._rows_of(chunk), chunk.stop - chunk.start, chunk
             if policy is None:
-                self.chunk.raw_logits(h)
+                self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
-                d_policy, *g = policy(chunk, h)
+                d_policy, *g = policy(chunk, at)
                 # A GPU is not waited for: rows without a coefficient are multiplied, as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(*g)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
             self.at = None
             if not self.has_gradient:
                 continue
-            d = self._written(h.shape[0])
+            d = self._written(at.hidden.shape[0])
             if policy is not None:
                 d[:count] += d_policy[:count]
-            sums.add(chunk, h, ChunkGradients(d), count, keep)
+            sums.add(chunk, at.hidden, ChunkGradients(d), count, keep)
         return self._finished(sums)
 
     def _written(self, rows: int) -> Tensor:
@@ -151,10 +156,10 @@ class DivergenceHead(LinearHead):
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
-            found = whole = self._joined(self.doors.row_divergence_, *of_rows)
+            own = whole = self._joined(self.doors.row_divergence_, *of_rows)
             if whole is None or (to is not None and z.shape[1]):
-                found = self.doors.row_divergence_(*of_rows, out=to, known=whole)
-            values = (whole or found).values  # type: ignore[union-attr]
+                own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
+            values = (whole or own).values  # type: ignore[union-attr]
         else:
             values = self.doors.row_topk_divergence_(
                 z[:count], teacher, w, self.divergence, rule, out=to
@@ -199,9 +204,7 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
 
 
 def supported_divergence(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    tensors: HeadTensors,
     rows: ActiveRows,
     route: Route,
     *,
@@ -220,22 +223,22 @@ def supported_divergence(
     own, others, of_others = support.of_all, None, None
     if support.others is not None:
         dense = DivergenceHead(
-            hidden, weight, bias, rows.select(support.others), route, teacher=teacher,
+            tensors, rows.select(support.others), route, teacher=teacher,
             divergence=divergence, weights=weights[support.others], has_policy=False,
             is_wide=True, **options,
         )  # fmt: skip
         others, of_others = dense.divergence_gradients(wanted), dense.values
-    source = supported_head(hidden, weight, bias, rows, route, is_wide=is_wide)
+    source = supported_head(tensors, rows, route, is_wide=is_wide)
     of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
-    other = supported_head(*teacher[:3], of_teacher, route, is_wide=True)
+    other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
     y, w = y.to(z.dtype), own(weights)
     doors, out = divergence_doors(route.backend), y[None] if any(wanted) else None
-    found = doors.row_divergence_(
+    each = doors.row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
-    values = support.merge_rows(found.values.to(w.dtype), of_others)
+    values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
-        return values, source.nothing()
-    return values, source.gradients(y, w, None, wanted, others)
+        return values, tensors.no_gradients()
+    return values, source.gradients(SupportGradient(y, w), wanted, others)

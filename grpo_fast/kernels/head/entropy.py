@@ -45,9 +45,9 @@ class WholeEntropy:
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
         """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
-        found = self.inside.gradients(g, None, (*known[:2], None), wanted)
+        gradients = self.inside.gradients(g, None, (*known[:2], None), wanted)
         if g_entropy is None or not any(wanted):
-            return found
+            return gradients
         assert self.known is not None
         more = self.whole.gradients(torch.zeros_like(g), g_entropy, self.known, wanted)
-        return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, found, strict=True))
+        return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -4,42 +4,49 @@ name. Memory beside gradients: O(nnz), and slopes as large as dH.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.route import Route, support_doors
-from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted, add_rows_, scaled_rows
+from grpo_fast.kernels.support import HeadRows
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    HeadTensors,
+    LogitRule,
+    Wanted,
+    add_rows_,
+    scaled_rows,
+)
 from grpo_fast.kernels.workspace import unset, zeros
+
+
+class SupportGradient(NamedTuple):
+    """The gradient of R supported rows."""
+
+    d_logits: Tensor  # (nnz,)
+    g: Tensor  # (R,) the coefficient of each row's logp
+    slopes: Tensor | None = None  # (R, H) what dH is g times; None: it follows from d_logits
 
 
 class GatheredHead:
     """The supported rows of a head.
 
     Args:
-        hidden, weight, bias: (N, H), (V, H), (V,).
         rows: all active ones.
-        route: what runs.
         is_wide: gradients are returned as they are summed, in fp32 at least.
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: ActiveRows,
-        route: Route,
-        *,
-        is_wide: bool,
+        self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
     ) -> None:
         assert rows.support is not None
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.support: SupportRows = rows.support
-        self.doors, self.is_wide = support_doors(route.backend), is_wide
-        self.surround, self.repeats = route.kernels.gradients, rows.repeats
-        self.index = rows.select(self.support.own).hidden_index
-        self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.tensors, self.support, self.is_wide = tensors, rows.support, is_wide
+        self.hidden, self.weight, self.bias = tensors
+        self.doors, self.surround = support_doors(route.backend), route.kernels.gradients
+        self.index, self.repeats = rows.select(self.support.own).hidden_index, rows.repeats
+        self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         """Logits and statistics of the supported rows, and slopes when asked for."""
@@ -48,28 +55,15 @@ class GatheredHead:
             return_entropy=return_entropy, return_slopes=return_slopes,
         )  # fmt: skip
 
-    def nothing(self) -> tuple[Tensor, ...]:
-        """Gradients that nobody wants."""
-        return (self.hidden.new_empty(0),) * 3
+    def no_gradients(self) -> tuple[Tensor, ...]:
+        return self.tensors.no_gradients()
 
     def gradients(
-        self,
-        d: Tensor,
-        g: Tensor,
-        slopes: Tensor | None,
-        wanted: Wanted,
-        others: tuple[Tensor, ...] | None,
+        self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """(dH, dW, db).
-
-        Args:
-            d: (nnz,) the d-logits.
-            g: (R,) the coefficient of each row's logp.
-            slopes: (R, H) what dH is g times; None: it follows from d.
-            others: the same of other rows, in fp32 at least, to which these are added.
-        """
-        d_hidden, d_weight, d_bias = self.nothing() if others is None else others
-        is_first = others is None
+        """(dH, dW, db), added to those of the `others`, which are in fp32 at least."""
+        d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
+        (d, g, slopes), is_first = of_rows, others is None
         if wanted.hidden:
             if slopes is None:
                 slopes, g = self.doors.head_hidden(d, self.weight, self.support), torch.ones_like(g)
@@ -80,11 +74,13 @@ class GatheredHead:
         if wanted.bias:
             d_bias = d.new_zeros(len(self.weight)) if is_first else d_bias
             add_rows_(d_bias, self.support.ids, d)
-        found = d_hidden, d_weight, d_bias
-        if self.is_wide:
-            return found
-        likes = self.hidden, self.weight, self.hidden if self.bias is None else self.bias
-        return tuple(x.to(like.dtype) for x, like in zip(found, likes, strict=True))
+        return self._narrowed(d_hidden, d_weight, d_bias)
+
+    def _narrowed(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """The sums in the dtypes of their tensors, or as they are where they stay wide."""
+        likes = (self.hidden if x is None else x for x in self.tensors)
+        pairs = zip(sums, likes, strict=True)
+        return tuple(x if self.is_wide else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
         """Memory for dW, and whether it is zeros to be added to."""

@@ -54,9 +54,7 @@ class Filtered(NamedTuple):
         )
 
     def shares(self) -> Tensor:
-        """(2,) fp32: the share of the mass that was left out, and the share of the columns that
-        stayed.
-        """
+        """(2,) fp32: the share of the mass left out, and the share of the columns kept."""
         whole = self.elements.clamp(min=1)
         stayed = torch.where(self.elements > 0, self.columns / whole, 1.0)
         return torch.stack(

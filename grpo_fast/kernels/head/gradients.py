@@ -10,16 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head import fused
-from grpo_fast.kernels.head.fused import Coefficients
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
+    is_wide,
     matmul_narrow,
     weighted_column_sum,
     weighted_product,
 )
-from grpo_fast.kernels.types import AddedRows, Wanted, add_rows_, pad_rows
+from grpo_fast.kernels.types import (
+    AddedRows,
+    Coefficients,
+    HeadTensors,
+    Wanted,
+    add_rows_,
+    pad_rows,
+)
 from grpo_fast.kernels.workspace import unset
 
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
@@ -42,7 +48,6 @@ class GradientSums:
     """dH by rows, dW and db over the chunks of one head, summed in fp32 (fp64 for fp64).
 
     Args:
-        hidden, weight, bias: (N, H), (V, H), (V,) the head's tensors.
         wanted: which gradients to form.
         index: (T,) the row of hidden that predicts each target; None: t.
         repeats: a row of hidden may predict several targets: its gradients are summed.
@@ -56,9 +61,7 @@ class GradientSums:
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        tensors: HeadTensors,
         wanted: Wanted,
         *,
         index: Tensor | None = None,
@@ -69,15 +72,16 @@ class GradientSums:
         doors: Any = None,
         sum_hidden: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.wanted = hidden, weight, bias, wanted
+        self.tensors, self.wanted = tensors, wanted
+        self.hidden, self.weight, self.bias = tensors
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
         self.tolerance, self.doors, self.sum_hidden = tolerance, doors, sum_hidden
-        self.filtered = None if tolerance is None else Filtered.none(hidden)
-        self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.filtered = None if tolerance is None else Filtered.none(self.hidden)
+        self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Parts of a sum are not rounded.
         in_parts = is_wide or repeats or sum_hidden is not None
-        self.hidden_dtype = self.sum_dtype if in_parts else hidden.dtype
+        self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -115,10 +119,8 @@ class GradientSums:
         if keep is not None and gathers(keep, count):
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
-            index, count = (
-                keep + index.start if isinstance(index, slice) else index[keep],
-                keep.shape[0],
-            )
+            index = keep + index.start if isinstance(index, slice) else index[keep]
+            count = keep.shape[0]
         elif count < d.shape[0]:
             d[count:].zero_()
         if by is None:
@@ -137,9 +139,7 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in
-        their order.
-        """
+        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
         if columns is None and self.doors is not None:
@@ -166,15 +166,24 @@ class GradientSums:
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
         """`_add_weighted` by the kernels of gpu/gradients.py."""
-        if self.wanted.hidden and self.repeats:
-            self._keep_hidden(fused.hidden_gradient(self.doors, d, by, self.weight), index)
-        elif self.wanted.hidden:
-            out, places = self._place(count, index)
-            fused.hidden_gradient(self.doors, d, by, self.weight, out, places)
+        if self.wanted.hidden:
+            product, places = matmul_narrow(d, self.weight), None
+            if self.repeats:
+                out = unset(torch.empty_like, product[:count])
+            else:
+                out, places = self._place(count, index)
+            self.doors.write_hidden_(out, product, *by[:3], self.weight, places)
+            if self.repeats:
+                self._keep_hidden(out, index)
         if self.wanted.weight:
-            self.d_weight = fused.weight_sum(
-                self.doors, self.d_weight, d, by, h, self.weight, is_only=self.is_only
-            )
+            scaled = self.doors.scaled_hidden(h, by.by_row)
+            ids, order = by.target_ids.sort(stable=True)
+            total = accumulate_outer(self.d_weight, d, scaled, self.weight, is_only=self.is_only)
+            if is_wide(total):
+                self.doors.add_targets_(total, ids, order, by.by_target, h)
+            else:  # an only chunk, in the 16 bits of the weight, rounded once
+                self.doors.add_targets_narrow_(total, ids, order, by.by_target, h, d, scaled)
+            self.d_weight = total
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.by_row), None)
             assert self.d_bias is not None
@@ -184,22 +193,19 @@ class GradientSums:
         """Where `count` rows of dH are written, and at which rows of that; None: in order."""
         if self.d_hidden is None:
             is_whole = count == self.hidden.shape[0] and isinstance(index, slice)
-            options: dict[str, Any] = {"dtype": self.hidden_dtype, "device": self.hidden.device}
-            self.d_hidden = (
-                unset(torch.empty, self.hidden.shape, **options)
-                if is_whole
-                else torch.zeros(self.hidden.shape, **options)
-            )
+            self.d_hidden = self._new_hidden(torch.empty if is_whole else torch.zeros)
         if isinstance(index, slice):
             return self.d_hidden[index], None
         return self.d_hidden, index
 
+    def _new_hidden(self, kind: Callable[..., Tensor] = torch.zeros) -> Tensor:
+        x = self.hidden
+        return unset(kind, x.shape, dtype=self.hidden_dtype, device=x.device)
+
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d, W and the columns that the filter leaves of both; None for all. Targets' coefficients
-        always stay.
-        """
+        """d, W and the columns that the filter leaves of both, always the targets'; None: all."""
         if self.tolerance is None or self.filtered is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
@@ -219,9 +225,7 @@ class GradientSums:
             self.d_hidden = dh.to(self.hidden_dtype)
             return
         if self.d_hidden is None:
-            self.d_hidden = torch.zeros(
-                self.hidden.shape, dtype=self.hidden_dtype, device=dh.device
-            )
+            self.d_hidden = self._new_hidden()
         if self.repeats:
             assert isinstance(index, Tensor)
             add_rows_(self.d_hidden, index, dh.to(self.hidden_dtype))
@@ -236,9 +240,7 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is
-        in question.
-        """
+        """dW += dᵀ·diag(scales)·h, and `added`; no column occurs twice in `columns`."""
         if not self.wanted.weight:
             return
         if columns is None:
@@ -263,17 +265,11 @@ class GradientSums:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db), contiguous; empty where none was wanted."""
         if self.sum_hidden is not None and self.wanted.hidden:
-            d_hidden = self.d_hidden
-            if d_hidden is None:
-                d_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=self.hidden_dtype)
+            d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
-        results = []
-        for sum_, like, is_wanted in (
-            (self.d_hidden, self.hidden, self.wanted.hidden),
-            (self.d_weight, self.weight, self.wanted.weight),
-            (self.d_bias, self.bias, self.wanted.bias),
-        ):
-            if not is_wanted:
+        results, sums = [], (self.d_hidden, self.d_weight, self.d_bias)
+        for sum_, like, is_wanted in zip(sums, self.tensors, self.wanted, strict=True):
+            if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))
                 continue
             dtype = self.sum_dtype if self.is_wide else like.dtype

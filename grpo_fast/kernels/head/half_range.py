@@ -26,9 +26,7 @@ def needs_range(dtype: torch.dtype) -> bool:
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """0-d fp32 power of two by which the largest of (T,) weights becomes 0.5 to 1; no copy to the
-    host.
-    """
+    """0-d fp32 power of two that brings the largest of (T,) weights to 0.5 to 1; no sync."""
     return power_of_two(-largest_exponent(weights))
 
 
@@ -49,7 +47,5 @@ def largest_exponent(x: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32 for int32 from -126 to 127, by its bits: torch.ldexp asks `pow`, which is
-    not exact on a GPU.
-    """
+    """2^exponent in fp32 for int32 from -126 to 127; torch.ldexp is not exact on a GPU."""
     return ((exponent + 127) << 23).view(torch.float32)

@@ -28,12 +28,14 @@ from grpo_fast.kernels.head.vocabulary import VocabularyChunks, VocabularyShard
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
     ActiveRows,
-    LogitRule,
+    ChunkRows,
+    HeadTensors,
     RowLoss,
     RowStats,
     Wanted,
     pad_rows,
     padded,
+    pick,
 )
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
@@ -45,7 +47,6 @@ class LinearHead:
     back.
 
     Args:
-        hidden, weight, bias: (N, H), (V, H), (V,).
         rows: the targets, their rule, and the rows of hidden that predict them.
         route: what runs.
         tolerance: share of Σ|d-logits| that the gradient GEMMs may leave out (grad_filter.py).
@@ -58,9 +59,7 @@ class LinearHead:
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        tensors: HeadTensors,
         rows: ActiveRows,
         route: Route,
         *,
@@ -70,10 +69,11 @@ class LinearHead:
         wants_weight: bool = False,
         shard: VocabularyShard | None = None,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.rows = hidden, weight, bias, rows
+        self.tensors, self.rows = tensors, rows
+        self.hidden, self.weight, self.bias = tensors
         self.kernels, self.head_logps = route.kernels, route.kernels.head_logps
         self.shard = shard
-        self.on_gpu = weight.is_cuda or route.backend == "triton"
+        self.on_gpu = self.weight.is_cuda or route.backend == "triton"
         self.tolerance, self.is_wide = tolerance, is_wide
         self.num_rows = rows.target_ids.shape[0]
         self.chunk = self._chunks_of(route, entropy_gradient)
@@ -87,9 +87,7 @@ class LinearHead:
         # (2,) what the filter left out, from the last gradients.
         self.filtered: Tensor | None = None
 
-    def _chunks_of(
-        self, route: Route, entropy_gradient: bool
-    ) -> LogitChunks | ExponentialChunks | VocabularyChunks:
+    def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
         head = self.weight, self.bias, route
         if self.shard is not None:
             return VocabularyChunks(*head, self.shard)
@@ -134,16 +132,14 @@ class LinearHead:
         index = self.rows.hidden_index
         return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
 
-    def _padded(self, chunk: slice) -> Tensor:
-        """(padded C, H): zero rows added up to a multiple of ROW_MULTIPLE."""
-        return pad_rows(self._hidden(chunk)).contiguous()
-
-    def _targets(self, index: slice | Tensor) -> tuple[Tensor, LogitRule]:
-        return self.rows.target_ids[index], self.rows.rule.rows(index)
+    def _rows_of(self, chunk: slice) -> ChunkRows:
+        """The rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
+        h = pad_rows(self._hidden(chunk)).contiguous()
+        return ChunkRows(h, self.rows.target_ids[chunk], self.rows.rule.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
         return GradientSums(
-            self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index,
+            self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, is_wide=self.is_wide, tolerance=self.tolerance,
             is_only=self.is_single_chunk and (self.narrow_sum or not self.on_gpu),
             doors=self.kernels.gradients, sum_hidden=self.shard.summed if self.shard else None,
@@ -164,16 +160,12 @@ class LinearHead:
         if self.head_logps is not None and not keep and self.num_rows:
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
-            targets, rule = self._targets(chunk)
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
-                h = self._hidden(chunk)
-                stats = self.head_logps(
-                    h, self.weight, self.bias, targets, rule, return_entropy=return_entropy
-                )
+                targets, rule = self.rows.target_ids[chunk], self.rows.rule.rows(chunk)
+                head = self._hidden(chunk), self.weight, self.bias
+                stats = self.head_logps(*head, targets, rule, return_entropy=return_entropy)
             else:
-                stats = self.chunk.logps(
-                    self._padded(chunk), targets, rule, return_entropy=return_entropy
-                )
+                stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
                 self.held = chunk
             parts.append(stats)
         if not keep:
@@ -184,58 +176,47 @@ class LinearHead:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
-        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row
-        by row.
-        """
+        """One sweep, 6·T·V·H: row losses and (dH, dW, db), coefficients following row by row."""
         sums, parts = self._sums(wanted), []
         # A GPU is not waited for: there a row that only its logp makes inactive (it is clipped)
         # is multiplied, as zeros.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
-            h, (targets, rule) = self._padded(chunk), self._targets(chunk)
-            here = terms.rows(chunk)
-            d_logits, part = self.chunk.row_loss(h, targets, here, config, rule)
+            at, here = self._rows_of(chunk), terms.rows(chunk)
+            d_logits, part = self.chunk.row_loss(at, here, config)
             if self.on_gpu:
                 keep = activity.keep(chunk)
                 sums.see_nan(part.grad_logps, keep)
             else:
                 keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
-            sums.add(chunk, h, d_logits, len(targets), keep)
+            sums.add(chunk, at.hidden, d_logits, len(at.target_ids), keep)
             parts.append(part)
         return RowLoss(*concat_chunks(parts, self.hidden)), self._finished(sums)
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that
-        gave `known`.
+        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`.
 
-        The chunk that `logps` kept comes first; the others are computed again, for active rows
-        only.
+        The chunk that `logps` kept comes first; the active rows of the others are computed again.
         """
         sums = self._sums(wanted)
         chunks = list(self.chunks()) if any(wanted) else []
         activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
+        index: slice | Tensor
         for chunk in reversed(chunks):
             keep = activity.keep(chunk)
             if keep is not None and keep.shape[0] == 0:
                 continue
-            h, count = self._padded(chunk), chunk.stop - chunk.start
-            index: slice | Tensor = chunk
+            at, index = self._rows_of(chunk), chunk
             is_held, self.held = chunk == self.held, None
-            if not is_held and keep is not None and gathers(keep, count):
-                h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
+            if not is_held and keep is not None and gathers(keep, len(at.target_ids)):
+                h, targets, rule = at
+                at = ChunkRows(pad_rows(h.index_select(0, keep)), targets[keep], rule.rows(keep))
                 index, keep = keep + chunk.start, None
-            targets, rule = self._targets(index)
-            stats: RowStats = tuple(None if x is None else x[index] for x in known)  # type: ignore[assignment]
-            here = g[index], None if g_entropy is None else g_entropy[index]
-            sums.add(
-                index,
-                h,
-                self.chunk.gradients(h, targets, rule, stats, *here, held=is_held),
-                count,
-                keep,
-            )
+            stats, here = pick(index, *known), pick(index, g, g_entropy)
+            d_logits = self.chunk.gradients(at, stats, *here, held=is_held)
+            sums.add(index, at.hidden, d_logits, len(at.target_ids), keep)
         return self._finished(sums)
 
 

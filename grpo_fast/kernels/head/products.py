@@ -28,9 +28,7 @@ def is_wide(x: Tensor) -> bool:
 
 
 def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit
-    inputs.
-    """
+    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ: exact products, sums in fp32."""
     if own_product(h):
         gemm.mm_(h, weight.t(), out)
     elif is_wide(h):
@@ -138,9 +136,7 @@ def _accumulate_outer(
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
-    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a matrix (C, V) of exponentials and (C,) fp32
-    coefficients.
-    """
+    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], of a matrix (C, V) of exponentials."""
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):

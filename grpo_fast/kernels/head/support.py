@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.head.entropy import WholeEntropy
-from grpo_fast.kernels.head.gathered import GatheredHead
+from grpo_fast.kernels.head.gathered import GatheredHead, SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.products import matmul_wide
 from grpo_fast.kernels.route import Route, support_doors
-from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import ActiveRows, LogitRule, RowLoss, RowStats, Wanted, pad_rows
+from grpo_fast.kernels.support import HeadRows
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    HeadTensors,
+    LogitRule,
+    RowLoss,
+    RowStats,
+    Wanted,
+    pad_rows,
+    pick,
+)
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -33,9 +42,7 @@ GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: HeadTensors,
     rows: ActiveRows,
     route: Route,
     whole_entropy: bool = False,
@@ -46,37 +53,28 @@ def linear_sweep(
     whole_entropy: entropies are over the whole vocabulary, logps in the rows' support.
     """
     if rows.support is None:
-        return LinearHead(hidden, weight, bias, rows, route, **options)
+        return LinearHead(tensors, rows, route, **options)
     if whole_entropy:
-        inside = linear_sweep(hidden, weight, bias, rows, route,
-                              **{**options, "entropy_gradient": False})  # fmt: skip
-        whole = LinearHead(hidden, weight, bias, rows._replace(support=None), route, **options)
+        inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
+        whole = LinearHead(tensors, rows._replace(support=None), route, **options)
         return WholeEntropy(inside, whole)
     support, dense, is_wide = rows.support, None, options.pop("is_wide", False)
     if support.others is not None:
-        rest = rows.select(support.others)
-        dense = LinearHead(hidden, weight, bias, rest, route, is_wide=True, **options)
-    head = supported_head(hidden, weight, bias, rows, route, is_wide=is_wide)
-    return SupportSweep(
-        head, rows, route, dense, entropy_gradient=options.get("entropy_gradient", False)
-    )
+        dense = LinearHead(tensors, rows.select(support.others), route, is_wide=True, **options)
+    head = supported_head(tensors, rows, route, is_wide=is_wide)
+    has_entropy = options.get("entropy_gradient", False)
+    return SupportSweep(head, rows, route, dense, entropy_gradient=has_entropy)
 
 
 def supported_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: ActiveRows,
-    route: Route,
-    *,
-    is_wide: bool,
-) -> GatheredHead | DenseHead:
+    tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
+) -> GatheredHead:
     """Logits in the support of these rows, in the way that costs less."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    is_large = len(rows.support.ids) * cost > len(rows.support.places) * weight.shape[0]
+    is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
-    return form(hidden, weight, bias, rows, route, is_wide=is_wide)
+    return form(tensors, rows, route, is_wide=is_wide)
 
 
 class SupportSweep:
@@ -92,7 +90,7 @@ class SupportSweep:
 
     def __init__(
         self,
-        source: GatheredHead | DenseHead | GivenLogits,
+        source: GatheredHead | GivenLogits,
         rows: ActiveRows,
         route: Route,
         dense: Any,
@@ -114,16 +112,12 @@ class SupportSweep:
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32."""
         has_slopes = keep and not self.entropy_gradient
-        found = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
-        self.held, others = found if keep else None, (None,) * 3
+        own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
+        self.held, others = own if keep else None, (None,) * 3
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
-        lse, logps, entropy = (
-            None if x is None else self.support.merge_rows(x, y)
-            for x, y in zip(found.stats, others, strict=True)
-        )
-        assert lse is not None and logps is not None
-        return lse, logps, entropy
+        merge, pairs = self.support.merge_rows, zip(own.stats, others, strict=True)
+        return tuple(None if x is None else merge(x, y) for x, y in pairs)  # type: ignore[return-value]
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -138,61 +132,38 @@ class SupportSweep:
     ) -> tuple[Tensor, ...]:
         """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
-            return self.source.nothing()
-        found, self.held = self.held, None
-        if found is None:
+            return self.source.no_gradients()
+        held, self.held = self.held, None
+        if held is None:
             has_slopes = g_entropy is None
-            found = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
-        others = None
-        if self.dense is not None:
-            i = self.support.others
-            at: RowStats = tuple(None if x is None else x[i] for x in known)  # type: ignore[assignment]
-            of_entropy = None if g_entropy is None else g_entropy[i]
-            others = self.dense.gradients(g[i], of_entropy, at, wanted)
-        of_all = self.support.of_all
-        own: RowStats = tuple(None if x is None else of_all(x) for x in known)  # type: ignore[assignment]
-        g, g_entropy = of_all(g), None if g_entropy is None else of_all(g_entropy)
-        d = self.doors.row_grad_(found.raw, self.support, own, g, g_entropy, self.rule)
-        slopes = None if g_entropy is not None else found.slopes
-        return self.source.gradients(d, g, slopes, wanted, others)
+            held = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
+        others, i = None, self.support.others
+        if self.dense is not None and i is not None:
+            others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
+        mine = slice(None) if self.support.own is None else self.support.own
+        (g, g_entropy), own = pick(mine, g, g_entropy), pick(mine, *known)
+        d = self.doors.row_grad_(held.raw, self.support, own, g, g_entropy, self.rule)
+        slopes = None if g_entropy is not None else held.slopes
+        return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-class DenseHead:
-    """Logits of a head in the support, from the product with all of W. Arguments and methods are
-    those of `GatheredHead`.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: ActiveRows,
-        route: Route,
-        *,
-        is_wide: bool,
-    ) -> None:
-        assert rows.support is not None
-        self.support: SupportRows = rows.support
-        self.tensors, self.is_wide = (hidden, weight, bias), is_wide
-        self.active = rows.select(self.support.own)
-        self.doors = support_doors(route.backend)
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        row_bytes = weight.shape[0] * self.dtype.itemsize
-        self.step = max(workspace_bytes(weight.device, self.dtype.itemsize) // row_bytes, 1)
+class DenseHead(GatheredHead):
+    """Logits of a head in the support, from the product with all of W."""
 
     def _chunks(self):
         """Rows from one on to another, their hidden rows (padded C, H), the places of their ids
         among all, the row and the column of each, and a matrix (padded C, V) for their logits.
         """
-        hidden, weight, _ = self.tensors
-        support, index, count = self.support, self.active.hidden_index, len(self.support.places)
+        hidden, weight, dtype = self.hidden, self.weight, self.sum_dtype
+        support, index, count = self.support, self.index, len(self.support.places)
+        row_bytes = weight.shape[0] * dtype.itemsize
+        step = max(workspace_bytes(weight.device, dtype.itemsize) // row_bytes, 1)
         workspace = None
-        for start in range(0, count, self.step):
-            rows = slice(start, min(start + self.step, count))
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
-                workspace = take_workspace(h.shape[0], weight.shape[0], weight, self.dtype)
+                workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
@@ -200,42 +171,29 @@ class DenseHead:
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         """Without slopes: they are not wanted."""
-        _, weight, bias = self.tensors
-        raw = weight.new_zeros(len(self.support.ids), dtype=self.dtype)
+        raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
-            matmul_wide(h, weight, out=z)
+            matmul_wide(h, self.weight, out=z)
             raw[places] = z[at]
-        if bias is not None:
-            raw += bias[self.support.ids].to(self.dtype)
+        if self.bias is not None:
+            raw += self.bias[self.support.ids].to(self.sum_dtype)
         stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
         return HeadRows(raw, stats, None)
 
-    def nothing(self) -> tuple[Tensor, ...]:
-        return (self.tensors[0].new_empty(0),) * 3
-
     def gradients(
-        self,
-        d: Tensor,
-        g: Tensor,
-        slopes: Tensor | None,
-        wanted: Wanted,
-        others: tuple[Tensor, ...] | None,
+        self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
+        is_wide = self.is_wide or others is not None
         sums = GradientSums(
-            *self.tensors, wanted, index=self.active.hidden_index, repeats=self.active.repeats,
-            is_wide=self.is_wide or others is not None,
-        )  # fmt: skip
+            self.tensors, wanted, index=self.index, repeats=self.repeats, is_wide=is_wide
+        )
         if others is not None:
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
-            z.zero_()[at] = d[places]
+            z.zero_()[at] = of_rows.d_logits[places]
             sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
-        likes = (self.tensors[0] if x is None else x for x in self.tensors)
-        return tuple(
-            x if self.is_wide else x.to(like.dtype)
-            for x, like in zip(sums.finish(), likes, strict=True)
-        )
+        return self._narrowed(*sums.finish())
 
 
 class GivenLogits:
@@ -259,23 +217,18 @@ class GivenLogits:
         stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
         return HeadRows(raw, stats, None)
 
-    def nothing(self) -> tuple[Tensor, ...]:
+    def no_gradients(self) -> tuple[Tensor, ...]:
         return (self.logits.new_empty(0),)
 
     def gradients(
-        self,
-        d: Tensor,
-        g: Tensor,
-        slopes: Tensor | None,
-        wanted: Wanted,
-        others: tuple[Tensor, ...] | None,
+        self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """(d-logits,) from those in the support (nnz,), beside the rows of `others`."""
+        """(d-logits,) from those in the support, beside the rows of `others`."""
         if others is not None:
             out = others[0]
         elif self.out is not None:
             out = self.out.zero_()
         else:
             out = torch.zeros_like(self.logits, memory_format=torch.contiguous_format)
-        out[self.at] = d.to(out.dtype)
+        out[self.at] = of_rows.d_logits.to(out.dtype)
         return (out,)

@@ -26,7 +26,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import LogitRule, RowStats
+from grpo_fast.kernels.types import ChunkRows, LogitRule, RowStats
 from grpo_fast.kernels.workspace import unset
 
 ELSEWHERE = -1  # the target of a row whose target another rank holds
@@ -110,12 +110,8 @@ class VocabularyChunks(LogitChunks):
         if route.backend == "torch":
             self.row_logps = row_statistics
 
-    def logps(
-        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
-    ) -> RowStats:
-        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits
-        stay.
-        """
+    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+        h, target_ids, rule = at
         z, own = self.raw_logits(h)[: target_ids.shape[0]], self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, rule, return_entropy=return_entropy)
@@ -125,19 +121,10 @@ class VocabularyChunks(LogitChunks):
         return self.shard.join_ranks(stats, target_ids)
 
     def gradients(
-        self,
-        h: Tensor,
-        target_ids: Tensor,
-        rule: LogitRule,
-        known: RowStats,
-        g: Tensor,
-        g_entropy: Tensor | None,
-        *,
-        held: bool,
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy in the columns of this shard, without a word
-        to the other ranks.
-        """
+        """The d-logits in the columns of this shard, without a word to the other ranks."""
+        h, target_ids, rule = at
         z = self.workspace(h.shape[0]) if held else self.raw_logits(h)
         d, count = self._gradient(h.shape[0]), target_ids.shape[0]
         if z.shape[1]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.attention import Head, TreeLayout
+from grpo_fast.kernels.cpu.layers import linear
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampling, sample
@@ -116,7 +116,7 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
 
 def logits_of(head: Head, hidden: Tensor) -> Tensor:
     """(B, V) fp32."""
-    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+    logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale
     if head.softcap is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import torch
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
+from grpo_fast.data import escape_control
 from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.engine import (
     EOS,
@@ -114,7 +115,8 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"] and isinstance(answer, bytes):
         raise ServerError(f"{where}: expected a JSON object, got {answer[:60]!r}")
-    raise BadAnswer(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+    place = escape_control(".".join(map(str, first["loc"]))[:80])  # a key may be anything
+    raise BadAnswer(f"{where}: {place}: {first['msg']}")
 
 
 # ------------------------------------------------------------------------------- completions

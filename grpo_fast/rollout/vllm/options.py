@@ -31,17 +31,12 @@ class VLLMOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain_urls(cls, given: Any) -> Any:
+    def _plain_urls(cls, settings: Any) -> Any:
         """A refusal of the field alone would quote it, and a URL may hold a password."""
-        if not isinstance(given, dict) or "urls" not in given:
-            return given
-        urls = given["urls"] if isinstance(given["urls"], list | tuple) else [None]
-        found = [URL.fullmatch(url) if isinstance(url, str) else None for url in urls]
-        if not all(one and 0 < int(one[3]) < 1 << 16 for one in found):
-            expected = "expected http://host:port and nothing else, in a list"
-            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
-        plain = [f"{one[1]}://{one[2]}:{int(one[3])}".lower() for one in found if one]
-        return given | {"urls": plain}
+        if not isinstance(settings, dict) or "urls" not in settings:
+            return settings
+        urls = settings["urls"] if isinstance(settings["urls"], list | tuple) else [None]
+        return settings | {"urls": [plain_url("urls", url, ", in a list") for url in urls]}
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
@@ -55,6 +50,15 @@ class VLLMOptions(BaseModel):
         return self
 
 
+def plain_url(name: str, url: Any, where: str = "") -> str:
+    """http://host:port in one spelling. Raises ValueError for anything else, and shows it not."""
+    one = URL.fullmatch(url) if isinstance(url, str) else None
+    if one is None or not 0 < int(one[3]) < 1 << 16:
+        expected = f"expected http://host:port and nothing else{where}"
+        raise ValueError(f"{name}: {expected} (not shown: it may hold a password)")
+    return f"{one[1]}://{one[2]}:{int(one[3])}".lower()
+
+
 def host_of(url: str) -> str:
     """The host of a URL that the options hold."""
     return url.partition("://")[2].rpartition(":")[0].strip("[]")
@@ -64,14 +68,14 @@ def address_of(host: str) -> IPv4Address | IPv6Address | str:
     """An address in one spelling, or a name as it is. Nothing is looked up."""
     host = host.rstrip(".").lower()
     try:
-        found: Any = ip_address(socket.inet_aton(host))  # 127.1 and 0x7f000001, too
+        address: Any = ip_address(socket.inet_aton(host))  # 127.1 and 0x7f000001, too
     except OSError:
         try:
-            found = ip_address(host)
+            address = ip_address(host)
         except ValueError:
             return LOOPBACK if host == "localhost" else host
-    found = getattr(found, "ipv4_mapped", None) or found
-    return LOOPBACK if found.is_unspecified or str(found) == "::1" else found
+    address = getattr(address, "ipv4_mapped", None) or address
+    return LOOPBACK if address.is_unspecified or str(address) == "::1" else address
 
 
 def is_loopback(host: str) -> bool:

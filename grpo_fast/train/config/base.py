@@ -26,6 +26,9 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory befo
 # For a choice of words: YAML takes this one for false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 Decay = Annotated[float, Field(ge=0, lt=1)]
+CommaList = BeforeValidator(  # k=1,4,8
+    lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
+)
 
 
 class Section(BaseModel):

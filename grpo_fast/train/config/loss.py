@@ -9,8 +9,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
-from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig, number
+from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.corrections import WORDS, Correction
+from grpo_fast.objective.refusals import number
 from grpo_fast.train.config.base import Section, require
 
 OLD_NAMES = ("sampling_correction", "sampling_ratio_cap", "off_policy_threshold")
@@ -26,25 +27,26 @@ class LossSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_old_names(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not any(name in given for name in OLD_NAMES):
-            return given
-        rest = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    def _read_old_names(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or settings.keys().isdisjoint(OLD_NAMES):
+            return settings
+        rest = {name: value for name, value in settings.items() if name not in OLD_NAMES}
         require("corrections" not in rest, "corrections", "none beside an older name", "both")
-        word = given.get("sampling_correction", "token_truncate")
-        cap, threshold = given.get("sampling_ratio_cap"), given.get("off_policy_threshold")
+        word = settings.get("sampling_correction", "token_truncate")
+        cap, threshold = settings.get("sampling_ratio_cap"), settings.get("off_policy_threshold")
         words = [*OLD_WORDS, None]
         require(word in words, "sampling_correction", f"one of {words}", repr(word))
         fits = word is not None or cap in (None, 3.0)
         require(fits, "sampling_ratio_cap", "a sampling_correction beside it", "none")
-        found = [] if word is None else [{**OLD_WORDS[word], "high": 3.0 if cap is None else cap}]
+        high = 3.0 if cap is None else cap
+        corrections = [] if word is None else [{**OLD_WORDS[word], "high": high}]
         if threshold is not None:
             number("off_policy_threshold", threshold, "a number >= 0", lambda x: x >= 0)
-            found.append(
+            corrections.append(
                 {"kind": "reject", "low": math.exp(-threshold), "level": "geometric",
                  "ratio": "current/behaviour", "advantages": "negative"}
             )  # fmt: skip
-        return {**rest, "corrections": found}
+        return {**rest, "corrections": corrections}
 
 
 def _settings(name: str, kind: Any, base: Any, words: Mapping[str, Any], **own: Any) -> Any:
@@ -52,20 +54,20 @@ def _settings(name: str, kind: Any, base: Any, words: Mapping[str, Any], **own: 
 
     Args:
         words: what a field is chosen from, by its name.
-        own: pydantic's (type, default) in place of a field's.
+        own: pydantic's (type, default) in place of a field's; None: it is no setting.
     """
     hints = get_type_hints(kind)
     hints |= {name: Literal[(*choices, *([None] if name in NULLABLE else []))]
               for name, choices in words.items()}  # fmt: skip
-    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind)}
-    return create_model(name, __base__=base, **{**fields, **own})
+    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind)} | own
+    return create_model(name, __base__=base, **{k: v for k, v in fields.items() if v is not None})
 
 
 CorrectionSettings = _settings("CorrectionSettings", Correction, Section, WORDS)
 _DEFAULT = [CorrectionSettings(**dataclasses.asdict(x)) for x in LossConfig.corrections]
-# Every field and default of LossConfig, but the temperature's, which is that of the rollout where
-# it is None; `RunConfig.loss_config` checks them.
+# The fields and defaults of LossConfig, which `RunConfig.loss_config` checks. The temperature is
+# that of the rollout where it is None, the group's size always.
 LossSettings = _settings(
     "LossSettings", LossConfig, LossSection, CHOICES, temperature=(float | None, None),
-    corrections=(list[CorrectionSettings], Field(_DEFAULT)),  # type: ignore[valid-type]
+    group_size=None, corrections=(list[CorrectionSettings], Field(_DEFAULT)),  # type: ignore[valid-type]
 )  # fmt: skip

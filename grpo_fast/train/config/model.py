@@ -103,18 +103,29 @@ class KLConfig(Section):
 class DistillConfig(Section):
     """A teacher's distribution at the policy's own samples: on-policy distillation."""
 
-    teacher: UserPath | None = None  # stands for reference: {kind: frozen, path: it}
+    # stands for reference: {kind: frozen, path: it}; or a vLLM server, http://host:port
+    teacher: UserPath | None = None
+    topk: Positive | None = None  # ids that a server says at every token (form: loss); None: 20
     form: Literal["loss", "advantage"] = "loss"  # every token's exact gradient, or its advantage
     kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
     beta: float = Field(0.5, gt=0, lt=1)  # jsd: the teacher's share in the mixture
     coef: float = Field(1.0, ge=0)  # weight of the divergence, or of log q − log p as an advantage
     task: float = Field(1.0, ge=0)  # weight of the rewards' advantages; 0: the teacher alone
 
+    @property
+    def asked(self) -> tuple[str, int] | None:
+        """The URL of a server, and how many ids it is asked for beside the token's own."""
+        if self.teacher is None or "://" not in self.teacher:
+            return None
+        return self.teacher, (self.topk or 20) if self.form == "loss" else 0
+
     @model_validator(mode="after")
     def _advantage_is_a_reverse_kl(self) -> DistillConfig:
         """log q − log p of the sampled token as its advantage estimates the reverse KL."""
         fits = self.form == "loss" or self.kind == "reverse_kl"
         require(fits, "kind", "reverse_kl beside form: advantage", self.kind)
+        fits = self.topk is None or (self.asked and self.form == "loss")
+        require(fits, "topk", "none but beside a server and form: loss", self.topk)
         return self
 
 

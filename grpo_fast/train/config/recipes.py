@@ -14,6 +14,7 @@ from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, close_to, quoted, read_words, validated
 
+RECIPES = resources.files("grpo_fast") / "recipes"
 REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
 
 
@@ -53,7 +54,7 @@ def recipe_table() -> list[list[str]]:
     table = []
     for name in _shipped():
         command = "reward-model" if name.startswith(REWARD_MODELS) else "train"
-        text = (resources.files("grpo_fast") / "recipes" / f"{name}.yaml").read_text("utf-8")
+        text = (RECIPES / f"{name}.yaml").read_text("utf-8")
         first = text.partition("\n")[0].removeprefix("# ")
         table.append([f"{command} {name}", *first.split(" · ")])
     return table
@@ -63,8 +64,7 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
     """The plain settings of a recipe. Raises ValueError for a name or file that is none."""
     where, names = f"recipe {name_or_path}", recipe_names(kind)
     if name_or_path in names:
-        shipped = resources.files("grpo_fast") / "recipes" / f"{name_or_path}.yaml"
-        settings = read_yaml(shipped.read_text(encoding="utf-8"), where)
+        settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
         settings = read_yaml_file(name_or_path, where)
     else:
@@ -75,8 +75,7 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
 
 
 def _shipped() -> list[str]:
-    files = (resources.files("grpo_fast") / "recipes").iterdir()
-    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+    return sorted(f.name[:-5] for f in RECIPES.iterdir() if f.name.endswith(".yaml"))
 
 
 def _nearest_recipe(name: str, own: list[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,7 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
@@ -25,6 +27,7 @@ from grpo_fast.train.config.model import (
 )
 
 SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
+Rules = Iterator[tuple[Any, str, str, Any]]  # fits, the setting, what is expected, what came
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
@@ -96,6 +99,9 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
+        if "://" in str(path):  # a URL may hold a password, which a field's own refusal would quote
+            teacher = plain_url("distill.teacher", path)
+            return {**values, "distill": {**distill, "teacher": teacher}}
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -103,74 +109,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self._fit_answers()
-        self._check_distill()
-        self._check_advantages()
-        for name in ("softcap", "logit_scale"):
-            came = getattr(self.loss, name)
-            fits = came == getattr(LossConfig, name)
-            require(fits, f"loss.{name}", "none, the model's own is used", came)
-        self._check_sampling_correction()
-        if self.data.task == "traces":
-            self._check_recorded()
-        else:
-            weighed = any(reward.weight for reward in self.rewards)
-            came = "0 for all" if self.rewards else "no reward"
-            require(weighed, "rewards", "a weight that is not 0", came)
-        self._check_dynamic_sampling()
-        samples, states = self.eval.samples, self.optim.states
-        fits = max(self.eval.k, default=1) <= samples
-        require(fits, "eval.k", f"values up to eval.samples = {samples}", self.eval.k)
-        self._check_kl()
-        self._check_distributed()
-        expected = "full beside checkpoint.every: a file cannot hold the others"
-        require(not self.checkpoint.every or states == "full", "optim.states", expected, states)
-        fits = self.reference.kind != "synced" or self.model.lora is None
-        expected = "frozen (the adapter switched off) beside model.lora"
-        require(fits, "reference.kind", expected, "synced")
-        completions = self.rollout.prompts_per_step * self.rollout.group_size
-        expected = f"a number that divides the {completions} completions of a step"
-        require(completions % self.minibatches == 0, "minibatches", expected, self.minibatches)
-        return self
-
-    def _check_recorded(self) -> None:
-        """Refuse what asks for samples of one's own, beside recorded ones."""
-        rollout = self.rollout
-        for refused, name, expected, came in (
-            (self.rewards, "rewards", "none, traces have theirs", f"{len(self.rewards)}"),
-            (self.advantages == "gdpo", "advantages", "a mode of one reward", "gdpo"),
-            (
-                cast(Any, self.loss).aggregation == "prompt_mean",
-                "loss.aggregation",
-                "one without groups of equal size",
-                "prompt_mean",
-            ),
-            (rollout.ahead, "rollout.ahead", "0", rollout.ahead),
-            (rollout.dynamic, "rollout.dynamic", "none", "a section"),
-            (self.critic, "critic", "none", "a section"),
-            (self.warm_start, "warm_start", "none", "a section"),
-            (self.log.grad_variance, "log.grad_variance", "false", "true"),
-            (self.minibatches > 1, "minibatches", "1", self.minibatches),
-            (self.shuffle != "off", "shuffle", "off", self.shuffle),
-        ):
-            require(not refused, name, f"{expected} beside data.task: traces", came)
-
-    def _check_distributed(self) -> None:
-        """Refuse what sharded weights cannot do, and replicas without shards."""
-        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
-        expected = "a number beside distributed: hsdp, and there alone"
-        require(fits, "distributed_replicas", expected, self.distributed_replicas)
-        if self.distributed not in SHARDED:
-            return
-        estimator = cast(Any, self.loss).kl_estimator
-        for refused, name, expected, came in (
-            (estimator in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
-             estimator),
-            (self.log.grad_variance, "log.grad_variance", "false", "true"),
-            (self.rollout.engine == "continuous", "rollout.engine",
-             "transformers, or an engine of its own,", "continuous"),
-            (self.optim.states != "full", "optim.states", "full", self.optim.states),
+        for rules in (
+            self._distill_rules, self._advantage_rules, self._loss_rules, self._reward_rules,
+            self._sampling_rules, self._kl_rules, self._sharding_rules, self._step_rules,
         ):  # fmt: skip
-            require(not refused, name, f"{expected} beside sharded weights", came)
+            for fits, name, expected, came in rules():
+                require(fits, name, expected, came)
+        return self
 
     def _fit_answers(self) -> None:
         """Room for the answer of a generated task, where nobody said how much."""
@@ -180,84 +125,148 @@ class RunConfig(Section):
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
 
-    def _check_advantages(self) -> None:
-        is_gae, options = self.advantages == GAE, self.advantage_options
-        if is_gae:
-            require(not options, "advantage_options", "none, critic has those of gae", options)
-            expected = "a section (critic={}) beside advantages: gae"
-            require(self.critic is not None, "critic", expected, "none")
-            expected = "false with a critic: its advantages are no group's"
-            require(not self.log.grad_variance, "log.grad_variance", expected, "true")
-        else:
-            require(self.critic is None, "advantages", "gae beside a critic", self.advantages)
-            with named_in("advantage_options"):
-                check_options(self.advantages, split_options(self.advantages, options)[0])
-            check_group_size(self.advantages, self.rollout.group_size)
-
-    def _check_distill(self) -> None:
+    def _distill_rules(self) -> Rules:
         """The teacher is the reference, and its one place in the loss or the advantages is free."""
         if (distill := self.distill) is None:
             return
-        came = self.reference.kind, self.reference.path
-        fits = distill.teacher is None or came == ("frozen", distill.teacher)
-        require(fits, "reference", "none beside distill.teacher", came)
-        loss, kind = cast(Any, self.loss), self.reference.kind
+        came, loss = (self.reference.kind, self.reference.path), self._loss
+        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
+        fits = distill.teacher is None or came == own
+        yield fits, "reference", "none beside distill.teacher", came
         expected = "a teacher, or reference.kind: frozen or synced"
-        require(kind != "none", "distill.teacher", expected, "none")
-        require(
-            not loss.beta, "loss.beta", "0 beside distill, which weighs the divergence", loss.beta
-        )
-        fits = loss.kl_estimator not in EXACT
-        require(fits, "loss.kl_estimator", "an estimator beside distill", loss.kl_estimator)
-        require(self.advantages != GAE, "advantages", "those of a group beside distill", GAE)
-        fits = distill.form == "advantage" or self.distributed not in SHARDED
-        require(fits, "distill.form", "advantage beside sharded weights", "loss")
+        yield came[0] != "none" or distill.asked, "distill.teacher", expected, "none"
+        if distill.asked:
+            temperature = float(self.loss_config().temperature)
+            expected = "1 beside a teacher's server, whose log-probabilities are those of 1"
+            yield temperature == 1, "rollout.temperature", expected, temperature
+            expected = "off beside a teacher's server and top_p or top_k"
+            yield not self.rollout.wants_kept, "rollout.replay_support", expected, "auto"
+            task = self.data.task
+            yield task != "traces", "data.task", "prompts beside a teacher's server", task
+        expected = "0 beside distill, which weighs the divergence"
+        yield not loss.beta, "loss.beta", expected, loss.beta
+        fits, expected = loss.kl_estimator not in EXACT, "an estimator beside distill"
+        yield fits, "loss.kl_estimator", expected, loss.kl_estimator
+        yield self.advantages != GAE, "advantages", "those of a group beside distill", GAE
 
-    def _check_kl(self) -> None:
-        """Refuse a KL that has no reference, no weight, or no place."""
-        loss, kl, kind = cast(Any, self.loss), self.kl, self.reference.kind
-        uses = self.loss_config().uses_reference  # raises with the argument's name
-        if kl.into == "reward":
-            fits = self.advantages == GAE
-            require(fits, "kl.into", "loss unless advantages: gae", f"reward, {self.advantages}")
-            expected = "an estimator, of the sampled tokens, beside kl.into: reward"
-            fits = loss.kl_estimator not in EXACT
-            require(fits, "loss.kl_estimator", expected, loss.kl_estimator)
-            fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
-            expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
-            require(fits, "kl.into", expected, "reward")
-            uses = loss.beta != 0
-        if kl.into == "reward" or kl.target is not None:
-            expected = "a weight > 0 of the KL, beside kl.into: reward or a kl.target"
-            require(uses and loss.beta > 0, "loss.beta", expected, loss.beta)
-        expected = "frozen or synced, loss.beta is not 0"
-        require(not uses or kind != "none", "reference.kind", expected, "none")
-        fits = self.max_ref_kl is None or kind != "none"
-        require(fits, "reference.kind", "frozen or synced beside max_ref_kl", "none")
+    def _advantage_rules(self) -> Rules:
+        options = self.advantage_options
+        if self.advantages == GAE:
+            yield not options, "advantage_options", "none, critic has those of gae", options
+            expected = "a section (critic={}) beside advantages: gae"
+            yield self.critic is not None, "critic", expected, "none"
+            expected = "false with a critic: its advantages are no group's"
+            yield not self.log.grad_variance, "log.grad_variance", expected, "true"
+            return
+        yield self.critic is None, "advantages", "gae beside a critic", self.advantages
+        with named_in("advantage_options"):
+            check_options(self.advantages, split_options(self.advantages, options)[0])
+        check_group_size(self.advantages, self.rollout.group_size)
 
-    def _check_dynamic_sampling(self) -> None:
-        """Refuse to judge by a reward that is not there, and groups that cannot have a spread."""
-        dynamic, size = self.rollout.dynamic, self.rollout.group_size
-        if dynamic is not None:
-            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
-            expected, judge = f"one of the rewards {', '.join(labels)}", dynamic.judged_by
-            require(judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge))
-            require(size >= 2, "rollout.group_size", "at least 2 beside rollout.dynamic", size)
-
-    def _check_sampling_correction(self) -> None:
-        """Refuse a correction by logps that the loss is not given, and logps it does not read."""
-        given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
+    def _loss_rules(self) -> Rules:
+        """The model's own head rule; a correction has its logps, and logps have a correction."""
+        loss, corrects = self._loss, self.rollout.correct_sampling
+        for name in ("softcap", "logit_scale"):
+            own = getattr(loss, name)
+            fits = own == getattr(LossConfig, name)
+            yield fits, f"loss.{name}", "none, the model's own is used", own
         expected = "true beside rollout.ahead, whose completions older weights sampled"
-        require(given or not self.rollout.ahead, "rollout.correct_sampling", expected, "false")
+        yield corrects or not self.rollout.ahead, "rollout.correct_sampling", expected, "false"
         # A saved configuration holds every default: this one beside correct_sampling: false.
         is_default = loss.corrections == LossSettings().corrections
         saved = is_default and "correct_sampling" in self.rollout.model_fields_set
         of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
-        fits = given or saved or not of_sampler or "corrections" not in loss.model_fields_set
-        expected = "rollout.correct_sampling: true beside it"
-        require(fits, "loss.corrections", expected, "corrections by the sampler's logps alone")
-        expected = "loss.corrections beside it"
-        require(loss.corrections or not given, "rollout.correct_sampling", expected, "none")
+        fits = corrects or saved or not of_sampler or "corrections" not in loss.model_fields_set
+        came = "corrections by the sampler's logps alone"
+        yield fits, "loss.corrections", "rollout.correct_sampling: true beside it", came
+        fits = loss.corrections or not corrects
+        yield fits, "rollout.correct_sampling", "loss.corrections beside it", "none"
+
+    def _reward_rules(self) -> Rules:
+        """A weighed reward; beside recorded rollouts nothing that asks for samples of one's own."""
+        if self.data.task != "traces":
+            weighed = any(reward.weight for reward in self.rewards)
+            none = "0 for all" if self.rewards else "no reward"
+            yield weighed, "rewards", "a weight that is not 0", none
+            return
+        rollout, aggregation = self.rollout, self._loss.aggregation
+        for fits, name, expected, came in (
+            (not self.rewards, "rewards", "none, traces have theirs", f"{len(self.rewards)}"),
+            (self.advantages != "gdpo", "advantages", "a mode of one reward", "gdpo"),
+            (aggregation != "prompt_mean", "loss.aggregation", "one without groups of equal size",
+             "prompt_mean"),
+            (not rollout.ahead, "rollout.ahead", "0", rollout.ahead),
+            (rollout.dynamic is None, "rollout.dynamic", "none", "a section"),
+            (self.critic is None, "critic", "none", "a section"),
+            (self.warm_start is None, "warm_start", "none", "a section"),
+            (not self.log.grad_variance, "log.grad_variance", "false", "true"),
+            (self.minibatches == 1, "minibatches", "1", self.minibatches),
+            (self.shuffle == "off", "shuffle", "off", self.shuffle),
+        ):  # fmt: skip
+            yield fits, name, f"{expected} beside data.task: traces", came
+
+    def _sampling_rules(self) -> Rules:
+        """Groups are judged by a reward that is there, and can have a spread; k of enough."""
+        dynamic, size, samples = self.rollout.dynamic, self.rollout.group_size, self.eval.samples
+        if dynamic is not None:
+            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+            expected, judge = f"one of the rewards {', '.join(labels)}", dynamic.judged_by
+            yield judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge)
+            yield size >= 2, "rollout.group_size", "at least 2 beside rollout.dynamic", size
+        fits = max(self.eval.k, default=1) <= samples
+        yield fits, "eval.k", f"values up to eval.samples = {samples}", self.eval.k
+
+    def _kl_rules(self) -> Rules:
+        """A KL has a reference, a weight, and a place."""
+        loss, kl, has_reference = self._loss, self.kl, self.reference.kind != "none"
+        uses = self.loss_config().uses_reference  # raises with the argument's name
+        if kl.into == "reward":
+            came = f"reward, {self.advantages}"
+            yield self.advantages == GAE, "kl.into", "loss unless advantages: gae", came
+            expected = "an estimator, of the sampled tokens, beside kl.into: reward"
+            came = loss.kl_estimator
+            yield came not in EXACT, "loss.kl_estimator", expected, came
+            fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
+            expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
+            yield fits, "kl.into", expected, "reward"
+            uses = loss.beta != 0
+        if kl.into == "reward" or kl.target is not None:
+            expected = "a weight > 0 of the KL, beside kl.into: reward or a kl.target"
+            yield uses and loss.beta > 0, "loss.beta", expected, loss.beta
+        expected = "frozen or synced, loss.beta is not 0"
+        yield has_reference or not uses, "reference.kind", expected, "none"
+        fits = has_reference or self.max_ref_kl is None
+        yield fits, "reference.kind", "frozen or synced beside max_ref_kl", "none"
+
+    def _sharding_rules(self) -> Rules:
+        """Replicas have shards, and sharded weights can do what is asked of them."""
+        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
+        expected = "a number beside distributed: hsdp, and there alone"
+        yield fits, "distributed_replicas", expected, self.distributed_replicas
+        engine, states = self.rollout.engine, self.optim.states
+        for fits, name, expected, came in (
+            (not self.log.grad_variance, "log.grad_variance", "false", "true"),
+            (engine != "continuous", "rollout.engine", "transformers, or an engine of its own,",
+             engine),
+            (states == "full", "optim.states", "full", states),
+        ):  # fmt: skip
+            fits = fits or self.distributed not in SHARDED
+            yield fits, name, f"{expected} beside sharded weights", came
+
+    def _step_rules(self) -> Rules:
+        completions = self.rollout.prompts_per_step * self.rollout.group_size
+        states = self.optim.states
+        expected = "full beside checkpoint.every: a file cannot hold the others"
+        yield not self.checkpoint.every or states == "full", "optim.states", expected, states
+        fits = self.reference.kind != "synced" or self.model.lora is None
+        expected = "frozen (the adapter switched off) beside model.lora"
+        yield fits, "reference.kind", expected, "synced"
+        expected = f"a number that divides the {completions} completions of a step"
+        yield completions % self.minibatches == 0, "minibatches", expected, self.minibatches
+
+    @property
+    def _loss(self) -> Any:  # its type is made at run time
+        return self.loss
 
     def loss_config(self) -> LossConfig:
         """The loss's own frozen configuration, with the sampling temperature unless one was set.
@@ -272,7 +281,5 @@ class RunConfig(Section):
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
-        if settings["group_size"] is None:
-            settings["group_size"] = self.rollout.group_size
         with named_in("loss"):
-            return LossConfig(**settings)
+            return LossConfig(**settings, group_size=self.rollout.group_size)

@@ -129,15 +129,14 @@ def _check_out(out: str | None) -> None:
     """Refuse a place that cannot be written to before there is anything to write."""
     if out is None:
         return
-    folder, came = os.path.dirname(out) or ".", repr(out)
-    fits = os.path.isdir(folder) and not os.path.isdir(out)
+    path, came = Path(out), repr(out)
+    fits = path.parent.is_dir() and not path.is_dir()
     require(fits, "out", "a file in a folder that exists", came)
-    fits = os.access(out if os.path.exists(out) else folder, os.W_OK)
+    fits = os.access(path if path.exists() else path.parent, os.W_OK)
     require(fits, "out", "a file that can be written", came)
-    if os.path.isfile(out):
-        with open(out, "rb") as file:
-            begins = file.read(len(RESULTS_BEGIN))
-        fits = begins in (b"", RESULTS_BEGIN)
+    if path.is_file():
+        with path.open("rb") as file:
+            fits = file.read(len(RESULTS_BEGIN)) in (b"", RESULTS_BEGIN)
         require(fits, "out", "a new file or an earlier evaluation's", came)
 
 

@@ -35,22 +35,11 @@ class Sampled(list[str]):
         self.ids = ids
 
 
-class Judged(NamedTuple):
-    """One question with what the model said to it."""
-
-    example: Example
-    completions: list[str]
-    strict: list[Hashable | None]  # the answers found, None where none was
-    lenient: list[Hashable | None]
-    gold: Hashable | None
-
-
 class EvalResult(NamedTuple):
-    """The metrics of an evaluation, and the answers that they were counted on."""
+    """The metrics of an evaluation, and the values that they are means of."""
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
-    judged: list[Judged]
-    per_question: dict[str, list[float]]  # what the metrics are means of; NaN: does not count
+    per_question: dict[str, list[float]]  # NaN: does not count
 
 
 def evaluate(
@@ -88,8 +77,8 @@ def evaluate(
     require(fits, "temperature", "a number ≥ 0 (0: greedy)", temperature)
     fits = all(1 <= value <= samples for value in k)
     require(fits, "k", f"values from 1 to samples = {samples}", list(k))
-    judged: list[Judged] = []
     per_question: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
     for start in range(0, len(examples), stride):
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
@@ -99,18 +88,21 @@ def evaluate(
         require(fits, "generate", f"{len(batch)}·{samples} texts", len(texts))
         for i, example in enumerate(batch):
             said = texts[i * samples : (i + 1) * samples]
-            strict, lenient = list(map(scorer.strict, said)), list(map(scorer.lenient, said))
-            gold = None if example.answer is None else scorer.gold(example.answer)
-            judged.append(Judged(example, said, strict, lenient, gold))
+            for name, value in _accuracies(example, said, scorer, k).items():
+                accuracies.setdefault(name, []).append(value)
         if rewards is not None:
-            for name, values in _rewards_of(rewards, batch, texts, samples).items():
-                per_question.setdefault(name, []).extend(values)
-    per_question |= _accuracies(judged, k)
-    metrics = {"eval_n": float(len(judged)), "eval_samples": float(samples)}
+            repeated = [e for e in batch for _ in range(samples)]
+            result = rollouts.score(rewards, repeated, texts, getattr(texts, "ids", None))
+            scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
+            for name, score in {"reward": result.total, **scores}.items():
+                means = score.view(-1, samples).nanmean(dim=1).tolist()
+                per_question.setdefault(name, []).extend(means)
+    per_question |= accuracies
+    metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
         metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    return EvalResult(metrics, judged, per_question)
+    return EvalResult(metrics, per_question)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -140,41 +132,27 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
     return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
 
 
-def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:
-    """Name → one value per question that has an answer; nothing where none has."""
-    judged = [j for j in judged if j.example.answer is not None]
-    values: dict[str, list[float]] = {}
-    if not judged:
-        return values
-    for suffix in ("strict", "lenient"):
-        answered = [(getattr(j, suffix), j.gold) for j in judged]
-        right = [sum(a is not None and a == gold for a in answers) for answers, gold in answered]
-        shares = [c / len(a) for c, (a, _) in zip(right, answered, strict=True)]
-        values[f"accuracy_{suffix}"] = shares
-        ending = "" if suffix == "strict" else "_lenient"
+def _accuracies(
+    example: Example, texts: list[str], scorer: Scorer, k: Sequence[int]
+) -> dict[str, float]:
+    """Name → value of one question; nothing where it has no answer.
+
+    maj@k is how often a vote is right, over the disjoint blocks of k among the samples.
+    """
+    if example.answer is None:
+        return {}
+    gold, values = scorer.gold(example.answer), dict[str, float]()
+    for ending, read in (("", scorer.strict), ("_lenient", scorer.lenient)):
+        answers = [read(text) for text in texts]
+        count = sum(answer is not None and answer == gold for answer in answers)
+        values[f"accuracy{ending or '_strict'}"] = count / len(answers)
         for size in k:
-            values[f"pass@{size}{ending}"] = [
-                pass_at_k(len(a), c, size) for c, (a, _) in zip(right, answered, strict=True)
-            ]
-            values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in answered]
+            blocks = range(0, len(answers) - size + 1, size)
+            votes = [majority(answers[i : i + size]) for i in blocks]
+            right = sum(vote is not None and vote == gold for vote in votes)
+            values[f"pass@{size}{ending}"] = pass_at_k(len(answers), count, size)
+            values[f"maj@{size}{ending}"] = right / len(votes)
     return values
-
-
-def _majority_rate(answers: list[Hashable | None], gold: Hashable | None, k: int) -> float:
-    """How often the vote of k samples is right, over the disjoint blocks of k among the samples."""
-    blocks = (answers[i : i + k] for i in range(0, len(answers) - k + 1, k))
-    votes = [majority(block) for block in blocks]
-    return sum(v is not None and v == gold for v in votes) / len(votes)
-
-
-def _rewards_of(
-    rewards: RewardSet, batch: list[Example], texts: list[str], samples: int
-) -> dict[str, list[float]]:
-    """Name → one value per question."""
-    repeated = [e for e in batch for _ in range(samples)]
-    result = rollouts.score(rewards, repeated, texts, getattr(texts, "ids", None))
-    scores = {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}
-    return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
 
 
 def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
@@ -197,7 +175,7 @@ def build_evaluation(
     rollouts there are none to ask.
     """
     if config.data.task == TRACES:
-        return lambda engine: EvalResult({}, [], {})
+        return lambda engine: EvalResult({}, {})
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]

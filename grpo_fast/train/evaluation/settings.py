@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from grpo_fast.data import is_local
 from grpo_fast.train.config import (
@@ -19,6 +19,7 @@ from grpo_fast.train.config import (
     home_path,
     require,
 )
+from grpo_fast.train.config.base import CommaList
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import read_words, validated
 
@@ -28,9 +29,6 @@ DEFAULT_REWARDS = {
     "arithmetic": ("exact_match",),
     "jsonl": ("exact_match",),
 }
-CommaList = BeforeValidator(  # k=1,4,8
-    lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
-)
 NEW_TOKENS, TEMPERATURE = 256, 0.7  # where neither settings nor a recipe say it
 # What a recipe's section `eval` says unless a setting does.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")

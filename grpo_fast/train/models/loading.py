@@ -238,8 +238,9 @@ def _device(name: str) -> torch.device:
 
 def _refuse(path: str | None, error: Exception, expected: str) -> NoReturn:
     why = reason(error)
-    if not Path(str(path)).exists() and hub.is_offline():
-        why = hub.LOCAL
+    if not Path(str(path)).exists():
+        is_folder = Path(str(path)).is_absolute()
+        why = "no such folder" if is_folder else hub.LOCAL if hub.is_offline() else why
     if "custom code" in why:
         why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
     raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error

@@ -21,6 +21,7 @@ from grpo_fast.attention import (
     PackedTree,
     check_supported,
     disable_dropout,
+    fast_layers,
     head_of,
     register,
     shared_prompt_supported,
@@ -62,6 +63,7 @@ class Policy(SampledModel):
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
+        fast_layers(self.lm.base_model)
         try:
             self.lm.set_attn_implementation(self.generation_attn)
         except (ImportError, ValueError) as error:

@@ -13,8 +13,8 @@ activations of e bytes, autograd keeps per token
 and its backward pass needs e·(2I + 3h) on top. At 16 bits with q = h and a small kv that makes
 27h + 12I for the one layer that a checkpointed step has alive, beside e·h for each checkpoint. With
 a tiled MLP nothing of size I remains, and the backward pass needs 18h at 16 bits (39h for the layer
-in all), 16h at 32. The tests hold these numbers against what autograd keeps and against the
-allocator's peak.
+in all), 16h at 32. Trees of recorded samples need what `_tree_backward` says, after the MLP's. The
+tests hold these numbers against what autograd keeps and against the allocator's peak.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.attention.kernels.tree import MOST_COPIES
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
@@ -126,6 +127,7 @@ def predict(
     device: str,
     reference: bool = False,
     gpu: int | None = None,
+    trees: bool = False,
 ) -> Memory:
     """The memory of a step.
 
@@ -133,13 +135,14 @@ def predict(
         device: "cpu" or "cuda"; on the CPU an offloaded checkpoint takes the same memory.
         reference: a copy of the weights is kept for the KL term.
         gpu: bytes of a GPU that is not here; None: of the one that is.
+        trees: samples may share more than a prompt.
     """
     weight = DTYPE_BYTES[model.dtype]
     trained = trainable_parameters(shape, model)
     states = {"full": 2.0 * weight, "8bit": STATE_BYTES_8BIT, "offload": 0.0}[optim.states]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     copies = activation if model.autocast else 0  # autocast keeps a 16-bit copy of the weights
-    kept, working, tile = _per_token(shape, model, activation, device == "cpu")
+    kept, working, tile = _per_token(shape, model, activation, device == "cpu", trees)
     frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
     head = 0 if model.lora is not None or frozen else shape.vocab * shape.hidden
     head_sum = 4 * head if activation < 4 else 0  # 16 bits are summed in fp32
@@ -175,7 +178,9 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
     return shape.parameters - embeddings * min(frozen, 1 if shape.tied else 2)
 
 
-def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[float, float, int]:
+def _per_token(
+    shape: Shape, model: ModelConfig, e: int, on_cpu: bool, trees: bool
+) -> tuple[float, float, int]:
     """Bytes per token (kept by all layers, needed by one layer), and bytes of an MLP tile."""
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
@@ -184,6 +189,8 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     # Tiles are views of the norm's output, and are recomputed one by one.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
+    if trees:  # the MLP's activations and its norm's are free by then
+        backward = max(backward, _tree_backward(shape, e) - mlp - norms // 2)
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
         return layers * layer, backward, tile
@@ -195,10 +202,25 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
 
 
+def _tree_backward(shape: Shape, e: int) -> int:
+    """Bytes per token of attention's backward pass in a tree of three levels or more.
+
+    The gradients of the residual and of the output; then dq, dk and dv in fp32 beside those of one
+    call; or, where keys are copied, at most MOST_COPIES·q numbers of k and as many of v with their
+    gradients, of which one is put in order in fp32 at a time.
+    """
+    merges = (shape.query + 2 * shape.kv) * (4 + e)
+    copied = MOST_COPIES * shape.query * max(4 * e, 2 * e + 4 + (e if e < 4 else 0))
+    return e * (shape.hidden + shape.query) + max(merges, copied + e * shape.query)
+
+
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
     """`predict` for a run's configuration; a critic's own model is taken for one of this shape."""
     reference = config.reference.kind != "none"
-    memory = predict(shape, config.model, config.optim, device=device, reference=reference, gpu=gpu)
+    trees = config.data.task == "traces"
+    memory = predict(
+        shape, config.model, config.optim, device=device, reference=reference, gpu=gpu, trees=trees
+    )
     if config.critic is None or config.critic.kind == "shared":
         return memory
     twice = {name: 2 * getattr(memory, name) for name in ("weights", "gradients", "optimizer")}

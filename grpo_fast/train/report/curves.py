@@ -103,6 +103,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     an `out` that is no file's name with an ending.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
+    from matplotlib.lines import Line2D
 
     path = picture_path(out)
     if not runs:
@@ -131,7 +132,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
         figure.suptitle(title_of(next(iter(logged)), settings[0]), fontsize=11, color=INK)
     else:
         handles = [
-            _key(color=COLORS[i % len(COLORS)], linewidth=2, label=f"{label}  {said}".rstrip())
+            Line2D([], [], c=COLORS[i % len(COLORS)], lw=2, label=f"{label}  {said}".rstrip())
             for i, (label, said) in enumerate(zip(logged, differing(settings), strict=True))
         ]
         place = {"loc": "outside lower center", "ncols": min(2, len(logged)), "fontsize": 9}
@@ -180,34 +181,26 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
 
 
 def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
-    several = len(logged) > 1
+    """One panel; metrics with the same lines share one and its label: `strict = lenient`."""
+    from matplotlib.lines import Line2D
+
+    several, same = len(logged) > 1, dict[str, tuple[str, list[str]]]()
+    for metric, label in PANELS[title].items():
+        lines = [series(rows, metric) for rows in logged]
+        if any(lines):
+            same.setdefault(repr(lines), (metric, []))[1].append(label)
     keys = []
-    for index, (metric, label) in enumerate(_told_apart(PANELS[title], logged).items()):
-        dash = "--" if several and index else "-"
-        curves = [(run, rows) for run, rows in enumerate(logged) if series(rows, metric)]
-        for run, rows in curves:
+    for index, (metric, labels) in enumerate(same.values()):
+        style = {"linestyle": "--" if several and index else "-"}
+        for run, rows in enumerate(logged):
             # A colour stands for a run where there are several, else for a metric.
-            color = COLORS[(run if several else index) % len(COLORS)]
-            _line(axes, rows, metric, {"color": color, "linestyle": dash})
-        if curves:
-            keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
-    if len(keys) > 1 or any(" = " in key.get_label() for key in keys):
+            style["color"] = COLORS[(run if several else index) % len(COLORS)]
+            _line(axes, rows, metric, {**style})
+        style |= {"color": INK} if several else {}
+        keys.append(Line2D([], [], label=" = ".join(labels), **style))  # type: ignore[arg-type]
+    if len(keys) > 1 or any(" = " in str(key.get_label()) for key in keys):
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
     finish_axes(axes, title)
-
-
-def _told_apart(metrics: dict[str, str], logged: list[Rows]) -> dict[str, str]:
-    """Metrics with one line share it and their label: `strict = lenient`."""
-    labels: dict[str, str] = {}
-    for metric, label in metrics.items():
-        lines = [series(rows, metric) for rows in logged]
-        same = (m for m in labels if any(lines) and [series(r, m) for r in logged] == lines)
-        other = next(same, None)
-        if other is None:
-            labels[metric] = label
-        else:
-            labels[other] += f" = {label}"
-    return labels
 
 
 def finish_axes(axes: Axes, title: str) -> None:
@@ -225,6 +218,8 @@ def finish_axes(axes: Axes, title: str) -> None:
 def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
     """Evaluations: points with error bars. Training: the raw series behind the smoothed one."""
     points = series(rows, metric)
+    if not points:
+        return
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
         errors = dict(series(rows, metric + "_se"))
@@ -234,9 +229,3 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
-
-
-def _key(**style: Any) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], **style)

@@ -13,6 +13,7 @@ from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.train.config import RolloutConfig
 
 LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
+USUAL_CLIP = "several updates per batch: 0.1 to 0.3 `clipped` is usual; near 1 nothing is learnt"
 NOTHING = 1e-6  # of what a reader is shown, not of what metrics.jsonl holds
 COMPARED = (  # before and after: metric, label
     ("eval_reward", "reward"),

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import Field, create_model
 from torch import Tensor
 
 from grpo_fast.objective.coefficients import token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.objective.tokens import Tokens
-from grpo_fast.train.config.plain import read_yaml
-from grpo_fast.train.config.words import grid_values, nearest
+from grpo_fast.train.config.base import CommaList, Section, require
+from grpo_fast.train.config.words import read_words
 from grpo_fast.train.report.curves import COLORS, GRID, INK, finish_axes, picture_path, save_picture
 
 DEFAULT = ("grpo", "cispo", "sapo", "unclipped")
@@ -32,14 +33,27 @@ PARAMS = {name for objective in OBJECTIVES.values() for name in objective.params
 OPTIONS = sorted({*BOUNDS, *PARAMS} & set(LossConfig.__dataclass_fields__))
 
 
-class Drawing(NamedTuple):
-    """What to draw: losses by name, one column per advantage."""
+class Settings(Section):
+    """The words of `plot losses`, beside the options of LossConfig."""
 
-    losses: list[str]
-    advantages: list[float]
-    ratios: Tensor  # (POINTS,)
-    old_prob: float  # of the token; losses that read logp itself depend on it
-    options: dict[str, Any]  # fields of LossConfig
+    losses: Annotated[list[Literal[tuple(OBJECTIVES)]], CommaList] = list(DEFAULT)  # type: ignore[valid-type]
+    advantage: Annotated[list[float], CommaList] = [1.0, -1.0]  # a column for each
+    ratio: Annotated[tuple[float, float], CommaList] = (0.0, 2.0)
+    old_prob: float = Field(0.4, gt=0, le=1)  # of the token; some losses read logp itself
+
+    @property
+    def ratios(self) -> Tensor:  # (POINTS,)
+        """The ratios of a curve's points."""
+        return torch.linspace(max(self.ratio[0], SMALLEST_RATIO), self.ratio[1], POINTS)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of LossConfig."""
+        return self.model_dump(include={*OPTIONS}, exclude_unset=True)
+
+
+OPTION: Any = (float | None, None)
+Drawing: Any = create_model("Drawing", __base__=Settings, **dict.fromkeys(OPTIONS, OPTION))
 
 
 class Curve(NamedTuple):
@@ -73,25 +87,30 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 def plot_losses(words: Sequence[str], out: str | Path) -> Path:
     """Draw the losses that the words name (``grpo,cispo advantage=1,-1 epsilon_low=0.2``).
 
+    Losses with the same curves share a line and its label: none is hidden behind another.
+
     Raises ValueError for an unknown loss or option, or a value that the options refuse.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     path, drawing = picture_path(out), read_drawing(words)
-    configs = [_config(loss, drawing) for loss in drawing.losses]
-    named: dict[str, list[Curve]] = {}  # label → a curve for each advantage
+    ratios, losses = drawing.ratios, dict.fromkeys(drawing.losses)
+    configs = [_config(loss, drawing) for loss in losses]
+    same: dict[bytes, tuple[list[str], list[Curve]]] = {}  # labels, a curve for each advantage
     for config in configs:
-        found = [curve(config, drawing.ratios, a, drawing.old_prob) for a in drawing.advantages]
-        _add(named, config.loss_type, found)
-    columns = len(drawing.advantages)
+        curves = [curve(config, ratios, a, drawing.old_prob) for a in drawing.advantage]
+        bits = torch.stack([part + 0.0 for each in curves for part in each]).numpy().tobytes()
+        same.setdefault(bits, ([], curves))[0].append(config.loss_type)
+    named = {" = ".join(names): curves for names, curves in same.values()}
+    columns = len(drawing.advantage)
     figure = Figure(figsize=(max(4.6 * columns, 6.4), 6.4), layout="constrained")
     grid = figure.subplots(2, columns, squeeze=False, sharex=True)
     ranges = sorted(set(filter(None, map(clip_range, configs))))
     for index, axes in enumerate(grid.flat):
         row, column = divmod(index, columns)
-        curves = {label: found[column][row] for label, found in named.items()}
-        _draw(axes, curves, drawing.ratios, ranges)
-        title = f"loss, A = {drawing.advantages[column]:g}".replace("-", "−")
+        lines = {label: curves[column][row] for label, curves in named.items()}
+        _draw(axes, lines, ratios, ranges)
+        title = f"loss, A = {drawing.advantage[column]:g}".replace("-", "−")
         finish_axes(axes, "its gradient to the log-prob" if row else title)
         axes.set_xlabel("ratio p / p_old" if row else "", fontsize=8, color=INK)
     handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -100,43 +119,19 @@ def plot_losses(words: Sequence[str], out: str | Path) -> Path:
     return save_picture(figure, path)
 
 
-def read_drawing(words: Sequence[str]) -> Drawing:
-    """The words of `plot losses`: names of losses, then ``advantage=``, ``ratio=``, ``old_prob=``
-    and options of LossConfig.
-    """
-    names = [name for word in words if "=" not in word for name in word.split(",")]
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ValueError(f"losses: no loss is called {name!r}" + nearest(name, [*OBJECTIVES]))
-    lists = dict(grid_values(word) for word in words if "=" in word)
-    settings = {key: [read_yaml(text, key) for text in texts] for key, texts in lists.items()}
-    known = ("advantage", "ratio", "old_prob", *OPTIONS)
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{key}: unknown key" + nearest(key, known, known))
-    low, high = _numbers(settings.pop("ratio", [0.0, 2.0]), "ratio", 2)
-    (old_prob,) = _numbers(settings.pop("old_prob", [0.4]), "old_prob", 1)
-    if not 0 <= low < high or not 0 < old_prob * high <= 1:
-        expected = "0 <= ratio[0] < ratio[1] and a probability old_prob * ratio[1] <= 1"
-        raise ValueError(f"ratio: expected {expected}, got {low:g}, {high:g} with {old_prob:g}")
-    advantages = _numbers(settings.pop("advantage", [1.0, -1.0]), "advantage")
-    ratios = torch.linspace(max(low, SMALLEST_RATIO), high, POINTS)
-    options = {key: values[0] for key, values in settings.items()}
-    losses = list(dict.fromkeys(names or DEFAULT))
-    for option, values in settings.items():
-        if len(values) != 1:
-            raise ValueError(f"{option}: expected one value, got {values}")
-        if not any(_is_read(loss, option) for loss in losses):
-            raise ValueError(f"{option}: expected an option of {', '.join(losses)}: none reads it")
-    return Drawing(losses, advantages, ratios, old_prob, options)
-
-
-def _numbers(values: list[Any], name: str, count: int | None = None) -> list[float]:
-    numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
-    fits = len(numbers) == len(values) and all(map(math.isfinite, numbers))
-    if not fits or count not in (None, len(values)):
-        raise ValueError(f"{name}: expected {count or 'some'} finite numbers, got {values}")
-    return [float(number) for number in numbers]
+def read_drawing(words: Sequence[str]) -> Any:
+    """The `Drawing` of the words: names of losses, settings and options of LossConfig."""
+    names = ",".join(word for word in words if "=" not in word)
+    settings = [word for word in words if "=" in word]
+    drawing = read_words(Drawing, [*settings, *([f"losses={names}"] if names else [])])
+    (low, high), old_prob = drawing.ratio, drawing.old_prob
+    expected = "0 <= ratio[0] < ratio[1] and a probability old_prob * ratio[1] <= 1"
+    fits = 0 <= low < high and old_prob * high <= 1
+    require(fits, "ratio", expected, f"{low:g}, {high:g} with {old_prob:g}")
+    for option in drawing.options:
+        fits = any(_is_read(loss, option) for loss in drawing.losses)
+        require(fits, option, f"an option of {', '.join(drawing.losses)}", "one that none reads")
+    return drawing
 
 
 def _is_read(loss: str, option: str) -> bool:
@@ -144,23 +139,10 @@ def _is_read(loss: str, option: str) -> bool:
     return option in params or ("ratio_max" in params and option in BOUNDS)
 
 
-def _config(loss: str, drawing: Drawing) -> LossConfig:
+def _config(loss: str, drawing: Settings) -> LossConfig:
     """The loss with those of the options that it reads."""
     options = {name: value for name, value in drawing.options.items() if _is_read(loss, name)}
     return LossConfig(loss, max_completion_length=1, **options)
-
-
-def _add(named: dict[str, list[Curve]], loss: str, found: list[Curve]) -> None:
-    """Losses with the same curves share a line and its label: none is hidden behind another."""
-    for label, other in named.items():
-        if torch.equal(_stacked(found), _stacked(other)):
-            named[f"{label} = {loss}"] = named.pop(label)
-            return
-    named[loss] = found
-
-
-def _stacked(curves: list[Curve]) -> Tensor:
-    return torch.stack([part for each in curves for part in each])
 
 
 def _draw(

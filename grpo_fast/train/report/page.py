@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control
@@ -24,40 +25,9 @@ LOGP_STEP, LOGP_LEVELS = 0.5, 8  # nats for each shade of surprise
 ADVANTAGE_LEVELS = 4  # shades of the step's largest advantage, each way
 LEAST_STEPS = 4  # that have room: one takes at most the fourth part of the page
 
-_SURPRISE = "".join(
-    f"#by-logp:checked~main .p{i}{{background:rgba(214,104,30,{0.08 + 0.09 * i:.2f})}}\n"
-    for i in range(1, LOGP_LEVELS + 1)
-)
-_ADVANTAGE = "".join(
-    f"#by-advantage:checked~main .{sign}{i}{{background:rgba({rgb},{0.15 * i:.2f})}}\n"
-    for sign, rgb in (("u", "34,139,76"), ("d", "200,40,60"))
-    for i in range(1, ADVANTAGE_LEVELS + 1)
-)
-STYLE = f"""
-body{{font:15px/1.5 system-ui,sans-serif;color:#1f2733;background:#f6f7f9;margin:0 auto;
-max-width:1080px;padding:24px;overflow-wrap:anywhere}}
-h1{{font-size:22px;margin:0 0 4px}} nav{{margin:12px 0;line-height:2}}
-nav a{{margin-right:4px;padding:2px 8px;border-radius:4px;background:#e6e9ee;color:inherit;
-text-decoration:none}}
-label{{margin-right:16px}} .note,.facts{{color:#5a6675}} .facts{{margin:0 0 4px;font-size:13px}}
-details{{background:#fff;border:1px solid #dfe3e8;border-radius:8px;margin:14px 0;
-padding:8px 16px}}
-summary{{cursor:pointer;font-weight:600}} section{{border-top:1px solid #e6e9ee;margin-top:12px}}
-h2{{font-size:13px;font-weight:600;color:#5a6675;margin:12px 0 4px}}
-pre{{white-space:pre-wrap;unicode-bidi:plaintext;margin:0 0 8px;
-font:13px/1.55 ui-monospace,monospace;background:#f6f7f9;border-radius:6px;padding:8px}}
-article pre{{background:none;border:1px solid #e6e9ee}} i{{font-style:normal;border-radius:2px}}
-b{{color:#1f2733}} .right{{color:#1d7d45;font-weight:600}} .wrong{{color:#b3283c}}
-{_SURPRISE}{_ADVANTAGE}"""
-POLICY = (
-    "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-"
-    f"{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'"
-)
-CHOICES = """<input type="radio" name="shade" id="by-logp" checked>
-<label for="by-logp">shade by surprise (log-probability when sampled)</label>
-<input type="radio" name="shade" id="by-advantage">
-<label for="by-advantage">by advantage (green up, red down; of the step's largest)</label>
-<input type="radio" name="shade" id="by-nothing"> <label for="by-nothing">not at all</label>"""
+FRAME = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+STYLE = FRAME.partition("<style>")[2].partition("</style>")[0]
+DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 
 Row = Mapping[str, Any]  # of `grpo_fast.train.report.samples.rows_of`
 
@@ -67,17 +37,12 @@ class Part(NamedTuple):
 
     place: int  # among all the steps that were added
     step: int
-    about: str
     html: str
 
 
 class CompletionsPage:
-    """A page of bounded size: where the steps exceed it, every second, fourth … of them stays.
-
-    Args:
-        path: of the file, which every `add` writes as a whole.
-        title: the run's name.
-        most: bytes.
+    """A page of at most `most` bytes: where the steps exceed it, every second, fourth … of them
+    stays. Every `add` writes the file as a whole.
     """
 
     def __init__(self, path: str | Path, title: str, most: int) -> None:
@@ -90,8 +55,9 @@ class CompletionsPage:
         self.parts = [part for part in self.parts if part.place % self.every == 0]
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"
-        about = f"Step {step} · {len(rows)} completions · mean reward {mean}"
-        self.parts.append(Part(self.added, step, about, step_html(rows, self.most // LEAST_STEPS)))
+        about = f"<summary>Step {step} · {len(rows)} completions · mean reward {mean}</summary>"
+        html = about + step_html(rows, self.most // LEAST_STEPS)
+        self.parts.append(Part(self.added, step, html))
         self.added += 1
         while len((page := self.html()).encode()) > self.most and len(self.parts) > 1:
             self.every *= 2
@@ -107,23 +73,12 @@ class CompletionsPage:
         note = f" {left_out} steps that do not fit here are in completions/." if left_out else ""
         links = "\n".join(f'<a href="#s{part.step}">{part.step}</a>' for part in self.parts)
         steps = "\n".join(
-            f'<details id="s{part.step}"{" open" if part is self.parts[-1] else ""}>'
-            f"<summary>{part.about}</summary>{part.html}</details>"
+            f'<details id="s{part.step}"{" open" * (part is self.parts[-1])}>{part.html}</details>'
             for part in self.parts
         )
-        return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width"><title>Completions of {title}</title>
-<style>{STYLE}</style></head><body>
-<h1>Completions of {title}</h1>
-<p class="note">The best reward of a prompt first; a token shows its numbers when pointed at.{note}
-</p>
-{CHOICES}
-<main><nav>{links}</nav>
-{steps}
-</main></body></html>
-"""
+        return Template(FRAME).substitute(
+            digest=DIGEST, title=title, note=note, links=links, steps=steps
+        )
 
 
 def step_html(rows: Sequence[Row], most: int) -> str:
@@ -134,7 +89,9 @@ def step_html(rows: Sequence[Row], most: int) -> str:
     size = left_out = 0
     for _, members in groupby(rows, key=lambda row: row["group"]):
         group = sorted(members, key=_worth, reverse=True)
-        html = _group_head(group[0])
+        prompt, answer = (text_html(group[0][name] or "") for name in ("prompt", "answer"))
+        html = f"<section><h2>Prompt {group[0]['group'] + 1}</h2><pre>\n{prompt}</pre>"
+        html += f'<p class="facts">answer <b>{answer}</b></p>' * (group[0]["answer"] is not None)
         for row in group:
             article = completion_html(row, largest)
             if size + len((html + article).encode()) > most:
@@ -149,14 +106,6 @@ def step_html(rows: Sequence[Row], most: int) -> str:
 
 def _worth(row: Row) -> float:
     return -math.inf if math.isnan(row["reward"]) else row["reward"]
-
-
-def _group_head(row: Row) -> str:
-    """The prompt of a group and its answer; the section stays open."""
-    answer = row["answer"]
-    given = "" if answer is None else f'<p class="facts">answer <b>{text_html(answer)}</b></p>'
-    prompt = text_html(row["prompt"])
-    return f"<section><h2>Prompt {row['group'] + 1}</h2><pre>\n{prompt}</pre>{given}"
 
 
 def completion_html(row: Row, largest: float) -> str:

@@ -1,9 +1,6 @@
-"""The files that a run writes, and the progress that it shows.
-
-In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged
-step, TRL's names, flushed line by line), prompts.jsonl (one per prompt that was asked),
-completions/step_000010.parquet … and completions.html (what was written and what it was worth),
-curves.png, summary.json.
+"""The files that a run writes, and the progress that it shows: config.yaml (the resolved one),
+metrics.jsonl (an object per logged step, TRL's names), prompts.jsonl (one per prompt that was
+asked), completions/step_000010.parquet … and completions.html, curves.png, summary.json.
 """
 
 from __future__ import annotations
@@ -33,10 +30,12 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
 
+CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
+    (CLIPPED, "clipped", "{:.2f}"),
     ("completions/mean_length", "length", "{:.0f}"),
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
@@ -61,14 +60,11 @@ class RunReport:
     A context manager, which leaves the folder free for others; `close` alone keeps its lock.
 
     Args:
-        enter: makes the folder and locks it, or puts it back to where the run begins.
+        enter: makes the folder and locks it, or puts it back to where the run begins. Raises
+            OutputFolderError for one that holds files of something else, or cannot be made.
         lengths: bytes of metrics.jsonl and prompts.jsonl that stay.
         is_resumed: the folder stays as it is until `begin`, when a checkpoint is loaded.
         step: finished steps.
-
-    Raises:
-        OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be
-            made.
     """
 
     def __init__(
@@ -89,9 +85,9 @@ class RunReport:
         self._stream = stream or sys.stdout
         if not is_resumed:
             self.begin()
-        is_shown = config.log.progress and self._is_writer
-        self._progress = start_bar(self._stream, self.total_steps) if is_shown else None
-        self._plain = is_shown and self._progress is None
+        self._plain = config.log.progress and self._is_writer
+        self._progress = start_bar(self._stream, self.total_steps) if self._plain else None
+        self._plain = self._plain and self._progress is None
 
     @by_rank_0
     def begin(self) -> None:
@@ -172,9 +168,8 @@ class RunReport:
 
     @by_rank_0
     def finish(self, summary: Mapping[str, Any]) -> str:
-        """Write summary.json and curves.png; print and return the line before → after.
-
-        `summary["before"]` and `summary["after"]`, where present, are evaluations' metrics.
+        """Write summary.json and curves.png; print and return the line before → after, where
+        `summary` has evaluations' metrics under "before" and "after".
         """
         self.close()
         whole = self.folder / "summary.json.tmp"
@@ -214,17 +209,12 @@ class RunReport:
                 os.dup2(self._stream.fileno(), lost.fileno())
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        shown = [
-            f"{label} {shown_number(values[key], form)}"
-            for key, label, form in SHOWN
-            if key in values
-        ]
-        text = " · ".join(shown)
-        held_out = [
-            f"{label} {with_error(values, key)}" for key, label in COMPARED if key in values
-        ]
-        if held_out and (self._plain or self._progress is not None):
-            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
+        some = (row for row in SHOWN if row[0] in values and (values[row[0]] or row[0] != CLIPPED))
+        shown = [(shown_number(values[k], form), name) for k, name, form in some]
+        text = " · ".join(f"{name} {number}" for number, name in shown)
+        found = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
+        if found and (self._plain or self._progress is not None):
+            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(found)}")
         if self._progress is not None and text:
             with self._unless_lost():
                 self._progress.update(self._progress.task_ids[0], completed=step, status=text)

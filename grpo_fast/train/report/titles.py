@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,16 @@ def settings_of(run: str | Path) -> dict[str, Any]:
         settings = read_yaml_file(folder / "config.yaml", "config.yaml")
     except (OSError, ValueError):
         return {}
-    return dict(_flat(settings)) if isinstance(settings, dict) else {}
+    return flat(settings) if isinstance(settings, dict) else {}
 
 
-def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    flattened: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        elif above or key not in OWN:
-            yield f"{above}{key}", value
+        name = f"{above}{key}"
+        flattened |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flattened
 
 
 def title_of(name: str, settings: dict[str, Any]) -> str:

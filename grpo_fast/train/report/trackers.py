@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.titles import flat
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
@@ -27,50 +28,38 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run, none of them by default.
+    """The trackers of one run, by the `names` of `log.trackers`: none of them by default.
 
-    Args:
-        names: of `log.trackers`.
-        folder: the run's; its name is the run's name.
-        settings: nested; stored with the run under dotted names.
+    The run has the name of its `folder`, and its `settings` under dotted names.
     """
 
     def __init__(
         self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
     ) -> None:
-        self.accelerator: Any = None
+        self.trackers: list[Any] = []
         if not names:
             return
         check_trackers(names)
         from accelerate import Accelerator
 
         with distributed.unnoticed():  # it is for rank 0's trackers alone
-            self.accelerator = Accelerator(
+            accelerator = Accelerator(
                 cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
             )
         run = Path(folder).name
         options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-        self.accelerator.init_trackers(PROJECT, config=flat(settings), init_kwargs=options)
+        plain = {  # trackers take numbers and texts; None is a text, too
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in flat(settings).items()
+        }
+        accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
+        self.trackers = accelerator.trackers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.accelerator is not None:
-            self.accelerator.log(dict(metrics), step=step)
+        for tracker in self.trackers:
+            tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Flush and end the trackers; later calls do nothing."""
-        if self.accelerator is not None:
-            for tracker in self.accelerator.trackers:  # end_training ends the ranks' group, too
-                tracker.finish()
-            self.accelerator = None
-
-
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, as numbers and texts; None is a text, too."""
-    flattened: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{above}{key}"
-        if isinstance(value, Mapping):
-            flattened |= flat(value, f"{name}.")
-        else:
-            flattened[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flattened
+        while self.trackers:  # accelerate's end_training would end the ranks' group, too
+            self.trackers.pop().finish()

@@ -51,11 +51,7 @@ class Audit(NamedTuple):
 
 
 def audit(run: str | Path) -> Audit:
-    """Follow the prompts of a run's folder, finished or not.
-
-    Raises:
-        ValueError: a folder without a prompts.jsonl that can be read.
-    """
+    """Follow the prompts of a run's folder; ValueError without a prompts.jsonl to be read."""
     folder, notes = Path(run), list[str]()
     rows = _rows(folder / "prompts.jsonl")
     checkpoint = newest(folder, notes.append)

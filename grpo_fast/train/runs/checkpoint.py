@@ -51,9 +51,7 @@ FileName = Annotated[
 
 @dataclass
 class Format:
-    """The part of a manifest that every format has."""
-
-    format: int
+    format: int  # the part of a manifest that every format has
 
 
 @dataclass
@@ -98,18 +96,14 @@ def write_checkpoint(
     run: str | Path, name: str, tensors: dict[str, Any], fill: Callable[[Path], None],
     about: dict[str, Any],
 ) -> Path:  # fmt: skip
-    """Make the run's checkpoint `name`. Collective.
-
-    One that is there already, whole and of this run, stays: the same place of a run has the same
-    contents. Another one is set aside.
+    """Make the run's checkpoint `name`; one of this run that is there, whole, stays. Collective.
 
     Args:
         tensors: weights and moments, of which each rank writes its shards.
         fill: writes the other files into the folder, on rank 0.
-        about: goes into the manifest: `run`, `step`, and `value`, which `prune` compares.
+        about: `run`, `step` and `value` of the manifest.
 
-    Raises:
-        CheckpointError: the disk is full or does not allow it; nothing else has changed.
+    Raises CheckpointError where the disk is full or does not allow it; nothing else has changed.
     """
     root = Path(run) / FOLDER
     final, part = root / name, root / f"{name}{UNFINISHED}"
@@ -181,11 +175,8 @@ def set_aside(checkpoint: Path) -> Path | None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, checked.
-
-    Raises:
-        FormatError: one of another version.
-        ValueError, OSError: none that can be read.
+    """The manifest of a checkpoint; FormatError for another version's, ValueError or OSError for
+    one that cannot be read.
     """
     was = read_checked(Format, checkpoint / MANIFEST, MOST_BYTES).format
     if was != FORMAT:
@@ -196,9 +187,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Name the fault of a checkpoint: a file that is missing, changed, or not its own.
-
-    None: nothing. Raises FormatError for one of another version.
+    """Name the fault of a checkpoint: a file that is missing, changed, or not its own; None: sound.
+    Raises FormatError for one of another version.
     """
     try:
         if checkpoint.is_symlink():
@@ -220,7 +210,6 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of this format and undamaged."""
     try:
         return problem_of(checkpoint) is None
     except FormatError:
@@ -241,10 +230,7 @@ def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
 
 
 def prune(latest: Path, keep: int) -> None:
-    """Leave the `keep` newest checkpoints up to `latest`, and the one of the best `value`.
-
-    Only those that the run of `latest` has written are counted, and removed.
-    """
+    """Leave the `keep` newest checkpoints up to `latest` and the best by `value`, of its run."""
     run, place, values = read_manifest(latest).run, order_of(latest.name), {}
     for path in checkpoints_in(latest.parent.parent):
         try:

@@ -21,13 +21,9 @@ from grpo_fast.train.update.trainer import Trainer
 
 
 def export(checkpoint: str | Path, out: str | Path) -> Path:
-    """Write the policy of a checkpoint as a folder that transformers loads (LoRA: merged).
+    """Write the policy of a checkpoint as a new folder that transformers loads (LoRA: merged).
 
-    Args:
-        out: a folder that is empty or not there yet.
-
-    Raises:
-        ValueError: a checkpoint that is damaged or of another version, an occupied folder.
+    Raises ValueError for a checkpoint that is damaged or another version's, or an occupied folder.
     """
     source = Path(checkpoint)
     problem = problem_of(source) if source.is_dir() else "there is no such folder"

@@ -5,6 +5,7 @@ They lie in every checkpoint. A resumed run, and every rank of a run, must have 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import Example, load_examples
+from grpo_fast.data import Example, hub, load_examples
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.ranks import distributed
@@ -25,11 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, str]:
-    """A hash by name: `data.train`, `data.test`, `rewards.NAME`, `reference`.
-
-    Args:
-        questions: the training set.
-    """
+    """A hash by name: `data.train` (the questions), `data.test`, `rewards.NAME`, `reference`."""
     plain = config.data.model_copy(update={"shots_tokens": None})
     held_out = load_examples(plain, split="test", seed=config.seed)
     prints = {"data.train": _of_examples(questions), "data.test": _of_examples(held_out)}
@@ -56,10 +53,7 @@ def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
 
 
 def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[str]) -> list[str]:
-    """The names that have changed since a checkpoint was written, all of them allowed.
-
-    Raises ValueError with those that are not.
-    """
+    """The names that have changed since a checkpoint; ValueError for those that may not."""
     changed = _changed(was, now)
     refused = [name for name in changed if name.partition(".")[0] not in allowed]
     if refused:
@@ -109,8 +103,11 @@ def _of_path(path: str) -> str:
     if not place.is_dir():
         from transformers.utils import cached_file
 
-        config_file = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-        return "unknown" if config_file is None else f"commit {Path(config_file).parent.name}"
+        hub.is_offline()  # its client would try six times, and print each
+        with contextlib.suppress(OSError):  # none there: loading it says so, by its setting's name
+            found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+            return "unknown" if found is None else f"commit {Path(found).parent.name}"
+        return "unknown"
     files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
     rows = [(file.name, *sha256_of(file.resolve())) for file in files]
     return f"sha256 {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"

@@ -69,12 +69,8 @@ def claim_folder(folder: str | Path) -> Path:
 
 
 class FolderLock:
-    """A folder that is this process's alone until `release`, or until the process ends.
-
-    The kernel keeps it, so that nothing of it is left behind by a process that was killed.
-
-    Raises:
-        OutputFolderError: another process has it.
+    """A folder that is this process's alone until `release` or its end: a lock of the kernel's,
+    of which a killed process leaves nothing behind. Raises OutputFolderError if another has it.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.files import check_regular
-from grpo_fast.train.runs.checkpoint import (
-    FOLDER,
-    MANIFEST,
-    checkpoints_in,
-    newest,
-    order_of,
-    problem_of,
-    set_aside,
-)
+from grpo_fast.train.runs import checkpoint as checkpoints
+from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -43,21 +36,13 @@ FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollo
 
 
 class Start(NamedTuple):
-    """How the folder of a run is entered.
+    """How the folder of a run is entered."""
 
-    Attributes:
-        checkpoint: where it goes on; None: from the beginning.
-        lengths: bytes of metrics.jsonl and prompts.jsonl that were written until then.
-        again: files of this run lie in the folder already.
-        fingerprints: of data, rewards and reference, as the checkpoint has them.
-        lock: of the folder, taken before anybody looked; None: it was not there yet.
-    """
-
-    checkpoint: Path | None = None
-    lengths: tuple[int, int] = (0, 0)
-    again: bool = False
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 (nobody writes into it)
-    lock: FolderLock | None = None
+    checkpoint: Path | None = None  # where it goes on; None: from the beginning
+    lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
+    again: bool = False  # files of this run lie in the folder already
+    fingerprints: dict[str, str] = {}  # noqa: RUF012 (the checkpoint's; nobody writes into it)
+    lock: FolderLock | None = None  # taken before anybody looked; None: no folder was there yet
 
     @property
     def source(self) -> Path | None:
@@ -116,8 +101,9 @@ def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
         lock = start.lock or FolderLock(folder)
         if start.checkpoint is not None:
             place = order_of(start.checkpoint.name)
-            for path in (path for path in checkpoints_in(folder) if order_of(path.name) > place):
-                set_aside(path)
+            for path in checkpoints.checkpoints_in(folder):
+                if order_of(path.name) > place:
+                    checkpoints.set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)
     lock = start.lock or FolderLock(path)
@@ -134,8 +120,7 @@ def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
 def check_same(was: dict[str, Any], config: RunConfig) -> None:
     """Raise a ValueError that lists what a configuration changes in a run that has begun.
 
-    What may change is where things lie and servers are, what is logged and kept, and the number of
-    steps: it may grow, where the learning rate does not depend on it.
+    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
     """
     now = config.model_dump(mode="json")
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
@@ -143,10 +128,8 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
     if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
         changed.pop("steps", None)
     if changed:
-        raise ValueError(
-            "resume: expected the configuration that the run began with, came another\n  "
-            + "\n  ".join(changed.values())
-        )
+        said = "resume: expected the configuration that the run began with, came another"
+        raise ValueError("\n  ".join([said, *changed.values()]))
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
@@ -194,11 +177,10 @@ def _may_begin_again(folder: Path, config: RunConfig) -> bool:
     if not is_occupied(folder):
         check_folder(folder)
         return False
-    damaged = checkpoints_in(folder)
+    damaged = checkpoints.checkpoints_in(folder)
     if damaged:
-        expected = f"expected a whole checkpoint in {folder}, got {len(damaged)} damaged ones"
-        advice = "move them away to begin again"
-        raise ValueError(f"resume: {expected} ({damaged[0].name}, …); {advice}")
+        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to begin again"
+        raise ValueError(f"resume: expected a whole checkpoint in {folder}, got {came}")
     if os.listdir(folder) == [f"{CONFIG}.tmp"]:
         return True
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():

@@ -22,6 +22,7 @@ from grpo_fast.errors import (
     Stopped,
 )
 from grpo_fast.objective.advantages import CENTERED
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Engine, awake
 from grpo_fast.rollout.saved import split_tensors
@@ -30,7 +31,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import zero_line
+from grpo_fast.train.report.lines import USUAL_CLIP, zero_line
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import storage
@@ -52,9 +53,7 @@ from grpo_fast.train.update.trainer import Trainer
 class Run:
     """Hands out steps; logs, evaluates and saves them when they are made.
 
-    Args:
-        evaluate: asks the engine the held-out questions.
-        fingerprints: of all that the run depends on.
+    `evaluate` asks the engine the held-out questions.
     """
 
     def __init__(
@@ -80,10 +79,12 @@ class Run:
 
     def steps(self) -> Iterator[Step]:
         """All steps that are left, the one under way first; an evaluation before the first."""
-        trainer, state = self.trainer, self.state
+        trainer, state, loss = self.trainer, self.state, self.trainer.loss_config
         is_first = trainer.updates_per_step == 1 and self.config.advantages in CENTERED
-        if is_first and is_zero_on_policy(trainer.loss_config):
-            self.report.note(zero_line(trainer.loss_config, self.config.advantages))
+        if is_first and is_zero_on_policy(loss):
+            self.report.note(zero_line(loss, self.config.advantages))
+        if trainer.updates_per_step > 1 and OBJECTIVES[loss.loss_type].clips == "ppo":
+            self.report.note(USUAL_CLIP)
         if state.before is None:
             before = self.evaluate(0)
             self.report.log(0, before)
@@ -94,14 +95,9 @@ class Run:
             yield state.underway or trainer.begin(number)
 
     def mark(self) -> None:
-        """Remember all that a rollout and an evaluation change before they come to their end.
-
-        A run that is ended in the middle of one starts it again, from here.
-        """
-        self.state.collector, self.state.lengths = (
-            self.collector.state_dict(),
-            self.report.lengths(),
-        )
+        """Remember what a rollout or an evaluation changes: one that is cut off starts again."""
+        self.state.collector = self.collector.state_dict()
+        self.state.lengths = self.report.lengths()
         self.state.random = RandomState.now()
 
     def rest(self, step: Step) -> None:
@@ -217,21 +213,20 @@ class Run:
         """
         from safetensors.torch import load_file
 
-        with _refused(folder), distributed.together():
-            state = read_state(folder, load_file(folder / STATE_TENSORS))
-            weights = self.trainer.weights()
-            weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
         with _refused(folder):
+            with distributed.together():
+                state = read_state(folder, load_file(folder / STATE_TENSORS))
+                weights = self.trainer.weights()
+                weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
             storage.read_tensors(folder / WEIGHTS, weights)
-        with _refused(folder), distributed.together():
-            self._load_state(folder, state)
-        with _refused(folder):
+            with distributed.together():
+                self._load_state(folder, state)
             again = self._stored()
-        with _refused(folder), distributed.together():
-            if distributed.is_main():
-                check_round_trip(again, folder)
-            state.random.restore()
-            self.state.random = RandomState.now()
+            with distributed.together():
+                if distributed.is_main():
+                    check_round_trip(again, folder)
+                state.random.restore()
+                self.state.random = RandomState.now()
 
     def _load_state(self, folder: Path, state: State) -> None:
         collector, trainer, step = self.collector, self.trainer, state.underway

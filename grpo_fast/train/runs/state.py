@@ -6,8 +6,7 @@ state.json        `State`: counters, the place in the data, β, windows of rewar
 state.safetensors random numbers; of a step under way, or sampled ahead, its completions' numbers
 tokenizer/        for `grpo-fast export`
 
-A run's folder may be somebody else's. A counter that is negative, a text in place of a number, a
-field more or less, or a nesting without end is refused with the name of the field.
+A run's folder may be somebody else's: what does not fit a field is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class State:
 
 
 def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> State:
-    """The content of a checkpoint's state.json, checked. Raises ValueError with the field.
-
-    tensors: of the file beside it, each of which has one place; None: their names stay.
+    """A checkpoint's state.json, with the `tensors` of the file beside it in their places (None:
+    their names stay). Raises ValueError with the field.
     """
     state = read_checked(State, checkpoint / STATE, MOST_BYTES, tensors)
     if tensors:
@@ -91,9 +89,8 @@ def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> St
 
 
 def check_round_trip(state: State, checkpoint: Path) -> None:
-    """Raise a ValueError unless a state that was loaded is, stored again, what the file holds.
-
-    So nothing was passed over, and no default filled in.
+    """Raise a ValueError where a state that was loaded is, stored again, not what the file holds:
+    something was passed over, or a default filled in.
     """
     texts = json.dumps(split_tensors(state, {})), read_regular(checkpoint / STATE, MOST_BYTES)
     ours, theirs = (json.loads(text, parse_int=float) for text in texts)  # 1 is 1.0

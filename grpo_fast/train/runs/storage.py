@@ -38,14 +38,10 @@ def stored_names(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Fill tensors with those of the same names. Collective.
+    """Fill tensors with those of the same names, all that begin with `prefix`. Collective.
 
-    Args:
-        prefix: of the names that must all be asked for; others are passed over.
-
-    Raises:
-        ValueError: a name that is missing or that nobody asks for, another shape or dtype, a tensor
-            that is not there as a whole.
+    Raises ValueError for a name that is missing or not asked for, another shape or dtype, a tensor
+    that is not there as a whole.
     """
     with distributed.together():
         stored = _metadata(folder)

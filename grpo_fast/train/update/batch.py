@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,28 @@ from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import balanced
 from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
-from grpo_fast.train.update.totals import Totals
+
+
+class Totals(NamedTuple):
+    """What the losses of an optimizer step are divided by, on all ranks together."""
+
+    items: int  # tokens that count
+    completions: int
+    micro_batches: int
+    trunk_tokens: int
+
+    @classmethod
+    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
+        """The totals of one rank's micro-batches."""
+        items = max(1, sum(batch.active_tokens for batch in minibatch))
+        trunk = sum(batch.trunk_tokens for batch in minibatch)
+        return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
+
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
-FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
+FIXED = (
+    "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
+)  # fmt: skip
 
 
 @dataclass

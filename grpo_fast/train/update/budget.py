@@ -40,12 +40,7 @@ class BudgetState:
 
 
 class TokenBudget:
-    """The token budget of a run.
-
-    Args:
-        lm: the transformers model, on its device.
-        config: the run's; `tokens_per_microbatch` fixes the budget to start with.
-    """
+    """The token budget of a run for a model; `tokens_per_microbatch` fixes it to start with."""
 
     def __init__(self, lm: Any, config: RunConfig) -> None:
         self.device = next(lm.parameters()).device
@@ -61,11 +56,9 @@ class TokenBudget:
         limit = usable_memory(self.device)
         tokens = self.memory.tokens(limit)
         if tokens == 0:
-            needed = self.memory.fixed + self.memory.head
-            log.warning(
-                "memory: %.1f GiB predicted before the first token, usable are %.1f; one "
-                "completion at a time is tried", needed / GIB, limit / GIB,
-            )  # fmt: skip
+            needed = (self.memory.fixed + self.memory.head) / GIB
+            said = "memory: %.1f GiB predicted before the first token, usable are %.1f; one "
+            log.warning(said + "completion at a time is tried", needed, limit / GIB)
         return max(tokens, 1)
 
     def attempts(
@@ -145,7 +138,6 @@ class Attempt:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that an allocation did not succeed."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or any(text in str(error) for text in OUT_OF_MEMORY)
 

@@ -30,9 +30,7 @@ HEAD_FILE = "value_head.safetensors"
 class Critic:
     """A linear value head, zero at the start, on the policy's trunk or on one of its own.
 
-    Args:
-        policy: whose states are valued.
-        trunk: a model of the critic's own; None: the policy's, which the value loss then trains.
+    trunk: a model of the critic's own; None: the policy's, which the value loss then trains.
     """
 
     def __init__(self, policy: Policy, config: CriticConfig, trunk: Policy | None = None) -> None:
@@ -87,7 +85,6 @@ class Critic:
         return {"loss": total, "value/loss": value_loss, "value/clip_ratio": fraction}
 
     def shard(self, mesh: Any) -> None:
-        """Leave each rank a part of its own weights."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
@@ -99,10 +96,7 @@ class Critic:
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """The head as safetensors; a model of its own beside it, in transformers format.
-
-        With a model of its own the folder is one that `critic.path` takes.
-        """
+        """The head as safetensors; a model of its own beside it, as `critic.path` takes both."""
         from safetensors.torch import save_file
 
         folder = Path(directory)

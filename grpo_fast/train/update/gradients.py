@@ -7,16 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast import LossConfig, LossOutput, linear_grpo_loss
+from grpo_fast import (
+    DivergenceTerm,
+    LossConfig,
+    LossOutput,
+    TeacherHead,
+    TeacherTopK,
+    linear_grpo_loss,
+)
 from grpo_fast.attention import Head, PackedTree
-from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks.distributed import whole
+from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import Critic, token_weights
-from grpo_fast.train.update.exact_kl import divergence_term, policy_term
 from grpo_fast.train.update.micro_batch import MicroBatch
-from grpo_fast.train.update.totals import Totals
 
 
 def accumulate(
@@ -59,9 +66,9 @@ def accumulate(
             num_completions_in_batch=completions,
         )  # fmt: skip
         term = divergence_term(batch, ref_head, config, distill)
-        given = {**per_token, "support": batch.support, "divergence": term}
+        keywords = {**per_token, "support": batch.support, "divergence": term}
         loss, hidden, output = policy.inside(
-            partial(policy_loss, policy, packed, advantages, alone, validate, given)
+            partial(policy_loss, policy, packed, advantages, alone, validate, keywords)
         )
         metrics = dict(output.metrics)
         if term is not None and distill is None:
@@ -103,6 +110,34 @@ def policy_loss(
         hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
     )  # fmt: skip
     return output.loss, hidden, output
+
+
+def policy_term(config: LossConfig) -> LossConfig:
+    """The loss without an exact KL, which is a divergence beside it."""
+    if config.kl_estimator not in EXACT:
+        return config
+    return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
+
+
+def divergence_term(
+    batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
+) -> DivergenceTerm | None:
+    """The divergence from a teacher that was asked, or from the reference (an exact KL, or a
+    teacher's); None without `teacher` and `ref_hidden`.
+    """
+    teacher: TeacherHead | TeacherTopK
+    if batch.teacher is not None:
+        ids, logps = batch.teacher.unbind(-1)
+        teacher = TeacherTopK(ids.long(), logps.float())
+    elif batch.ref_hidden is None or ref_head is None:
+        return None
+    else:
+        weight, bias = (None if x is None else whole(x.detach()) for x in ref_head[:2])
+        rule = float(config.temperature), ref_head.softcap, ref_head.logit_scale
+        teacher = TeacherHead(batch.ref_hidden, weight, bias, *rule)
+    if distill is None:
+        return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
+    return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)
 
 
 def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:

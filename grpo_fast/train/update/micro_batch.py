@@ -27,6 +27,7 @@ class MicroBatch:
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
     ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
+    teacher: Tensor | None = None  # (R, K, 2) fp64: ids and their logps, as a server says them
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
@@ -59,18 +60,18 @@ class MicroBatch:
                 for group in groups
             ]
             packed = pack_groups(texts, shared=shared, device=device)
-        credit = [rollout.credit[i] for i in chosen if rollout.credit[i] is not None]
         cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
         own = advantages[chosen].float()
         counts = ~(cut | own.isnan().cpu())
+        own = own.nan_to_num(nan=0.0).to(device)
         return cls(
             packed=packed,
             chosen=chosen,
             completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
-            advantages=own.nan_to_num(nan=0.0).to(device),
+            advantages=own,
             sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
             support=support_of(rollout, chosen, device),
-            token_advantages=torch.cat(credit).float().to(device) if credit else None,
+            token_advantages=_credit_of(rollout, chosen, own),
         )
 
     def idle(self) -> MicroBatch:
@@ -91,6 +92,18 @@ class MicroBatch:
         return len(self.chosen)
 
 
+def _credit_of(rollout: Rollout, chosen: Sequence[int], own: Tensor) -> Tensor | None:
+    """(R,) advantages recorded by token, beside the `own` (B,) of samples without any."""
+    credit = [rollout.credit[i] for i in chosen]
+    if all(one is None for one in credit):
+        return None
+    by_token = [
+        own[b].expand(rollout.lengths[i]) if one is None else one.to(own)
+        for b, (i, one) in enumerate(zip(chosen, credit, strict=True))
+    ]
+    return torch.cat(by_token)
+
+
 def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int], Tensor]]:
     """Recorded samples, whole, with the places that are trained marked."""
     samples = []
@@ -104,21 +117,7 @@ def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int],
 def support_of(
     rollout: Rollout, chosen: Sequence[int], device: torch.device | str
 ) -> Support | None:
-    """The sets that the tokens of these completions were drawn from, one after another.
-
-    Those of a completion that was not truncated are empty: the whole vocabulary. None: no
-    completion of the rollout was.
-    """
-    if all(kept is None for kept in rollout.kept):
-        return None
-    ids, counts = [], []
-    for i in chosen:
-        kept = rollout.kept[i]
-        if kept is None:
-            counts.append(torch.zeros(len(rollout.completion_ids[i]), dtype=torch.int64))
-        else:
-            ids.append(kept.ids)
-            counts.append(kept.offsets.diff())
-    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-    all_ids = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
-    return Support(all_ids.to(device), offsets.to(device))
+    """The sets that the tokens of these completions were drawn from; None: nothing truncated."""
+    kept = [rollout.kept[i] for i in chosen]
+    sets = [None if one is None else (one.ids, one.offsets.diff()) for one in kept]
+    return Support.join(sets, [rollout.lengths[i] for i in chosen], device)

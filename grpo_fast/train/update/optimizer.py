@@ -91,11 +91,7 @@ class Optimizer:
         vars(self).update(vars(state))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """The moments of the parameters by name, as they lie in the optimizer.
-
-        Args:
-            names: of the parameters.
-        """
+        """The moments as they lie in the optimizer, by the names of their parameters."""
         return {
             f"{names[parameter]}.{kind}": value
             for parameter, state in self.adam.state.items()
@@ -103,12 +99,7 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Make zeros for the moments of a checkpoint: of each parameter all, or none.
-
-        Args:
-            stored: the names of the moments. A parameter that was never trained has none.
-            names: of the parameters.
-        """
+        """Make zeros for moments of these names; a parameter that was never trained has none."""
         trained = {name.rpartition(".")[0] for name in stored}
         self.adam.state.clear()
         for parameter in self.parameters:
@@ -124,30 +115,23 @@ class Optimizer:
         self.steps += steps
 
     def zero_grad(self) -> None:
-        """Forget the gradients gathered so far."""
         self.adam.zero_grad(set_to_none=True)
 
     def _set_rate(self, rate: float) -> None:
-        for group in self.adam.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # torchao's: it refuses another object
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        for group in self.adam.param_groups:  # torchao refuses another object than its tensor
+            old = group["lr"]
+            group["lr"] = old.fill_(rate) if isinstance(old, torch.Tensor) else rate
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
     """AdamW with its moments kept as `config.states` says.
 
-    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, block-wise
-    scales, about 2 bytes per weight. offload: torchao's, weights and moments in host memory where
-    the step is taken (needs an accelerator).
+    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, about 2 bytes
+    per weight. offload: torchao's, weights and moments in host memory, where the step is taken.
 
-    Raises:
-        ValueError: the package is not installed, or there is no accelerator.
+    Raises ValueError where the package is not installed, or offload has no accelerator.
     """
-    options: dict[str, Any] = dict(
-        lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )  # fmt: skip
+    options = config.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     if config.states == "full":
         return torch.optim.AdamW(parameters, fused=True, **options)
     if config.states == "offload":

@@ -13,6 +13,8 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
@@ -41,17 +43,17 @@ def precompute(
     critic: Critic | None = None,
     reward_kl: RewardKL | None = None,
     teacher: float = 0.0,
+    server: TeacherServer | None = None,
 ) -> None:
-    """Compute, with the current weights, what stays fixed over all updates on this batch.
-
-    These are the logps of the reference and of the policy; with a critic values and advantages.
-    A batch that has them already is left as it is.
+    """Compute, with the current weights, the tensors that stay fixed over all updates on a batch:
+    old and reference logps; with a critic values and advantages. Those that it has stay.
 
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
             they are the new ones, and the ratio is exactly 1.
         teacher: adds this many times log q − log p of every token to its advantage, q the
             reference's.
+        server: says log q in the reference's place, of the likeliest ids too unless `teacher`.
         exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
     """
     if batch.has_fixed:
@@ -67,6 +69,9 @@ def precompute(
             hidden = policy.hidden(micro.packed) if wanted else None
             if keep_old:
                 micro.old_logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+            if server is not None:
+                said = asked_of(server, batch.rollout, micro)
+                micro.ref_logps, micro.teacher = (said[:, 0, 1], None) if teacher else (None, said)
             if critic is not None:
                 micro.old_values = critic.values(micro.packed, hidden)
         if critic is not None and critic.config.bootstrap:
@@ -79,10 +84,15 @@ def precompute(
     batch.has_fixed = True
 
 
+def asked_of(server: TeacherServer, rollout: Rollout, micro: MicroBatch) -> Tensor:
+    """(R, K + 1, 2): what the server says of the tokens of a micro-batch; see `scores`."""
+    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    samples = [([*prompts[i], *completions[i]], len(prompts[i])) for i in micro.chosen]
+    return torch.cat(server.scores(samples)).to(micro.completion_mask.device)
+
+
 def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
-    """coef·(log q − log p) of every token, and what its completion scored; NaN where it has no
-    verdict becomes 0, as such tokens do not count.
-    """
+    """coef·(log q − log p) of every token, and its completion's score (NaN: no verdict, 0)."""
     logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
     scores = batch.advantages.float().nan_to_num(nan=0.0)
     return [
@@ -91,9 +101,7 @@ def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
 
 
 def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
-    """−β·kl_t for each token of each completion, and its own reward; a reward of the whole
-    completion stands at its last token.
-    """
+    """−β·kl_t of each token and its own reward; a completion's reward is its last token's."""
     rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
     if kl is not None:
         estimate = KL_ESTIMATORS[kl.estimator]
@@ -109,12 +117,11 @@ def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
 
 
 def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
-    """(N·G,) V of the state after the last token of a completion that was cut off.
+    """(N·G,) V of the state after the last token of a completion that was cut off; 0 where it
+    ended with EOS, or belongs to another rank.
 
-    0 where the completion ended with EOS, or belongs to another rank.
-
-    That state predicts no token of the batch, so its row is in no micro-batch: the completions
-    that were cut off are packed once more, with one token more, whose row it is.
+    That state predicts no token, so it is in no micro-batch: the completions that were cut off are
+    packed once more, with one token more, whose row it is.
     """
     following = torch.zeros(len(batch.rollout.completion_ids))
     for micro in batch.micro_batches:

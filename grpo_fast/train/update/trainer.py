@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.objective.kl import EXACT
+from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
@@ -63,6 +64,9 @@ class Trainer:
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
         self.reads_reference = config.reference.kind != "none"
+        self.teacher: TeacherServer | None = None
+        if config.distill is not None and (asked := config.distill.asked) is not None:
+            self.teacher = TeacherServer(*asked, len(policy.head.weight), config.rollout.vllm)
         self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
@@ -160,6 +164,7 @@ class Trainer:
             reference=self.reference if self.reads_reference else None,
             exact=loss.kl_estimator in EXACT or by_loss, critic=self.critic,
             teacher=distill.coef if distill is not None and by_advantage else 0.0,
+            server=self.teacher,
             reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
         )  # fmt: skip
 

@@ -34,8 +34,7 @@ def gradient_variance(
 ) -> dict[str, float]:
     """`grad_variance` and `grad_signal` of the policy term, at the policy that drew the rollout.
 
-    The parameters' gradients must be empty before, and are afterwards. Of one group there is no
-    variance: {}.
+    The parameters' gradients must be empty, and are left so. Returns {} for a single group.
     """
     count = len(advantages) // group_size
     if count < 2:

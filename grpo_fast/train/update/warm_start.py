@@ -23,10 +23,7 @@ def warm_start(
     seed: int,
     log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
 ) -> None:
-    """Train on the gold solutions, each ended by EOS; the loss is −mean(logps).
-
-    Raises ValueError when no example has a solution.
-    """
+    """Train on the gold solutions, each ended by EOS; ValueError when no example has one."""
     usable = [e for e in examples if e.solution]
     if not usable:
         raise ValueError("warm_start: expected examples with a solution, came none")

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.gpu import exponentials
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.triton_tools import formulas
+from tests.kernels import formulas
 
 BF16_UNIT = 2.0**-8  # half a unit in the last place: the relative error of one rounding
 PLAIN = LogitRule(1.0, None, 1.0)

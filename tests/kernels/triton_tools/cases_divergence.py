@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from grpo_fast.kernels import divergence_reference as reference
@@ -10,6 +9,7 @@ from grpo_fast.kernels.gpu import divergence as ours
 from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import LogitRule
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5)]
 RULES = [(LogitRule(), LogitRule()), (LogitRule(0.7, 5.0, 1.3), LogitRule(1.2, None, 0.8))]
@@ -26,9 +26,7 @@ def sides(count: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return z, y, torch.tensor([1.0, 1.0, 0.5, 2.0, 0.0])[:count]
 
 
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("vocab", [37, 1025, 2049])
+@pairs(kind__beta=KINDS, rules=RULES, vocab=[37, 1025, 2049])
 def test_values_and_gradients(kind, beta, rules, vocab):
     z, y, w = sides(5, vocab)
     if rules is RULES[1]:  # under one side's soft cap -inf is a number

@@ -12,7 +12,7 @@ from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.triton_tools import formulas
+from tests.kernels import formulas
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
 
 LP_BAR = 1e-5

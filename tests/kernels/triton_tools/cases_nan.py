@@ -19,12 +19,13 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 from tests.loss.test_nan_is_seen import assert_seen, spoiled
-from tests.loss_cases import LOSS_LEVELS, make_case, options_for
+from tests.loss_cases import LEAVES_AND_LEVELS, make_case, options_for
 from tests.oracles import WORDS
+from tests.pairs import pairs
 
 
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
-def test_for_every_loss(loss_type, level):
+@pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
+def test_for_every_leaf(loss_type, level):
     case = make_case(31, **options_for(loss_type, level))
     for on_policy in (False, True):
         case = case.but(old=None) if on_policy else case
@@ -32,9 +33,8 @@ def test_for_every_loss(loss_type, level):
         assert_seen(spoiled(case, "weight", math.inf), "logits", "triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("where", ["hidden", "weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], where=["hidden", "weight"],
+       value=[math.nan, math.inf, -math.inf])  # fmt: skip
 def test_for_every_dtype(where, value, dtype):
     case = make_case(
         34,

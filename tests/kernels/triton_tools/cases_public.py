@@ -1,9 +1,9 @@
-"""The public functions with backend="triton" against backend="torch", end to end in the
+"""The public functions with backend="triton" against the fp64 oracle, end to end in the
 interpreter.
 
-Run by test_triton_interpreter.py in a process of its own. The other two files hold the kernels
-against fp64; here it is the way from the public arguments to them and back that could go wrong:
-chunks, gathered rows, masks, the two layouts, the fused and the two-sweep path.
+Run by test_triton_interpreter.py. Other files hold the kernels against fp64; here it is the way
+from the public arguments to them and back that could go wrong: chunks, gathered rows, masks, the
+two layouts, the fused and the two-sweep path.
 """
 
 from __future__ import annotations
@@ -16,207 +16,132 @@ from grpo_fast import LossConfig
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.head import loop as linear
+from tests import oracle_inputs
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+from tests.loss_cases import (
+    LAYOUTS,
+    assert_same,
+    make_case,
+    options_for,
+    pack,
+    relative_l2,
+    run,
+    spans,
+)
+from tests.pairs import pairs
 
-B, L, H, V = 5, 13, 12, 37
-# 43 tokens: two chunks of 32 rows when the workspace is small.
-LENGTHS = torch.tensor([13, 7, 0, 11, 12])
-KEYS = ("hidden", "target_ids", "old_logps", "ref_logps", "temperature")
-
-
-# The linear functions with the workspace as it ships and with one that holds 32 rows; logits come
+# 38 tokens in completions of other lengths, one empty, one with a hole: two chunks of 32 rows when
+# the workspace is small.
+MASK = torch.arange(13)[None, :] < torch.tensor([13, 7, 0, 11, 12])[:, None]
+MASK[3, 2:5] = False
+SMALL = {"H": 12, "V": 37, "mask": MASK}
+CONFIGS = {
+    "kl and entropy": {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.02,
+                       "kl_times_ratio": True},
+    "one ratio per completion": {"loss_type": "gspo", "beta": 0.05},
+    "softcap and temperatures": {"loss_type": "cispo", "softcap": 3.0, "logit_scale": 0.7,
+                                 "compute_entropy": True},
+}  # fmt: skip
+# The linear function with the workspace as it ships and with one that holds 32 rows; logits come
 # whole.
-WAYS = [("linear", "one chunk"), ("linear", "chunks"), ("logits", ""), ("inplace", "")]
+WAYS = ("linear", "linear in chunks", "logits")
 
 
 @pytest.fixture
-def function(request, monkeypatch) -> str:
-    name, chunks = request.param
-    if chunks == "chunks":
+def call(way, monkeypatch):
+    """`run` of the function of a way to call it."""
+    function = way.partition(" ")[0]
+    if way != function:
         monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 0)
-    return name
+    return lambda case, **options: (function, run(function, case, backend="triton", **options))
 
 
-def over(*functions: str) -> pytest.MarkDecorator:
-    """Parametrize `function` by every way to call these functions."""
-    ways = [way for way in WAYS if way[0] in functions]
-    return pytest.mark.parametrize(
-        "function", ways, indirect=True, ids=[" ".join(way).strip() for way in ways]
-    )
+def check(call, case, **options):
+    function, result = call(case, **options)
+    assert_same(function, case, result, loss_tol=2e-6, grad_tol=1e-5)
+    return result
 
 
-def make(layout: str, dtype=torch.float32) -> dict:
-    """Tensors of a batch, padded or packed, old and ref logps around those of the model."""
-    g = torch.Generator().manual_seed(7)
-    mask = torch.arange(L)[None, :] < LENGTHS[:, None]
-    mask[3, 2:5] = False  # a tool wrote these
-    x = {
-        "hidden": torch.randn(B, L, H, generator=g).to(dtype),
-        "weight": (torch.randn(V, H, generator=g) * 0.5).to(dtype),
-        "bias": (torch.randn(V, generator=g) * 0.3).to(dtype),
-        "target_ids": torch.randint(V, (B, L), generator=g),
-        "advantages": torch.randn(B, generator=g),
-        "temperature": torch.rand(B, L, generator=g) + 0.6,
-    }
-    logits = x["hidden"].double() @ x["weight"].double().T + x["bias"].double()
-    logps = logits.log_softmax(-1).gather(-1, x["target_ids"][..., None])[..., 0]
-    x["old_logps"] = (logps + 0.4 * torch.randn(B, L, generator=g)).float()
-    x["ref_logps"] = (logps + 0.5 * torch.randn(B, L, generator=g)).float()
-    if layout == "packed":
-        kept = torch.arange(L)[None, :] < LENGTHS[:, None]
-        x |= {name: x[name][kept] for name in KEYS}
-        x["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.long), LENGTHS.cumsum(0)])
-        mask = mask[kept]
-    return x | {"completion_mask": mask}
-
-
-def leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_()
-
-
-def run(function: str, backend: str, x: dict, config: LossConfig) -> tuple[list, list]:
-    """(loss, logps, entropy) and the gradients of one call."""
-    tokens = {k: x.get(k) for k in ("completion_mask", "cu_seqlens", "old_logps", "ref_logps")}
-    if function == "linear":
-        hidden, weight, bias = leaves = [leaf(x[k]) for k in ("hidden", "weight", "bias")]
-        out = grpo_fast.linear_grpo_loss(
-            hidden,
-            weight,
-            x["target_ids"],
-            x["advantages"],
-            config,
-            bias=bias,
-            backend=backend,
-            **tokens,
-        )
-    else:
-        leaves = [
-            leaf(torch.nn.functional.linear(*(x[k].float() for k in ("hidden", "weight", "bias"))))
-        ]
-        inplace = function == "inplace"
-        out = grpo_fast.logits_grpo_loss(
-            leaves[0] * 1 if inplace else leaves[0], x["target_ids"], x["advantages"], config,
-            backend=backend, inplace=inplace, **tokens,
-        )  # fmt: skip
-    out.loss.backward()
-    return [out.loss.detach(), out.logps, out.entropy], [y.grad for y in leaves]
-
-
-def assert_agree(actual: tuple[list, list], expected: tuple[list, list]) -> None:
-    for got, want in zip(actual[0], expected[0], strict=True):
-        assert (got is None) == (want is None)
-        if want is not None:
-            assert got.shape == want.shape and got.dtype == want.dtype
-            assert (got - want).abs().max() <= 1e-6 * max(1.0, float(want.abs().max()))
-    for got, want in zip(actual[1], expected[1], strict=True):
-        assert got.shape == want.shape and got.dtype == want.dtype
-        assert want.norm() > 0 and (got - want).norm() <= 2e-6 * want.norm()
-
-
-CONFIGS = {
-    "kl and entropy": {
-        "loss_type": "dapo",
-        "beta": 0.1,
-        "entropy_coef": 0.02,
-        "kl_times_ratio": True,
-    },
-    "one ratio per completion": {"loss_type": "gspo", "beta": 0.05, "epsilon_low": 0.1},
-    "softcap and temperatures": {
-        "loss_type": "cispo",
-        "softcap": 3.0,
-        "logit_scale": 0.7,
-        "compute_entropy": True,
-    },
-}
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("name", CONFIGS)
-@over("linear", "logits", "inplace")
-def test_losses(function, name, layout):
-    x = make(layout)
-    config = LossConfig(**CONFIGS[name])
+@pairs(way=WAYS, name=CONFIGS, layout=LAYOUTS)
+def test_losses(call, way, name, layout):
+    options = {**CONFIGS[name]}
+    case = make_case(7, **SMALL, **options_for(options.pop("loss_type"), **options))
+    config = LossConfig(**case.options)
     if name == "softcap and temperatures":
-        config = config.replace(temperature=x["temperature"])
-    assert_agree(run(function, "triton", x, config), run(function, "torch", x, config))
+        t = 0.6 + torch.rand(MASK.shape, generator=torch.Generator().manual_seed(1))
+        case = case.with_options(temperature=t)
+        config = config.replace(temperature=pack(t, spans(MASK)) if layout == "packed" else t)
+    check(call, case, layout=layout, config=config)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-@over("linear", "inplace")
-def test_rows_without_advantage(function, loss_type):
+@pairs(way=WAYS, loss_type=["grpo", "gspo"])
+def test_rows_without_advantage(call, way, loss_type):
     """Most rows carry nothing: they are gathered away before the GEMMs, or written as zeros."""
-    x = make("padded")
-    x["advantages"][[0, 1]] = 0.0
-    config = LossConfig(loss_type=loss_type, epsilon_low=0.9, epsilon_high=9.0)
-    actual = run(function, "triton", x, config)
-    assert_agree(actual, run(function, "torch", x, config))
-    assert (actual[1][0][[0, 1, 2]] == 0).all() and (actual[1][0][~x["completion_mask"]] == 0).all()
+    case = make_case(7, **SMALL, **options_for(loss_type))
+    case.advantages[[0, 1]] = 0.0
+    gradient = next(iter(check(call, case).grads.values()))
+    assert (gradient[[0, 1, 2]] == 0).all() and (gradient[~MASK] == 0).all()
 
 
-@over("linear", "logits")
-def test_logps_with_gradient(function):
+def test_inplace_gives_the_same_gradient():
+    case, gradients = make_case(7, **SMALL, **options_for("grpo")), []
+    for inplace in (False, True):
+        leaf = case.logits.requires_grad_()
+        out = grpo_fast.logits_grpo_loss(
+            leaf * 1, case.ids, case.advantages, LossConfig(**case.options), old_logps=case.old,
+            completion_mask=MASK, backend="triton", inplace=inplace,
+        )  # fmt: skip
+        out.loss.backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
+@pairs(way=WAYS)
+def test_logps_with_gradient(call, way):
     """Differentiable logps and entropy, with rows that have no target."""
-    x = make("padded")
-    x["target_ids"][:, 3] = -100
-    weights = torch.randn(2, B, L, generator=torch.Generator().manual_seed(1))
-
-    def call(backend: str) -> tuple[list, list]:
-        options = {
-            "temperature": x["temperature"],
-            "softcap": 4.0,
-            "return_entropy": True,
-            "backend": backend,
-        }
-        if function == "linear":
-            leaves = [leaf(x[k]) for k in ("hidden", "weight", "bias")]
-            results = grpo_fast.linear_logps(
-                leaves[0], leaves[1], x["target_ids"], bias=leaves[2], **options
-            )
-        else:
-            leaves = [leaf(torch.nn.functional.linear(x["hidden"], x["weight"], x["bias"]))]
-            results = grpo_fast.logits_logps(leaves[0], x["target_ids"], **options)
-        sum((r * w).sum() for r, w in zip(results, weights, strict=True)).backward()
-        return [r.detach() for r in results], [y.grad for y in leaves]
-
-    actual = call("triton")
-    assert_agree(actual, call("torch"))
-    assert (actual[0][0][:, 3] == 0).all()
+    case = make_case(7, **SMALL)
+    g = torch.Generator().manual_seed(1)
+    weights, t = torch.randn(2, *MASK.shape, generator=g), 0.6 + torch.rand(MASK.shape, generator=g)
+    ids = torch.where(MASK, case.ids, -100)
+    tensors = [case.logits] if way == "logits" else [case.hidden, case.weight, case.bias]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    exact = [x.double().requires_grad_() for x in tensors]
+    options = {"softcap": 4.0, "return_entropy": True, "backend": "triton", "temperature": t}
+    if way == "logits":
+        found, raw = grpo_fast.logits_logps(*leaves, ids, **options), exact[0]
+    else:
+        found = grpo_fast.linear_logps(*leaves[:2], ids, bias=leaves[2], **options)
+        raw = exact[0] @ exact[1].T + exact[2]
+    rule = {"softcap": 4.0, "temperature": t.flatten()}
+    true = oracle_inputs.logps_and_entropy(raw.flatten(0, 1), case.ids.flatten(), **rule)
+    for ours, theirs in zip(found, true, strict=True):
+        assert (ours[~MASK] == 0).all()
+        assert (ours - theirs.view(MASK.shape))[MASK].abs().max() <= 1e-5
+    sum((x * w)[MASK].sum() for x, w in zip(found, weights, strict=True)).backward()
+    sum((x.view(MASK.shape) * w)[MASK].sum() for x, w in zip(true, weights, strict=True)).backward()
+    assert all(relative_l2(x.grad, y.grad) <= 2e-6 for x, y in zip(leaves, exact, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@over("linear", "logits")
-def test_on_policy_ratio_is_one(function, layout, dtype):
+@pairs(way=WAYS, layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16])
+def test_on_policy_ratio_is_one(call, way, layout, dtype):
     """logps without gradient, then the loss on the same weights: the same bits, so the ratio is
     exactly 1.
     """
-    x = make(layout, dtype)
     rule = {"temperature": 0.8, "softcap": 6.0}
-    mask, ids, advantages = x["completion_mask"], x["target_ids"], x["advantages"]
-    leaves = [leaf(x[k]) for k in ("hidden", "weight", "bias")]
-    logps, loss, last = (
-        grpo_fast.linear_logps,
-        grpo_fast.linear_grpo_loss,
-        {"bias": leaves.pop(), "backend": "triton"},
-    )
-    if function == "logits":
-        leaves = [leaf(torch.nn.functional.linear(*leaves))]
-        logps, loss, last = (
-            grpo_fast.logits_logps,
-            grpo_fast.logits_grpo_loss,
-            {"backend": "triton"},
-        )
+    case = make_case(7, **SMALL, dtype=dtype, **options_for("grpo", **rule))
     with torch.no_grad():
-        old = logps(*leaves, ids, **rule, **last)
-    tokens = {"completion_mask": mask, "cu_seqlens": x.get("cu_seqlens"), "old_logps": old}
-    out = loss(*leaves, ids, advantages, LossConfig(loss_type="grpo", **rule), **tokens, **last)
-    assert torch.equal(out.logps[mask], old[mask])
-    out.loss.backward()
-    assert all(y.grad.norm() > 0 for y in leaves)
+        if way == "logits":
+            old = grpo_fast.logits_logps(case.logits, case.ids, backend="triton", **rule)
+        else:
+            tensors = case.hidden, case.weight, case.ids
+            old = grpo_fast.linear_logps(*tensors, bias=case.bias, backend="triton", **rule)
+    _, result = call(case.but(old=old), layout=layout)
+    assert torch.equal(result.logps[MASK], old[MASK])
+    assert all(x.norm() > 0 for x in result.grads.values())
 
 
 def test_the_kernels_ran(monkeypatch):
-    """Without a launch, the cases above would compare torch with torch."""
+    """Without a launch, the cases above would be of another backend."""
     launched, original = [], rows_triton.launch
 
     def launch(kernel, *arguments, **options):
@@ -226,5 +151,5 @@ def test_the_kernels_ran(monkeypatch):
     for module in (rows_triton, linear_triton):
         monkeypatch.setattr(module, "launch", launch)
     for function in ("linear", "logits"):
-        run(function, "triton", make("packed"), LossConfig(loss_type="dapo"))
+        run(function, make_case(7, **SMALL, **options_for("dapo")), backend="triton")
     assert launched == ["slice_kernel", "join_kernel", "row_grad_kernel", "row_loss_kernel"]

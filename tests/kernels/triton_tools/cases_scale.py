@@ -9,13 +9,12 @@ import torch
 
 from grpo_fast.kernels.gpu import scale as scale_triton
 from tests.kernels.triton_tools.interpreter import only_memory_of
+from tests.pairs import pairs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("programs", [1, 2, 2048])
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES)
 def test_scaled(dtype, size, programs, monkeypatch):
     """Every element once, also where a program takes several blocks; a power of two is exact."""
     monkeypatch.setattr(scale_triton, "PROGRAMS", programs)

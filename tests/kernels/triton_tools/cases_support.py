@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu import configs, support
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.triton_tools import formulas
+from tests.kernels import formulas
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
 
 NAN = float("nan")

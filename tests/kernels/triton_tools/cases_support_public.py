@@ -19,7 +19,7 @@ from grpo_fast.kernels.head import support as sweeps
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 from tests.loss_cases import (
     LAYOUTS,
-    LOSS_LEVELS,
+    LEAVES_AND_LEVELS,
     assert_same,
     make_case,
     options_for,
@@ -47,12 +47,8 @@ def check(function: str, case, **how):
     return result
 
 
-# Every loss, and one in two sweeps at each of the other levels.
-LOSSES = [x for x in LOSS_LEVELS if x[1] == "token" or x[0] in ("grpo", "gspo")]
-
-
-@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_every_loss(loss_type, level):
+@pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
+def test_every_leaf(loss_type, level):
     """Every fifth row has the whole vocabulary; sets in no order; nonsense behind the mask."""
     beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
     case = make_case(31, support=True, **options_for(loss_type, level, **beta))

@@ -16,7 +16,7 @@ from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.head import loop as linear
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.triton_tools import formulas
+from tests.kernels import formulas
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
 
 BF16_UNIT = 2.0**-8  # half a unit in the last place: the relative error of one rounding

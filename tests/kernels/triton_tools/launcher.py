@@ -16,7 +16,7 @@ OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
 def run_python(
-    *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 900
+    *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 1800
 ) -> str:
     """Run this Python with the repository and (if given) another Triton on its path; its output."""
     environment = {
@@ -39,9 +39,8 @@ def run_python(
     return done.stdout
 
 
-def run_cases(name: str, other_triton: str | None = None) -> str:
-    """Run one file of interpreter cases under pytest, without the conftest of the other tests."""
+def run_cases(other_triton: str | None = None) -> str:
+    """Run the interpreter's cases under pytest, without the conftest of the other tests."""
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    return run_python(
-        "-m", "pytest", str(TOOLS / name), *options, interpret=True, other_triton=other_triton
-    )
+    cases = sorted(str(path) for path in TOOLS.glob("cases_*.py"))
+    return run_python("-m", "pytest", *cases, *options, interpret=True, other_triton=other_triton)

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
-def lines(arch: str) -> list[dict]:
-    """One entry per compiled kernel."""
+def lines(arch: str, *, counts_all: bool = True) -> list[dict]:
+    """One entry per compiled kernel; see `benchmarks.gpu.resources.resources`."""
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
     from tests.kernels.triton_tools.shipped import shipped
@@ -27,16 +27,9 @@ def lines(arch: str) -> list[dict]:
         with compile_launches(arch) as compiled:
             call()
         for kernel, result in compiled:
-            cost = resources(result)
-            found.append(
-                {
-                    "arch": arch,
-                    "name": name,
-                    "kernel": kernel,
-                    "limit": SHARED_LIMIT[arch],
-                    **cost._asdict(),
-                }
-            )
+            cost = resources(result, counts_all=counts_all)
+            about = {"arch": arch, "name": name, "kernel": kernel, "limit": SHARED_LIMIT[arch]}
+            found.append(about | cost._asdict())
     return found
 
 
@@ -46,7 +39,7 @@ def main(arguments: list[str]) -> None:
     as_json = "--json" in arguments
     archs = [a for a in arguments if a != "--json"] or list(TARGETS)
     for arch in archs:
-        entries = lines(arch)
+        entries = lines(arch, counts_all=not as_json)
         if as_json:
             print(json.dumps(entries))
             continue

@@ -51,7 +51,7 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
     try:
         yield
     except ValueError as error:
-        refuse(error, debug, USAGE_ERROR)
+        refuse(error, debug)
     except failures as error:
         refuse(error, debug, code)
     except ModuleNotFoundError:  # `grpo_fast.__main__` names the package
@@ -60,7 +60,9 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
         refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")
 
 
-def refuse(error: Exception, debug: bool | None, code: int, start: str = "") -> NoReturn:
+def refuse(
+    error: Exception, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
+) -> NoReturn:
     """Say what an error says, in one line that is safe to see, and exit with this status."""
     from grpo_fast.data import escape_control  # a message may quote a data file or a model
 

@@ -1,0 +1,106 @@
+"""A teacher behind a vLLM server: its likeliest ids at every token of what was sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rollout.vllm.answers import (
+    CLAMPED,
+    FAST,
+    ROUNDING,
+    BadAnswer,
+    Id,
+    Reply,
+    ServerError,
+)
+from grpo_fast.rollout.vllm.http import BODY, GENERATE, TOKEN, Server
+from grpo_fast.rollout.vllm.options import VLLMOptions
+
+CONNECTIONS = 64
+PAUSE_S = 1.0  # between two tries
+Sample = tuple[list[int], int]  # prompt and completion as one, and the length of the prompt
+
+
+class Logp(Reply):
+    logprob: float
+
+
+class Scores(Reply):
+    """Of every token but the first: log-probabilities by id, before it and at temperature 1."""
+
+    prompt_logprobs: Annotated[list[dict[Id, Logp] | None], FAST]
+
+
+class TeacherServer:
+    """A server of a model with the student's token ids, started with --enable-scale-out.
+
+    Args:
+        topk: ids that are asked for at every token; 0: the token's own alone.
+        options: `timeout` for an answer, `patience` with a server that is gone.
+
+    Raises:
+        ValueError: the server refuses such requests (more ids than its --max-logprobs, too).
+        ServerError: it stays away, or fails.
+        BadAnswer: not the log-probabilities that were asked for.
+    """
+
+    def __init__(self, url: str, topk: int, vocab_size: int, options: VLLMOptions) -> None:
+        self.server, self.vocab_size, self.options = Server(url), vocab_size, options
+        self.topk, self.where = min(topk, vocab_size), f"{url}{GENERATE}"
+        self.scores([([0, 0], 1)])  # a refusal comes before the run begins
+
+    def scores(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """(n, K + 1, 2) fp64 for each sample: ids and log-probabilities at its last n tokens.
+
+        First the token itself, then the other ids; where it is one of the K, the last place is
+        empty: -inf. The vocabulary bounds K + 1.
+        """
+        pool = ThreadPoolExecutor(CONNECTIONS)
+        try:
+            return list(pool.map(self._ask, samples))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, sample: Sample) -> Tensor:
+        wanted = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
+        body, limit = {"token_ids": sample[0], "sampling_params": wanted}, TOKEN * (self.topk + 1)
+        call = partial(self.server.call, "POST", GENERATE, self.options.timeout, Scores, body)
+        until = time.monotonic() + self.options.patience
+        while True:
+            try:
+                found = call(limit=BODY + limit * len(sample[0]))
+                return self._rows(found.prompt_logprobs, *sample)
+            except ServerError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(PAUSE_S)
+
+    def _rows(self, said: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
+        K, rows = self.topk, []
+        if len(said) != len(ids):
+            raise self._bad(f"a row for each of {len(ids)} tokens", len(said))
+        for token, row in zip(ids[start:], said[start:], strict=True):
+            # The token comes on top of the likeliest where it is none of them.
+            if row is None or token not in row or len(row) not in (K, K + 1):
+                raise self._bad(f"every token and the {K} likeliest ids", row and len(row))
+            if max(row) >= self.vocab_size:
+                raise self._bad(f"a teacher of the student's {self.vocab_size} ids", max(row))
+            first = [token, *(i for i in row if i != token)]
+            pairs = [(i, row[i].logprob) for i in first] + [(0, -torch.inf)] * (K + 1 - len(row))
+            rows.append(pairs[: self.vocab_size])
+        found = torch.tensor(rows, dtype=torch.float64)
+        logps = found[..., 1]
+        if not (logps <= ROUNDING).all() or not (logps.exp().sum(1) <= 1 + ROUNDING).all():
+            raise self._bad("log-probabilities, which sum to 1 at most", "others, or NaN")
+        logps[logps <= CLAMPED] = -torch.inf  # vLLM writes a number for it
+        return found
+
+    def _bad(self, expected: str, came: object) -> BadAnswer:
+        return BadAnswer(f"{self.where}: expected {expected}, got {came}")

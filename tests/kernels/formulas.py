@@ -1,0 +1,65 @@
+"""What the kernels must give, in fp64, by `tests.oracles`: no code of the package is in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests import oracles
+
+
+def final(
+    raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
+):
+    """z and dz/draw, fp64 (C, V)."""
+    z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
+    if softcap is not None:
+        bent = z / softcap
+        z, slope = softcap * bent.tanh(), slope * bent.cosh().square().reciprocal()
+    if isinstance(temperature, Tensor):
+        temperature = temperature.double()[:, None]
+    return z / temperature, slope / temperature
+
+
+def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """lse, lp, entropy of fp64 logits. Where p → 1, z_y − lse would leave even fp64 no digits of
+    1 − p: lp is that of the others. A row with +inf has no distribution: NaN.
+    """
+    lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
+    lse = torch.where(lse == torch.inf, torch.nan, lse)
+    others = z.scatter(1, target[:, None], -torch.inf).logsumexp(1)
+    lp = torch.where(others < picked, -torch.log1p((others - picked).exp()), picked - lse)
+    logp = z - lse[:, None]
+    return lse, lp, -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(-1)
+
+
+def gradient(
+    z: Tensor, slope: Tensor, target: Tensor, g: Tensor, g_entropy: Tensor | None = None
+) -> Tensor:
+    """d (Σ g·lp + g_entropy·H) / d raw."""
+    lse, lp, entropy = statistics(z, target)
+    logp = z - lse[:, None]
+    p = logp.exp()
+    d = g.double()[:, None] * (-p).scatter(1, target[:, None], -torch.expm1(lp)[:, None])
+    if g_entropy is not None:
+        d = d - torch.where(p > 0, g_entropy.double()[:, None] * p * (logp + entropy[:, None]), 0.0)
+    return d * slope
+
+
+def loss_and_slope(
+    lp, old, ref, advantages, policy_weights, kl_weights, config
+) -> tuple[Tensor, Tensor]:
+    """policy_weights·ℓ + kl_weights·KL of every row in fp64, and its d/d lp, by the oracle of
+    completions: rows do not see each other in a token-level loss.
+    """
+    lp = lp.detach().double().requires_grad_()
+    known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}
+    o = oracles.resolve(known)
+    old = lp.detach() if old is None else old.double()
+    rows = oracles.Completion(lp, old, None, None, advantages.double(), None)
+    losses = policy_weights.double() * oracles.ORACLES[config.loss_type](rows, o)
+    if kl_weights is not None:
+        kl = oracles.kl_of(ref.double() - lp, o)
+        kl = kl * oracles.ratio(rows, o) if o.kl_times_ratio else kl
+        losses = losses + kl_weights.double() * kl
+    return losses.detach(), torch.autograd.grad(losses.sum(), lp)[0]

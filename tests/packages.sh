@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The package as a user installs it: an sdist and a wheel are built and checked, and the folder, the wheel and the
+# sdist are installed into fresh environments of every Python that is named. The bare package computes a loss; with
+# the extra `train` it trains three steps. It happens outside the checkout: what is imported is what was installed.
+#
+#   tests/packages.sh python3.11 python3.12      # two minutes each, without the downloads
+#
+# TORCH_INDEX=<an index of CPU builds of torch> where the default index has CUDA builds alone.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+install=(-m pip install -qq --no-compile --disable-pip-version-check -c "$root/constraints.txt"
+         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+
+mkdir "$work/sources" "$work/dist" "$work/elsewhere"
+cd "$root"
+git ls-files -z --cached --others --exclude-standard | tar --null -T - --ignore-failed-read -cf - | tar -xf - -C "$work/sources"
+cd "$work/elsewhere"
+
+say "sdist and wheel"
+"$1" -m venv "$work/build"
+"$work/build/bin/python" -m pip install -qq --disable-pip-version-check build twine
+"$work/build/bin/python" -m build --outdir "$work/dist" "$work/sources" > "$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
+"$work/build/bin/python" -m twine check --strict "$work"/dist/*
+"$1" - "$work/sources" "$work"/dist/*.whl <<'PYTHON'
+import sys, zipfile
+from pathlib import Path
+
+sources, wheel = Path(sys.argv[1]), set(zipfile.ZipFile(sys.argv[2]).namelist())
+wanted = {str(p.relative_to(sources)) for p in (sources / "grpo_fast").rglob("*") if p.suffix in (".py", ".yaml", ".html", ".typed")}
+wanted |= {"grpo_fast/" + str(p.relative_to(sources)) for p in (sources / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".hpp")}
+assert wanted <= wheel, f"missing in the wheel: {sorted(wanted - wheel)}"
+extra = sorted(n for n in wheel - wanted if ".dist-info/" not in n and n != "grpo_fast/py.typed")
+assert not extra, f"in the wheel, and no part of the package: {extra}"
+print(f"the wheel has all {len(wanted)} files")
+PYTHON
+
+check_loss() {  # $1: python
+  "$1" -W ignore - "$root" <<'PYTHON'
+import shutil, sys
+import torch
+import grpo_fast
+from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast.kernels.cpu import loader
+
+assert not grpo_fast.__file__.startswith(sys.argv[1] + "/grpo_fast"), "the checkout was imported"
+hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(50, 16)
+ids = torch.randint(50, (2, 8))
+linear_grpo_loss(hidden, weight, ids, torch.tensor([1.0, -1.0]), LossConfig()).loss.backward()
+assert hidden.grad.abs().sum() > 0
+reason = loader.load()
+assert reason is None or not (shutil.which("g++") or shutil.which("clang++")), reason
+PYTHON
+}
+
+export GRPO_FAST_CACHE="$work/cache"
+for python; do
+  env="$work/env"
+  rm -rf "$env" && "$python" -m venv "$env"
+  say "$("$python" --version), the folder without extras"
+  "$env/bin/python" "${install[@]}" "$work/sources"
+  check_loss "$env/bin/python"
+  if "$env/bin/grpo-fast" train sort steps=3 > said 2>&1 || ! grep -q 'grpo[-_]fast\[train\]' said || grep -q Traceback said; then
+    cat said; echo "expected one line that names the extra"; exit 1
+  fi
+  for form in "$work/sources" "$work"/dist/*.whl "$work"/dist/*.tar.gz; do
+    say "$("$python" --version), ${form##*/} with [train]"
+    "$env/bin/python" -m pip uninstall -qq -y grpo-fast
+    "$env/bin/python" "${install[@]}" "$form[train]"
+    "$env/bin/python" -m pip check --disable-pip-version-check
+    check_loss "$env/bin/python"
+    "$env/bin/grpo-fast" train sort steps=3 "output_dir=$env/run-${form##*/}" log.progress=false > said 2>&1 || { cat said; exit 1; }
+    [ "$(grep -c '"loss"' "$env/run-${form##*/}/metrics.jsonl")" = 3 ] || { cat said; exit 1; }
+    tail -3 said
+  done
+done

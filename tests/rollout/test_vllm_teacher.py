@@ -1,0 +1,163 @@
+"""A teacher's log-probabilities from a stand-in of a vLLM server: what is read, and refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.errors import EngineError
+from grpo_fast.rollout.vllm import http, teacher
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.teacher import TeacherServer
+from tests.rollout.vllm_stand_in import Raw, StandIn, all_logps
+from tests.tiny import tiny_policy
+
+LOW = {"logprob": -99.0}
+GENERATE = "/inference/v1/generate"
+SAMPLES = [([3, 5, 2, 4, 9], 2), ([6, 8, 7], 1), ([3, 5, 1], 2)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr(teacher, "PAUSE_S", 0.02)
+    monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny_policy()
+
+
+@pytest.fixture
+def server(policy: Any) -> Iterator[StandIn]:
+    made = StandIn(policy)
+    yield made
+    made.stop()
+
+
+def asked(policy: Any, server: StandIn, topk: int, **options: float) -> TeacherServer:
+    options = {"timeout": 20.0, "patience": 0.5, **options}
+    return TeacherServer(server.url, topk, len(policy.head.weight), VLLMOptions(**options))
+
+
+@pytest.mark.parametrize("topk", [0, 1, 3, 8, 99])
+def test_rows_are_the_models(policy, server, topk):
+    """The token first, with its own log-probability, then the likeliest that are not it."""
+    V = len(policy.head.weight)
+    found = asked(policy, server, topk).scores(SAMPLES)
+    K = min(topk, V)
+    for (ids, start), rows in zip(SAMPLES, found, strict=True):
+        assert rows.shape == (len(ids) - start, min(K + 1, V), 2)
+        every = all_logps(policy, ids)[start - 1 :]
+        for token, row, logps in zip(ids[start:], rows, every, strict=True):
+            assert row[0].tolist() == [token, pytest.approx(logps[token].item(), abs=1e-6)]
+            best = logps.topk(K).indices.tolist()
+            wanted = [token, *(i for i in best if i != token)]
+            said = row[row[:, 1] > -torch.inf]
+            assert said[:, 0].tolist() == wanted
+            torch.testing.assert_close(said[:, 1].float(), logps[wanted])
+
+
+def test_a_log_probability_that_vllm_cut_off_is_no_category(policy, server):
+    """-9999 stands for -inf: the id then belongs to all the others."""
+
+    def cut(answer: dict[str, Any]) -> None:
+        for row in filter(None, answer["prompt_logprobs"]):
+            row[next(i for i in row if i != next(iter(row)))]["logprob"] = -9999.0
+
+    server.faults[GENERATE] = cut
+    rows = asked(policy, server, 4).scores(SAMPLES[:1])[0]
+    assert rows[:, 1, 1].tolist() == [-torch.inf] * 3
+    assert rows[:, 2:4, 1].isfinite().all()
+
+
+def test_a_server_that_is_back_is_asked_again(policy, server):
+    made = asked(policy, server, 2, patience=20.0)
+    server.faults[GENERATE] = [503, 500, Raw(lambda write: write(b"HTTP/1.1 200 OK\r\n\r\n")), 429]
+    assert len(made.scores(SAMPLES)) == 3 and not server.faults[GENERATE]
+
+
+def rows_of(change: Any) -> Any:
+    """An answer whose last row is another."""
+
+    def changed(answer: dict[str, Any]) -> None:
+        answer["prompt_logprobs"][-1] = change(dict(answer["prompt_logprobs"][-1]))
+
+    return changed
+
+
+def first(row: dict[int, Any], logp: float) -> dict[int, Any]:
+    return row | {next(iter(row)): {"logprob": logp}}
+
+
+IDS, SUM = "every token and the 3 likeliest ids", "sum to 1 at most"
+
+
+def pop(answer: dict[str, Any]) -> None:
+    answer["prompt_logprobs"].pop()
+
+
+def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
+    return dict(list(row.items())[:count])
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "none": (lambda a: {"choices": []}, "prompt_logprobs: Field required"),
+    "null": (lambda a: a | {"prompt_logprobs": None}, "prompt_logprobs: Input should be"),
+    "missing rows": (pop, "a row for each of 2 tokens, got 1"),
+    "more rows": (lambda a: a["prompt_logprobs"].append(None), "each of 2 tokens, got 3"),
+    "shifted by one": (lambda a: a["prompt_logprobs"].reverse(), IDS),
+    "a null row": (rows_of(lambda row: None), f"{IDS}, got None"),
+    "an empty row": (rows_of(lambda row: {}), f"{IDS}, got"),
+    "fewer ids": (rows_of(lambda row: cut(row, 2)), f"{IDS}, got 2"),
+    "more ids": (rows_of(lambda row: cut(row, 3) | dict.fromkeys((91, 92), LOW)), f"{IDS}, got 5"),
+    "another token": (rows_of(lambda row: {i + 11: x for i, x in row.items()}), IDS),
+    "another vocabulary": (rows_of(lambda row: cut(row, 3) | {1 << 30: LOW}), "the student's"),
+    "an id without bound": (rows_of(lambda row: row | {1 << 40: LOW}), "should be less than"),
+    "an id below 0": (rows_of(lambda row: row | {-1: LOW}), "greater than or equal"),
+    "an id that is none": (rows_of(lambda row: row | {"\x1b[2J" * 99: LOW}), "integer"),
+    "NaN": (rows_of(lambda row: first(row, float("nan"))), f"{SUM}, got others, or NaN"),
+    "inf": (rows_of(lambda row: first(row, float("inf"))), SUM),
+    "a logit": (rows_of(lambda row: first(row, 2.5)), SUM),
+    "a sum above 1": (rows_of(lambda row: dict.fromkeys(row, {"logprob": -0.2})), SUM),
+    "a word": (rows_of(lambda row: first(row, "-1.0")), "valid number"),
+    "a list": (rows_of(list), "Input should be an object"),
+    "no JSON": (lambda a: b"<html>", "expected a JSON object"),
+    "deep": (lambda a: b'{"prompt_logprobs": ' + b"[" * 100_000, "expected a JSON object"),
+    "400": (400, "400 told to say 400"),
+    "404": (404, "--enable-scale-out"),
+    "500": (500, "500 told to say 500"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_ends_in_one_sentence(policy, server, name):
+    fault, message = HOSTILE[name]
+    server.faults[GENERATE] = fault
+    start = time.monotonic()
+    with pytest.raises((EngineError, ValueError)) as caught:
+        asked(policy, server, 3, patience=0.1)
+    said = str(caught.value)
+    assert message in said and server.url in said, said
+    assert len(said) < 600 and said.isprintable()
+    assert time.monotonic() - start < 15
+
+
+def test_a_flood_is_not_read_to_its_end(policy, server):
+    def flood(write: Any) -> None:
+        write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            write(b" " * (1 << 20))
+
+    server.faults[GENERATE] = Raw(flood)
+    with pytest.raises(EngineError, match="a longer answer"):
+        asked(policy, server, 3, patience=0.0)
+
+
+def test_nobody_is_there(policy):
+    with pytest.raises(EngineError, match="127.0.0.1:9"):
+        TeacherServer("http://127.0.0.1:9", 3, 20, VLLMOptions(patience=0.1, timeout=5.0))

@@ -33,7 +33,7 @@ MUTANTS = [
            "float(config.temperature)", "1.0",
            "the KL is of another distribution than the one sampled from", "exact_kl_training"),
     Mutant("exact-kl-term-reference-rule", TERM,
-           "= temperature, ref_head.softcap", "= temperature, None",
+           "(config.temperature), ref_head.softcap", "(config.temperature), None",
            "another model's softcap is forgotten", "exact_kl_training"),
     Mutant("exact-kl-term-masked-reference", TERM,
            "TeacherHead(batch.ref_hidden,", "TeacherHead(batch.ref_hidden.flip(0),",

@@ -16,6 +16,7 @@ from grpo_fast.attention.spans import Rule
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models import policy as policies
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning import memory_model
@@ -44,7 +45,9 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
+    with pytest.MonkeyPatch.context() as patch:  # the layers of a GPU: a CPU's own keep less
+        patch.setattr(policies, "fast_layers", lambda model: None)
+        policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
     shape = Shape.of(model.config, sum(p.numel() for p in model.parameters()))
     packed = pack_groups([([2] * (TOKENS // 4), [[3]])] * 4)

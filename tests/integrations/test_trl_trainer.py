@@ -382,7 +382,8 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
         "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4]),
     }
     real = batch["attention_mask"].bool()
-    assert torch.equal(trainer.model(**batch).logits[real], plain.model(**batch).logits[real])
+    ours, theirs = (t.model(**batch).logits[real] for t in (trainer, plain))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # of other kernels on a CPU
     generated = [
         t.model.generate(**batch, max_new_tokens=3, do_sample=False) for t in (trainer, plain)
     ]

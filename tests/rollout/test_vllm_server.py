@@ -383,6 +383,11 @@ def test_completions_by_other_weights_are_refused(policy, server, change, caplog
     assert isinstance(engine.links[0].error, StaleWeights)
 
 
+def test_weights_of_another_run_have_another_name(policy, server):
+    one, other = engine_of(policy, server), engine_of(policy, server)
+    assert one.version == other.version and one.label != other.label
+
+
 def test_a_completion_that_the_server_has_no_room_for(policy, server):
     def cut(answer):
         for choice in answer["choices"]:

@@ -116,5 +116,5 @@ def test_a_mean_over_micro_batches_is_logged_as_it_is_trained(kind):
         assert seen["policy_logp_grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert seen["active_tokens"] == batch.totals[0].items
         whole = sum(each for _, each in alone) / count / ranks
-        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
     assert count > 2

@@ -90,7 +90,9 @@ def test_a_cause_is_named(policy, planted):
     (cause,) = found.causes
     assert part in cause.advice and cause.before == pytest.approx(found.mean)
     assert cause.after == pytest.approx(found.left)
-    assert found.left < (5e-3 if planted == "model in bf16" else 2e-5) < found.mean
+    # Where 16 bits are rounded, a last bit of fp32 may become one of theirs.
+    left = {"model in bf16": 5e-3, "head in bf16": 5e-4, "head in fp16": 2e-4}.get(planted, 2e-5)
+    assert found.left < left < found.mean
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def recipe(tmp_path):
 
 
 def test_help_and_version_load_nothing_heavy():
-    """The command line itself imports neither torch nor transformers, matplotlib or pydantic, which the trainer needs."""
+    """The command line itself imports neither torch nor pydantic, which the trainer needs."""
     code = (
         "import sys, types\n"
         "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"

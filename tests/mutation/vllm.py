@@ -195,7 +195,7 @@ MUTANTS = [
            "a teacher at 1 beside a student at 0.7", "distill_refused"),
     Mutant("teacher-forgotten-by-packing", BATCH,
            '"ref_hidden", "teacher", ', '"ref_hidden", ',
-           "rows stay where other completions now are", "distill"),
+           "rows stay where other completions now are", "exact_kl_training"),
     Mutant("teacher-head-in-shards", "grpo_fast/train/update/gradients.py",
            "None if x is None else whole(x.detach())", "None if x is None else x.detach()",
            "a reference in shards and copies is refused in the middle of a run", "ranks_distill"),

@@ -159,16 +159,18 @@ def test_hidden_states_and_head_give_the_references_logps(folders, tmp_path, kin
     torch.testing.assert_close(reference.logps(batch.packed, 1.0), expected, rtol=0, atol=1e-5)
 
 
-def test_packing_again_hands_the_references_hidden_states_on(folders):
+@pytest.mark.parametrize(("name", "shape"), [("ref_hidden", (4,)), ("teacher", (3, 2))])
+def test_packing_again_hands_on_what_a_teacher_said(folders, name, shape):
     policy = load_policy(ModelConfig(path=folders[0]))
     step = a_batch(policy)
     (batch,) = step.micro_batches
-    batch.ref_hidden, step.has_fixed = torch.randn(len(batch.packed.target_ids), 4), True
-    before = dict(zip(batch.chosen, batch.packed.split(batch.ref_hidden), strict=True))
+    setattr(batch, name, torch.randn(len(batch.packed.target_ids), *shape))
+    step.has_fixed = True
+    before = dict(zip(batch.chosen, batch.packed.split(getattr(batch, name)), strict=True))
     step.pack(9, keep_fixed=True)
     assert len(step.micro_batches) > 2
     for micro in step.micro_batches:
-        for i, rows in zip(micro.chosen, micro.packed.split(micro.ref_hidden), strict=True):
+        for i, rows in zip(micro.chosen, micro.packed.split(getattr(micro, name)), strict=True):
             assert torch.equal(rows, before[i])
 
 

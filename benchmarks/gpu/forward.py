@@ -8,20 +8,18 @@ exponentials stored and without. On the CPU tiny sizes, where only the product r
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import measure
+from benchmarks.gpu import by_size
 from benchmarks.gpu.candidates import Candidate, call_of
 from benchmarks.gpu.cuda_forward.kernel import CONFIGS, CudaConfig, using
 from benchmarks.gpu.tune import agree, copied
-from benchmarks.report.files import write
 from grpo_fast.kernels.gpu.configs import architecture
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 2048, 896)
@@ -90,22 +88,8 @@ def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.forward",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="where the JSON goes")
-    options = parser.parse_args(arguments)
-    is_gpu = options.device == "cuda"
-    sizes = [(ROWS, h, VOCAB) for h in HIDDEN] if is_gpu else [(16, 32, 96)]
-    report = {**measure.header("forward kernels", options.device), "cases": [], "forwards": []}
-    for size in sizes:
-        report["forwards"] += timed(*size, options.device)
-        if options.out:
-            write(Path(options.out), report)
-    return 0
+    sizes = [(ROWS, h, VOCAB) for h in HIDDEN]
+    return by_size.run("forward", __doc__, arguments, timed, sizes, "forward kernels", "forwards")
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.options import measuring
-from benchmarks.report.files import write
+from benchmarks.gpu import by_size
 
 VOCAB, HIDDEN = 151936, (4096, 2048, 896)
 ROWS = (2752, 4096, 8192)
@@ -72,15 +70,8 @@ def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
-    options = measuring("python -m benchmarks.gpu.gemms", __doc__, arguments)
-    is_gpu = options.device == "cuda"
-    sizes = [(n, h, VOCAB) for h in HIDDEN for n in ROWS] if is_gpu else [(16, 32, 96)]
-    report = {**measure.header("gemms", options.device), "cases": [], "gemms": []}
-    for size in sizes:
-        report["gemms"] += timed(*size, options.device)
-        if options.out:
-            write(Path(options.out), report)
-    return 0
+    sizes = [(n, h, VOCAB) for h in HIDDEN for n in ROWS]
+    return by_size.run("gemms", __doc__, arguments, timed, sizes, "gemms", "gemms")
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.gpu import by_size
 from benchmarks.gpu.live_tiles import LiveTiles, live_product, live_tiles, weighed_exponentials
 from benchmarks.gpu.predict import LIVE_SHARES
-from benchmarks.options import measuring
-from benchmarks.report.files import write
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
 from grpo_fast.kernels.gpu.gradients import add_targets_narrow_, scaled_hidden, times, write_hidden_
 from grpo_fast.kernels.types import LogitRule
@@ -113,15 +111,8 @@ def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
-    options = measuring("python -m benchmarks.gpu.sparse", __doc__, arguments)
-    is_gpu = options.device == "cuda"
-    sizes = [(ROWS, h, VOCAB) for h in HIDDEN] if is_gpu else [(16, 32, 96)]
-    report = {**measure.header("live tiles", options.device), "cases": [], "live_tiles": []}
-    for size in sizes:
-        report["live_tiles"] += timed(*size, options.device)
-        if options.out:
-            write(Path(options.out), report)
-    return 0
+    sizes = [(ROWS, h, VOCAB) for h in HIDDEN]
+    return by_size.run("sparse", __doc__, arguments, timed, sizes, "live tiles", "live_tiles")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ LEAST_ROWS = 24  # with fewer, arranging the weight costs more time than the pro
 PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
 CLOSE = 1e-5  # relative: norms of the same formula, in fp32
 
-_agreeing: dict[type, bool] = {}  # classes of norms: whether theirs is our formula
+_agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is their formula
 
 
 def fast_layers(model: nn.Module) -> None:
@@ -53,15 +53,17 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
     weight: Any = module.weight
     if rest or options or not isinstance(eps, float) or not _is_plain(x, weight):
         return theirs(x, *rest, **options)
-    if loader.load("norm") is not None:
-        return theirs(x)
     if type(module) not in _agreeing:
-        with torch.no_grad():
-            few = x.detach().reshape(-1, x.shape[-1])[:4]
-            expected = theirs(few)
-            difference = (rms_norm(few, weight, eps) - expected).abs().max()
-        _agreeing[type(module)] = bool(difference <= CLOSE * expected.abs().max())
+        _agreeing[type(module)] = loader.load("norm") is None and _agrees(theirs, x, weight, eps)
     return rms_norm(x, weight, eps) if _agreeing[type(module)] else theirs(x)
+
+
+@torch.no_grad()
+def _agrees(theirs: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, eps: float) -> bool:
+    few = x.detach().reshape(-1, x.shape[-1])[:4]
+    expected = theirs(few)
+    difference = (rms_norm(few, weight, eps) - expected).abs().max()
+    return bool(difference <= CLOSE * expected.abs().max())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.rows import launch, vector
+from grpo_fast.kernels.gpu.launch import launch, vector
 from grpo_fast.kernels.gpu.target_rows import add_targets_, add_targets_narrow_
 from grpo_fast.kernels.workspace import unset
 

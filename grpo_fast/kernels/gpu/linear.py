@@ -32,9 +32,9 @@ from grpo_fast.kernels.gpu.configs import (
     linear_config,
 )
 from grpo_fast.kernels.gpu.epilogue import fold_tile
+from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.gpu.problem import Problem, is_aligned
-from grpo_fast.kernels.gpu.rows import launch, rule_arguments
 from grpo_fast.kernels.types import LogitRule, RowStats
 from grpo_fast.kernels.workspace import unset
 
@@ -274,15 +274,13 @@ def statistics(
     p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
 ) -> RowStats:
     """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
-    rows, device = p.hidden.shape[0], p.hidden.device
-    lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
-    entropy = unset(torch.empty_like, lse) if return_entropy else None
+    rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
         sums = (4 if return_entropy else 3, slice_count(p), rows)
-        partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
+        partial = unset(torch.empty, sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
-        join(p, partial, (lse, logps, entropy))
-    return lse, logps, entropy
+        join(p, partial, stats)
+    return stats
 
 
 def head_logps(

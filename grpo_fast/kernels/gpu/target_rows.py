@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
-from grpo_fast.kernels.gpu.rows import launch
 from grpo_fast.kernels.workspace import unset
 
 # |A|² over |S|² in one block of columns, from which the row is formed again.

@@ -44,7 +44,7 @@ class GatheredHead:
         assert rows.support is not None
         self.tensors, self.support, self.is_wide = tensors, rows.support, is_wide
         self.hidden, self.weight, self.bias = tensors
-        self.doors, self.surround = support_doors(route.backend), route.kernels.gradients
+        self.doors, self.kernels = support_doors(route.backend), route.kernels
         self.index, self.repeats = rows.select(self.support.own).hidden_index, rows.repeats
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
@@ -98,10 +98,10 @@ class GatheredHead:
         dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
         new = self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros
         total = unset(new, self.hidden.shape, dtype=dtype)
-        if self.surround is None:
+        if self.kernels.gradients is None:
             total[self._places(g)] = scaled_rows(slopes, g).to(dtype)
             return total
-        return self.surround.scaled_hidden(slopes, g, total, self.index)
+        return self.kernels.gradients.scaled_hidden(slopes, g, total, self.index)
 
     def _places(self, g: Tensor) -> Tensor:
         return torch.arange(len(g), device=g.device) if self.index is None else self.index

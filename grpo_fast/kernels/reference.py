@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, pick
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
@@ -50,7 +49,7 @@ def row_logps(
     places within the rows.
     """
     if offsets is not None:
-        sums = [unset(logits.new_empty, len(target_ids), dtype=torch.float32) for _ in range(3)]
+        sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
         for here, at in by_length(offsets):
             own = target_ids[here], rule.rows(here)
             stats = row_logps(logits[0, at], *own, return_entropy=return_entropy)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.workspace import unset
-
 
 class Support(NamedTuple):
     """The kept sets of a sampler that truncates (top-p, top-k), S_t for each target.
@@ -86,7 +84,7 @@ class SupportRows(NamedTuple):
         if self.own is None:
             return own
         assert self.others is not None and others is not None
-        merged = unset(own.new_empty, len(own) + len(others))
+        merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitRule, add_rows_, scaled_rows
-from grpo_fast.kernels.workspace import unset
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
 BLOCK_ELEMENTS = 4 << 20
@@ -66,7 +65,7 @@ def _logits(
     hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
 ) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    raw = unset(weight.new_empty, len(rows.ids), dtype=dtype)
+    raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(raw), weight):
         h, w = hidden[sources[block]].to(dtype), weight[rows.ids[block]].to(dtype)

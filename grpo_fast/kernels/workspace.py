@@ -1,6 +1,5 @@
-"""Memory of ours: that torch does not fill what we write; copies to the host that nobody waits for;
-how large the workspace of the chunk loop may be, on which pages it lies, where it waits for the
-next call.
+"""Memory of ours: copies to the host that nobody waits for; how large the workspace of the chunk
+loop may be, on which pages it lies, where it waits for the next call.
 """
 
 from __future__ import annotations
@@ -11,47 +10,17 @@ import math
 import mmap
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic as _deterministic
 
 # Buffers of this many bytes get huge pages, or pages that are zeros (the values of MADV_* are part
 # of Linux's interface).
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8 << 20, 2 << 20, 14, 23
-
-
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
-
-# False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
-# has written.
-EXEMPT = True
-_switch = threading.Lock()
-deterministic: Any = _deterministic  # its module hides the attribute behind a property
-
-
-def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """`empty(*args, **options)`, of which we write every element before we read it.
-
-    Under `torch.use_deterministic_algorithms(True)` torch fills what is empty, which would cost a
-    sweep over each of our buffers in each call. Its switch is of the whole process: it is off for
-    the allocation alone, and one thread at a time puts back what it found. Memory that a thread of
-    somebody else's asks for at that very moment may come unfilled.
-    """
-    if not (EXEMPT and torch.are_deterministic_algorithms_enabled()):
-        return empty(*args, **options)
-    with _switch:
-        before = deterministic.fill_uninitialized_memory
-        deterministic.fill_uninitialized_memory = False
-        try:
-            return empty(*args, **options)
-        finally:
-            deterministic.fill_uninitialized_memory = before
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -76,7 +45,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """A copy of x on the host, and the event that says when it is there."""
-    host = unset(torch.empty, x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(x.device))  # x may lie on another than the current one
@@ -118,7 +87,7 @@ _spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, columns), unset, on the device of `like`."""
+    """(rows, columns), not filled, on the device of `like`."""
     kept = None
     if _spare and like.is_cpu:
         try:
@@ -126,7 +95,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
         except IndexError:
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
-        return on_huge_pages(unset(like.new_empty, (rows, columns), dtype=dtype))
+        return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
     return (
         kept
         if kept.shape == (rows, columns)

@@ -23,13 +23,6 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
 
-# An infinite ref_logp has an infinite KL, whose gradient is finite.
-FINITE = (
-    ("advantages", "finite numbers", "NaN or inf"),
-    ("old_logps", "numbers at the active tokens", "NaN"),
-    ("ref_logps", "finite numbers at the active tokens", "NaN or inf"),
-)
-
 
 class TokenBatch(NamedTuple):
     """T active tokens: which rows they are, what the objective knows of them, and the objective."""
@@ -52,7 +45,10 @@ class TokenBatch(NamedTuple):
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
             temperature = places.owned(temperature)
-        _check_values(tokens, temperature, validate)
+        values.numbers(
+            validate, advantages=tokens.advantages, old_logps=tokens.old_logps,
+            ref_logps=tokens.ref_logps, temperature=temperature,
+        )  # fmt: skip
         rule = LogitRule(config.logit_scale, config.softcap, temperature)
         if targets is None:
             return cls(places.rows(places.segments, rule), tokens, config)
@@ -87,7 +83,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.owned(rule.temperature)
-        values.check_values(values.temperatures(temperatures, ""), "auto")
+        values.numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -213,14 +209,3 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
     if isinstance(value, Tensor):
         value = value.detach().reshape(()).to(places.lengths.device)
     return values.total(name, value, validate)
-
-
-def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """Refuse active tokens whose values are not finite."""
-    flags = []
-    for name, expected, odd in FINITE:
-        if (x := getattr(tokens, name)) is not None:
-            flags += values.finite(name, x, expected, odd)
-    if isinstance(temperature, Tensor):
-        flags += values.temperatures(temperature, " at the active tokens")
-    values.check_values(flags, validate)

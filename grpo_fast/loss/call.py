@@ -16,7 +16,6 @@ from torch import Tensor
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import Given, Options, RowOptions
-from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
@@ -69,7 +68,7 @@ class LossOutput:
     entropy: Tensor | None
     divergence: Tensor | None
     _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
-    _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
+    _more: dict[str, Tensor] = dataclasses.field(repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -77,9 +76,7 @@ class LossOutput:
         """0-d fp32 tensors by TRL's names on the loss's device; computed when first read."""
         if not self._metrics:
             entropy = None if self.entropy is None else self.entropy.reshape(-1)
-            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy))
-            if self._filtered is not None:
-                self._metrics.update(zip(FILTER_METRICS, self._filtered.unbind(), strict=True))
+            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy) | self._more)
         return self._metrics
 
 
@@ -109,23 +106,16 @@ def loss(
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
     (value, logps, entropy, filtered, *others), like = outputs, given.like
-    divergence = others[0] if others else None
+    divergence, more = (others[0] if others else None), {}
+    if filtered is not None:
+        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        metrics = partial(_with_mean, batch, divergence)
-    entropy, divergence = (
-        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
+        total = divergence.detach().sum(dtype=torch.float64).float()
+        more["divergence"] = total / max(len(batch.rows.target_ids), 1)
+    logps, entropy, divergence = (
+        None if x is None else _shaped(detached(x), like) for x in (logps, entropy, divergence)
     )
-    logps = _shaped(detached(logps), like)
-    return LossOutput(value, logps, entropy, divergence, metrics, filtered)
-
-
-def _with_mean(
-    batch: TokenBatch, divergence: Tensor, logps: Tensor, entropy: Tensor | None
-) -> dict[str, Tensor]:
-    """The metrics of a batch, and the mean divergence of its active tokens."""
-    total = divergence.detach().sum(dtype=torch.float64).float()
-    mean = total / max(len(batch.rows.target_ids), 1)
-    return {**batch.metrics(logps, entropy), "divergence": mean}
+    return LossOutput(value, logps, entropy, divergence, metrics, more)
 
 
 def logps(

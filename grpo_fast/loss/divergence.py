@@ -270,5 +270,5 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
-    check_values(values.finite("weights", own, "finite numbers", "NaN or inf"), "auto")
+    values.numbers("auto", weights=own)
     return own

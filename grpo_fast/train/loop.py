@@ -69,6 +69,8 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Its fill of empty memory would be one more sweep over each buffer of the loss.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
     with distributed.together():

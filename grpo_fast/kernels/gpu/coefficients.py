@@ -12,7 +12,6 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch, vector
 from grpo_fast.kernels.gpu.leaves import leaf_arguments, loss_and_slope
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -43,7 +42,7 @@ def row_coefficients(
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
     """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
-    losses, grad_logps = (unset(torch.empty_like, logps) for _ in range(2))
+    losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, leaves = leaf_arguments(config)
     if len(logps):
         launch(

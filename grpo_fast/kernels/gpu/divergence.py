@@ -23,7 +23,6 @@ from grpo_fast.kernels.gpu.leaves import device_function
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitRule
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Four columns a thread: one vector load of 16 bytes. With eight JSD spills on sm_80 and sm_90.
@@ -161,7 +160,7 @@ def row_divergence_(
             logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
         )
     count, vocab = logits.shape
-    found = unset(torch.empty, (4, count), dtype=torch.float64, device=logits.device)
+    found = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(

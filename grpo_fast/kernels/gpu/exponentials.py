@@ -30,7 +30,6 @@ from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
 from grpo_fast.kernels.gpu.problem import Problem
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -83,7 +82,7 @@ def units_kernel(
 
 def target_logits(p: Problem) -> Tensor:
     """(T,) fp32 raw logits of the targets."""
-    raw = unset(torch.empty, p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
+    raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
         p.weight.shape[0], p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0),
@@ -117,7 +116,7 @@ def head_exponentials(
     p = problem(hidden, weight, bias, target_ids, rule)
     rows = p.hidden.shape[0]
     unit, target_unit = (
-        unset(torch.empty, rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
+        torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
     )
     if not rows:
         return Exponentials(

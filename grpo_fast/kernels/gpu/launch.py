@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.types import LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
@@ -33,5 +32,5 @@ def vector(values: Tensor | None) -> Tensor | None:
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     rows, device = of_rows.shape[0], of_rows.device
-    lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
-    return lse, logps, unset(torch.empty_like, lse) if return_entropy else None
+    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    return lse, logps, torch.empty_like(lse) if return_entropy else None

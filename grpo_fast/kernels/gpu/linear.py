@@ -36,7 +36,6 @@ from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.types import LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -277,7 +276,7 @@ def statistics(
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
         sums = (4 if return_entropy else 3, slice_count(p), rows)
-        partial = unset(torch.empty, sums, dtype=torch.float32, device=p.hidden.device)
+        partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
         join(p, partial, stats)
     return stats
@@ -315,5 +314,5 @@ def aligned_copy(matrix: Tensor) -> Tensor:
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
     shape = (matrix.shape[0], per_row)
-    copy = unset(torch.empty, shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

@@ -30,7 +30,6 @@ from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments, vector
 from grpo_fast.kernels.gpu.leaves import leaf_arguments, loss_and_slope
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -264,7 +263,7 @@ def row_loss_(
     lse, logps and entropy are those of `row_logps`, bit for bit.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
-    losses, grad_logps = unset(torch.empty_like, lse), unset(torch.empty_like, lse)
+    losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)

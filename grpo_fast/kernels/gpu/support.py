@@ -33,7 +33,6 @@ from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inv
 from grpo_fast.kernels.gpu.problem import is_aligned
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import LogitRule
-from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -182,9 +181,9 @@ def head_rows(
     count, width = len(rows.places), weight.shape[1]
     config = support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
-    stats, raw = outputs(rows.places, return_entropy), unset(new, len(rows.ids))
+    stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     has_slopes = return_slopes and config.block_h >= width
-    slopes = unset(new, (count, width)) if has_slopes else None
+    slopes = new((count, width)) if has_slopes else None
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(
@@ -200,7 +199,7 @@ def head_rows(
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     """(R, H) fp32; see support_reference.head_hidden."""
     shape = len(rows.places), weight.shape[1]
-    out = unset(torch.empty, shape, dtype=torch.float32, device=d.device)
+    out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
     return out
 

@@ -36,7 +36,6 @@ from grpo_fast.kernels.types import (
     pad_rows,
     pick,
 )
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -172,7 +171,7 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        to = out if dtype == out.dtype else unset(out.new_empty, out.shape, dtype=dtype)
+        to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_wide(h, teacher.weight, out=to)
         if teacher.bias is not None:
             to.add_(teacher.bias)

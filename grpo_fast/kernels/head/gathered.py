@@ -19,7 +19,7 @@ from grpo_fast.kernels.types import (
     add_rows_,
     scaled_rows,
 )
-from grpo_fast.kernels.workspace import unset, zeros
+from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
@@ -87,7 +87,7 @@ class GatheredHead:
         dtype = self.sum_dtype if self.is_wide else self.weight.dtype
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
-        return unset(self.weight.new_empty, self.weight.shape, dtype=dtype), False
+        return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """(N, H) g times the slopes of the supported rows, added to `total`."""
@@ -97,7 +97,7 @@ class GatheredHead:
             return total
         dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
         new = self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros
-        total = unset(new, self.hidden.shape, dtype=dtype)
+        total = new(self.hidden.shape, dtype=dtype)
         if self.kernels.gradients is None:
             total[self._places(g)] = scaled_rows(slopes, g).to(dtype)
             return total

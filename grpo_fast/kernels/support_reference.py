@@ -29,11 +29,11 @@ def target_places(
     """(R,) the place of each target in its row, or -1; 0-d an id that a row has twice, or -1."""
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
-    found = torch.where(ids == target_ids[rows], places, -1)
-    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, found, "amax")
+    places = torch.where(ids == target_ids[rows], places, -1)
+    of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
     keys = (rows * vocab_size + ids).sort().values
     again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
-    return found, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
+    return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
 
 
 def head_rows(

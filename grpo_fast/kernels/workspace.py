@@ -1,5 +1,5 @@
 """Memory of ours: copies to the host that nobody waits for; how large the workspace of the chunk
-loop may be, on which pages it lies, where it waits for the next call.
+loop may be, where it waits for the next call; zeros that nobody has to write.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# Buffers of this many bytes get huge pages, or pages that are zeros (the values of MADV_* are part
-# of Linux's interface).
-HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8 << 20, 2 << 20, 14, 23
+# Zeros of this many bytes come from pages that are zeros (MADV_POPULATE_WRITE is part of Linux's
+# interface).
+ZERO_PAGES_FROM, MADV_POPULATE_WRITE = 8 << 20, 23
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
 
@@ -28,18 +28,18 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     threads, and that nobody fills again.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < HUGE_FROM or sys.platform != "linux":
+    if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     x = torch.frombuffer(pages, dtype=dtype).view(*shape)
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
-        length = min(HUGE_FROM, size - start)
+        length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
         _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(take, range(0, size, HUGE_FROM)))
+        list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
     return x
 
 
@@ -95,7 +95,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
         except IndexError:
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
-        return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
+        return like.new_empty((rows, columns), dtype=dtype)
     return (
         kept
         if kept.shape == (rows, columns)
@@ -115,22 +115,6 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 def drop_workspace() -> None:
     """Give the kept workspace back to the allocator."""
     _spare.clear()
-
-
-def on_huge_pages(buffer: Tensor) -> Tensor:
-    """Ask for 2 MiB pages under a large CPU buffer: page faults cost 10% of a small loss."""
-    size = buffer.numel() * buffer.element_size()
-    if (
-        buffer.device.type == "cpu"
-        and size >= HUGE_FROM
-        and sys.platform == "linux"
-        and type(buffer) is Tensor
-    ):
-        start = -(-buffer.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        length = (buffer.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
-        # A hint: failure is no error.
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
-    return buffer
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
-from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
@@ -85,16 +85,16 @@ def loss(
     tensors: tuple[Tensor | None, ...],
     options: Options,
     config: LossConfig,
-    given: Given,
+    inputs: BatchInputs,
     ranks: Agreement = ALONE,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
-    checks.tokens(config, given, has_logits=name != "given_logps")
+    checks.tokens(config, inputs, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
-        outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
+        outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
     else:
         known = operators.LOSSES[name]
-        batch = operators.build(known, tensors, options, config, given)
+        batch = operators.build(known, tensors, options, config, inputs)
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
             numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
@@ -105,7 +105,7 @@ def loss(
         else:
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
-    (value, logps, entropy, filtered, *others), like = outputs, given.like
+    (value, logps, entropy, filtered, *others), like = outputs, inputs.like
     divergence, more = (others[0] if others else None), {}
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))

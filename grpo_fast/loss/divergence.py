@@ -148,7 +148,7 @@ def checked_term(
     support: Support | None,
     grad_filter: float | None,
 ) -> DivergenceTerm | None:
-    """What a loss adds, with a flat teacher; None of None."""
+    """The divergence term of a loss, checked, with a flat teacher; None of None."""
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):

@@ -106,10 +106,10 @@ RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def numbers(validate: str, **given: Any) -> None:
+def numbers(validate: str, **tensors: Any) -> None:
     """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
     checks = []
-    for name, x in given.items():
+    for name, x in tensors.items():
         if isinstance(x, Tensor):
             expected, odd, holds = RULES[name]
             checks.append(elements(x, ~holds(x), f"{name}: expected {expected}", odd))

@@ -187,9 +187,7 @@ def group_advantages(
 
     Args:
         rewards: (N*G,) float; for mode "gdpo" K of them, (K, N*G).
-        mode: a name of `MODES`: "rewards", "baseline", "centered", "normalized", "max", "max_code",
-            "batch", "rloo", "rloo_normalized", "maxrl", "gdpo", "reinforce_pp_baseline", "opo",
-            "passk".
+        mode: a name of `MODES` (formulas: README.md beside this file).
         group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
             the others find a group of equal rewards in it.
         clip_low, clip_high: bounds of the advantages, <= 0 and >= 0; None: none.

@@ -127,8 +127,8 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)
     size = torch.where(spread > 0, mean(weights).square() / spread, 0.0)
-    found = mean((weights == 0).float()), mean(clipped), size
-    return dict(zip(CORRECTION_METRICS, found, strict=True))
+    values = mean((weights == 0).float()), mean(clipped), size
+    return dict(zip(CORRECTION_METRICS, values, strict=True))
 
 
 def mean(x: Tensor) -> Tensor:

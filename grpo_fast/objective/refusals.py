@@ -1,4 +1,4 @@
-"""What a wrong option is refused by: a ValueError that names it."""
+"""Refusals of wrong options: a ValueError that names the option."""
 
 from __future__ import annotations
 

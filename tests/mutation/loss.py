@@ -37,7 +37,7 @@ MUTANTS = [
            ")[places.segments]  # fmt: skip", ")[places.segments.clamp(max=0)]  # fmt: skip",
            "every token has the first completion's weight", "logps"),
     Mutant("batch-target-shift", BATCH,
-           "ids = places.picked(given.like)",
+           "ids = places.picked(inputs.like)",
            "ids = places._replace(kept=None if places.kept is None else (places.kept - 1).clamp(min=0)).picked(given.like)",
            "the target of the token before", "sweeps"),
     Mutant("batch-shared-memory", BATCH,

@@ -71,7 +71,7 @@ def parts(lse):
 
 @triton.jit
 def row_divergence_kernel(
-    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, found_ptr,
+    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, sums_ptr,
     C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -124,10 +124,10 @@ def row_divergence_kernel(
         if out_ptr is not None:
             center = tl.load(known_ptr + C + row)
             rest = center - of_top.to(tl.float64)
-    tl.store(found_ptr + row, tl.sum(values, 0).to(tl.float64))
-    tl.store(found_ptr + C + row, center)
-    tl.store(found_ptr + 2 * C + row, lse_p)
-    tl.store(found_ptr + 3 * C + row, lse_q)
+    tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
+    tl.store(sums_ptr + C + row, center)
+    tl.store(sums_ptr + 2 * C + row, lse_p)
+    tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
@@ -160,14 +160,14 @@ def row_divergence_(
             logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
         )
     count, vocab = logits.shape
-    found = torch.empty((4, count), dtype=torch.float64, device=logits.device)
+    sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(
             row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
-            None if known is None else torch.stack(known), found, count, vocab, logits.stride(0),
+            None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
             teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
             *rule_arguments(teacher_rule)[1:], float(divergence.beta),
             LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V, num_warps=8,
         )  # fmt: skip
-    return DivergenceRows(*found)
+    return DivergenceRows(*sums)

@@ -102,13 +102,8 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
-    `Exponentials`.
-
-    `known`: the statistics of these rows from another call; they are then not computed again, and
-        the bits of `out`
-    are the same. A target id outside [0, V) has no column, and counts as a logit of 0. None is kept
-    in more digits.
+    """See cpu/linear.head_exponentials. A target id outside [0, V) has no column, and counts as a
+    logit of 0. No element comes in more digits.
 
     Raises:
         ValueError: hidden and weight of different dtype.

@@ -292,12 +292,9 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
-
-    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the
-    registers. `hidden` and `weight` share one dtype (fp32, bf16, fp16), with any strides;
-    `logits_out` (fp32, bf16 or fp16, contiguous last dimension) receives the raw logits and changes
-    no bit of the other outputs. A target id outside [0, V) counts as a logit of 0.
+    """See cpu/linear.head_logps; the logits never leave the registers. fp32, bf16 or fp16 of any
+    strides; the last dimension of `logits_out` is contiguous. A target id outside [0, V) counts as
+    a logit of 0.
 
     Raises:
         ValueError: hidden and weight of different dtype.

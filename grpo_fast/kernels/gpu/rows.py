@@ -198,11 +198,9 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """lse, log-probability of the target and (when asked for) entropy of every row, each (C,) fp32.
-
-    The same door as `reference.row_logps`. `logits` is fp32, bf16 or fp16 with a contiguous last
-    dimension and any row stride. A target id outside [0, V) is never read; its row gets the
-    log-probability of a raw logit of 0.
+    """See reference.row_logps. `logits` is fp32, bf16 or fp16 with a contiguous last dimension and
+    any row stride. A target id outside [0, V) is never read; its row gets the logp of a raw logit
+    of 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -227,12 +225,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """d raw-logits, written to `out` (default: over `logits`) and returned; the same door as
-    `reference.row_grad_`.
-
-    `out` is `logits` itself or memory that does not overlap it. A row with nothing flowing into it
-    becomes exact zeros.
-    """
+    """See reference.row_grad_. `out` is `logits` itself or memory that does not overlap it."""
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
@@ -257,11 +250,7 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """One kernel from logits to the gradient of a token-level loss; the same door as
-    `reference.row_loss_`.
-
-    lse, logps and entropy are those of `row_logps`, bit for bit.
-    """
+    """See reference.row_loss_. lse, logps and entropy are those of `row_logps`, bit for bit."""
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     if not logits.shape[0]:

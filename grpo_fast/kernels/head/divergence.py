@@ -85,7 +85,7 @@ class DivergenceHead(LinearHead):
         return self._sweep(wanted, None)
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """As of a `LinearHead`; nothing is kept for `gradients`, which forms the divergences."""
+        """`LinearHead.logps`; no chunk stays for `gradients`, which forms the divergences."""
         return super().logps(return_entropy=return_entropy)
 
     def loss_gradients(
@@ -155,7 +155,7 @@ class DivergenceHead(LinearHead):
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
-            own = whole = self._joined(self.doors.row_divergence_, *of_rows)
+            own = whole = self._join_ranks(self.doors.row_divergence_, *of_rows)
             if whole is None or (to is not None and z.shape[1]):
                 own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
@@ -178,8 +178,8 @@ class DivergenceHead(LinearHead):
         if to is not out:
             out.copy_(to)
 
-    def _joined(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
-        """What the ranks that share the vocabulary say of whole rows; None: this rank has all.
+    def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
+        """Sums over whole rows, of all ranks that share the vocabulary; None: this rank has all.
 
         Two rounds: every rank's lse, then the sums that follow from the lse of whole rows. 32
         bytes per row and rank travel.

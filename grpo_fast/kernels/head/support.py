@@ -130,7 +130,7 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return self.source.no_gradients()
         held, self.held = self.held, None

@@ -63,9 +63,7 @@ class SupportRows(NamedTuple):
     """Rows of logits that exist only where the sampler looked: R of the T active rows."""
 
     own: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
-    others: (
-        Tensor | None
-    )  # (T - R,) int64: the rows with the whole vocabulary; None: there are none
+    others: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
     ids: Tensor  # (nnz,) int64, columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
     places: Tensor  # (R,) int64: where the row's target stands in it, from 0

@@ -96,11 +96,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
-    return (
-        kept
-        if kept.shape == (rows, columns)
-        else kept.view(-1)[: rows * columns].view(rows, columns)
-    )
+    return kept.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.refusals import wrong
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,9 +37,9 @@ def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
             if name or not names:
                 if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
                     if name is None:
-                        raise checks.wrong(function.__name__, "a call outside of a graph", "one in")
+                        raise wrong(function.__name__, "a call outside of a graph", "one in")
                     expected = f"{parameters[name].default} in a graph of torch.compile"
-                    raise checks.wrong(name, expected, type(keywords[name]).__name__)
+                    raise wrong(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
                     return untraced(function)(*args, **keywords)
             return function(*args, **keywords)

@@ -18,7 +18,7 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.objective.refusals import choice, number
+from grpo_fast.objective.refusals import choice, number, wrong
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -34,10 +34,6 @@ KINDS = {  # by the words of a refusal
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-
-
-def wrong(name: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def tensor(

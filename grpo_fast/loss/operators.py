@@ -19,10 +19,10 @@ from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, handed_over, kept_gradients
 from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.loss.checks import wrong
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
+from grpo_fast.objective.refusals import wrong
 
 BATCH = ", ".join(
     [

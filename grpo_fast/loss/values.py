@@ -19,8 +19,8 @@ from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import support_doors
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.workspace import on_its_way
-from grpo_fast.loss.checks import wrong
 from grpo_fast.objective.aggregation import Total
+from grpo_fast.objective.refusals import wrong
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
 NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"

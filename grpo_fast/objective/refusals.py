@@ -10,6 +10,10 @@ from torch import Tensor
 from grpo_fast.objective.losses import FP32_MAX
 
 
+def wrong(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{name}: expected {expected}, got {got}")
+
+
 def choice(name: str, value: Any, choices: Any) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:

@@ -9,7 +9,7 @@ ROW_SUMS, STATISTICS, CHUNK, GRADIENT, ROW_LOSS = (
 )
 ROWS, MATH, LINEAR, WEIGHTS, EPILOGUE, SCALE, LEAVES = (
     f"grpo_fast/kernels/gpu/{x}.py"
-    for x in ("rows", "math", "linear", "exponentials", "epilogue", "scale", "leaves")
+    for x in ("rows", "math", "linear", "exponentials", "epilogue", "scale", "coefficients")
 )
 TYPES, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("types", "head/chunks"))
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.divergence_reference import row_topk_divergence_
+from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch, rule_arguments, vector
-from grpo_fast.kernels.gpu.leaves import device_function
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitRule

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.coefficients import leaf_arguments, loss_and_slope
 from grpo_fast.kernels.gpu.configs import RAGGED, row_config
 from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments, vector
-from grpo_fast.kernels.gpu.leaves import leaf_arguments, loss_and_slope
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
 from grpo_fast.objective.coefficients import RowTerms

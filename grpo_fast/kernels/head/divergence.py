@@ -80,10 +80,6 @@ class DivergenceHead(LinearHead):
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
-    def divergence_gradients(self, wanted: Wanted) -> tuple[Tensor, ...]:
-        """The values, and (dH, dW, db) of Σ weights·D alone."""
-        return self._sweep(wanted, None)
-
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """`LinearHead.logps`; no chunk stays for `gradients`, which forms the divergences."""
         return super().logps(return_entropy=return_entropy)
@@ -99,23 +95,24 @@ class DivergenceHead(LinearHead):
             parts.append(part)
             return d.matrix, part.grad_logps, here.grad_entropy
 
-        gradients = self._sweep(wanted, policy)
+        gradients = self.sweep(wanted, policy)
         return RowLoss(*concat_chunks(parts, self.hidden)), gradients
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not any(wanted):
-            return self._sweep(wanted, None)
+            return self.sweep(wanted)
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = pick(chunk, g, g_entropy)
             d = self.chunk.gradients(at, pick(chunk, *known), *here, held=False)
             return d.matrix, *here
 
-        return self._sweep(wanted, policy)
+        return self.sweep(wanted, policy)
 
-    def _sweep(self, wanted: Wanted, policy: Policy | None) -> tuple[Tensor, Tensor, Tensor]:
+    def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The values, and (dH, dW, db) of Σ weights·D and of the policy loss; None: of no loss."""
         sums, self.has_gradient = self._sums(wanted), any(wanted)
         active = self.weights != 0
         activity = Activity(active if self.on_gpu and policy is None else None, self.chunk_rows)
@@ -226,7 +223,7 @@ def supported_divergence(
             divergence=divergence, weights=weights[support.others], has_policy=False,
             is_wide=True, **options,
         )  # fmt: skip
-        others, of_others = dense.divergence_gradients(wanted), dense.values
+        others, of_others = dense.sweep(wanted), dense.values
     source = supported_head(tensors, rows, route, is_wide=is_wide)
     of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)

@@ -17,7 +17,7 @@ from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule
 from tests.attention.layouts import two_levels
 
-FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False)
+FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
 EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 LAYOUTS = {
     "one segment": ([7], []),
@@ -136,14 +136,6 @@ def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     ]
     for x, y in zip(*both, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
-
-
-def a_comb(turns, tokens):
-    """A conversation that branches at every turn."""
-    return TreeLayout.of(
-        [tokens] * (2 * turns + 1),
-        parents=[-1, 0, 0, *[2 * s for s in range(1, turns) for _ in range(2)]],
-    )
 
 
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):

@@ -303,7 +303,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
     total, rule = 8 * depth, Rule(0.3)
     given_ = [torch.randn(total, n, 16, generator=generator).bfloat16() for n in (4, 2, 2, 4)]
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
-    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False), []
+    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward), []
 
     def run(attention, layout, dtype):
         *qkv, grad = (x.to(dtype) for x in given_)

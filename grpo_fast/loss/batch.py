@@ -101,21 +101,16 @@ class _Places(NamedTuple):
     lengths: Tensor  # (B,) int64, active tokens
     segments: Tensor  # (T,) int64
 
-    def picked(self, x: Tensor) -> Tensor:
-        """The active ones of (N,) whole numbers, in memory of their own."""
+    def picked(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The active ones of (N,) numbers, in memory of their own."""
         x = x.detach().reshape(-1)
         if self.kept is None:
-            return x.to(torch.int64, copy=True)
-        return x.index_select(0, self.kept).to(torch.int64)
+            return x.to(dtype, copy=True)
+        return x.index_select(0, self.kept).to(dtype)
 
     def owned(self, x: Any) -> Any:
         """The active ones of (N,) numbers in fp32, in memory of their own; None of None."""
-        if x is None:
-            return None
-        x = x.detach().reshape(-1)
-        if self.kept is None:
-            return x.to(torch.float32, copy=True)
-        return x.index_select(0, self.kept).float()
+        return None if x is None else self.picked(x, torch.float32)
 
     def rows(
         self,

@@ -7,7 +7,7 @@ there).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,8 +138,12 @@ def _unpacked(row: tuple) -> tuple[LossConfig, BatchInputs]:
 def _metrics(
     row: list, config: LossConfig, logps: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
-    names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
+    names = _names(config, row, entropy)
     return dict(zip(names, torch.ops.grpo_fast.metrics(logps, entropy, *row).unbind(), strict=True))
+
+
+def _names(config: LossConfig, row: Sequence[Any], entropy: Tensor | None) -> list[str]:
+    return metric_names(config, row[SAMPLING] is not None, entropy is not None)
 
 
 def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
@@ -149,9 +153,7 @@ def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
 
 
 def metrics_fake(logps, entropy, *row):
-    config = LossConfig.from_key(row[-1])
-    names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
-    return logps.new_empty(len(names))
+    return logps.new_empty(len(_names(LossConfig.from_key(row[-1]), row, entropy)))
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:

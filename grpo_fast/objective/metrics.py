@@ -88,22 +88,14 @@ def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> l
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
     names = [
-        "policy_loss",
-        "ratio/mean",
-        "ratio/min",
-        "ratio/max",
-        "approx_kl",
-        "active_tokens",
+        "policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens",
         "skipped_rows",
-    ]
+    ]  # fmt: skip
     names += ["entropy"] if has_entropy else []
     names += ["kl", "kl_guarded"] if config.uses_reference else []
     if objective.clips == "ppo":
-        names += [
-            f"clip_ratio/{side}_{how}"
-            for side in ("low", "high", "region")
-            for how in ("mean", "min", "max")
-        ]
+        sides, extents = ("low", "high", "region"), ("mean", "min", "max")
+        names += [f"clip_ratio/{side}_{how}" for side in sides for how in extents]
     names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(
         str(objective.clips), []
     )

@@ -41,7 +41,7 @@ MUTANTS = [
            "ids = places._replace(kept=None if places.kept is None else (places.kept - 1).clamp(min=0)).picked(given.like)",
            "the target of the token before", "sweeps"),
     Mutant("batch-shared-memory", BATCH,
-           "return x.to(torch.float32, copy=True)", "return x.float()",
+           "return x.to(dtype, copy=True)", "return x.to(dtype)",
            "metrics read what the caller has written over its arguments", "metrics"),
     Mutant("batch-rows-that-repeat", BATCH,
            "predicting, repeats=True)", "predicting, repeats=False)",

@@ -288,27 +288,6 @@ def test_import_takes_under_two_seconds_beyond_torch(fresh_imports):
 
 
 # ----------------------------------------------------------
-# memory
-HANDS = ("kernels", "attention", "loss/passes.py", "loss/logits.py")  # what works on a batch
-ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
-
-
-@of_every_source
-def test_unset_memory_comes_from_one_place(path):
-    """`workspace.unset`, which keeps torch from filling it; nothing that has no elements."""
-    if not str(path.relative_to(PACKAGE)).startswith(HANDS):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        size = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-        assert node.func.attr not in ALLOCATES or size == 0, (
-            f"{path.name}:{node.lineno}: {ast.unparse(node.func)}(...): "
-            "expected workspace.unset(...)"
-        )
-
-
-# ----------------------------------------------------------
 # house
 @of_every_source
 def test_files_stay_small(path):

@@ -62,10 +62,6 @@ class Recomputed:
         self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
         self._found: dict[View, Tensor] = {}
 
-    def cause_of(self, view: View, field: str) -> str:
-        """The name of the cause that a field of the engine's view stands for."""
-        return self.models[view.model].cause if field == "model" else view.cause_of(field)
-
     def difference(self, view: View) -> float:
         """Mean of |engine − view| in nats per token, of the tokens that the view predicts."""
         gap = (self.engine_logps - self.logps(view)).abs()

@@ -23,6 +23,7 @@ import torch
 from grpo_fast import Support
 from grpo_fast.attention import pack_tree
 from grpo_fast.data import read_traces
+from grpo_fast.errors import require
 from grpo_fast.integrations.trees import TreeBatch
 
 
@@ -43,8 +44,9 @@ def pack_traces(
     """
     records = [t if isinstance(t, dict) else t.model_dump(mode="python") for t in traces]
     found = read_traces(records)
-    if advantages is not None and len(advantages) != len(found):
-        raise ValueError(f"advantages: expected {len(found)} numbers, came {len(advantages)}")
+    if advantages is not None:
+        fits = len(advantages) == len(found)
+        require(fits, "advantages", f"{len(found)} numbers", len(advantages))
     branches = [(n, branch) for n, trace in enumerate(found) for branch in trace.branches]
     worth = []
     for n, branch in branches:

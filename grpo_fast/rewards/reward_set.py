@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError
+from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
 from grpo_fast.rewards.surroundings import undisturbed
@@ -72,14 +72,10 @@ class RewardSet:
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
         names = [reward.name for reward in rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"rewards: expected different names, got {names}")
-        for reward in rewards:
-            if not math.isfinite(reward.weight):
-                expected = f"a finite weight for {reward.name}"
-                raise ValueError(f"rewards: expected {expected}, got {reward.weight}")
-        if not 0 <= max_failures <= 1:
-            raise ValueError(f"max_failures: expected a fraction from 0 to 1, got {max_failures}")
+        require(len(set(names)) == len(names), "rewards", "different names", names)
+        for name, weight, *_ in rewards:
+            require(math.isfinite(weight), "rewards", f"a finite weight for {name}", weight)
+        require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
         self.failed_total = dict.fromkeys(names, 0)
@@ -109,10 +105,9 @@ class RewardSet:
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
         given = {**(columns or {}), **usual}
-        if len({len(column) for column in given.values()}) > 1:
-            lengths = ", ".join(str(len(column)) for column in given.values())
-            names = ", ".join(given)
-            raise ValueError(f"{names}: expected lists of one length, got {lengths}")
+        lengths = [len(column) for column in given.values()]
+        fits = len(set(lengths)) == 1
+        require(fits, ", ".join(given), "lists of one length", ", ".join(map(str, lengths)))
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total, scored = torch.zeros(len(completions)), []

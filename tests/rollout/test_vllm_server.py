@@ -399,7 +399,7 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server):
     engine = engine_of(policy, server)
     engine.update(policy, 0)
     server.faults[GENERATE] = [cut]
-    with pytest.raises(ValueError, match="max_model_len: .*cut off after 2"):
+    with pytest.raises(ValueError, match="max_model_len: .*an end after 2"):
         generate(policy, engine)
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.errors import require
+from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
 # verl's loss_agg_mode → our normaliser, and the total of the whole step it divides by.
@@ -49,12 +51,10 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
         mask: (B, L) of this micro-batch.
         info: verl's `config.global_batch_info`.
     """
-    if loss_agg_mode not in AGGREGATION_MODES:
-        expected = list(AGGREGATION_MODES)
-        raise ValueError(f"loss_agg_mode: expected one of {expected}, got {loss_agg_mode!r}")
+    expected = f"one of {list(AGGREGATION_MODES)}"
+    require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
-    if unknown:
-        raise ValueError(f"global_batch_info: expected {list(GLOBAL_BATCH_INFO)}, got {unknown}")
+    require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
     aggregation, divides_by = AGGREGATION_MODES[loss_agg_mode]
     ranks = info.get("dp_size", 1)
     if divides_by == "one":
@@ -89,8 +89,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         rollout_is_weights)`, all tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient
         to log_prob, and floats by verl's names.
     """
-    if loss_mode not in LOSSES:
-        raise ValueError(f"loss_mode: expected one of {list(LOSSES)}, got {loss_mode!r}")
+    require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
     recipe = LOSSES[loss_mode]
 
     def loss(
@@ -102,8 +101,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
     ) -> tuple[Tensor, dict[str, Any]]:
-        if config is None:
-            raise ValueError("config: expected verl's ActorConfig, got None")
+        require(config is not None, "config", "verl's ActorConfig", None)
         row = log_prob.detach(), advantages, response_mask, rollout_is_weights
         batch = Batch(old_log_prob, *row)
         info = dict(getattr(config, "global_batch_info", None) or {})
@@ -128,40 +126,12 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     return loss
 
 
-class Registered:
-    """The handle of `register`; several are undone in any order, by `undo()` or `with`."""
+class Registered(FastHead):
+    """The handle of `register`: `undo()` it, or leave its `with` block; the latest one first."""
 
-    def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
-        self.registry, self.before = registry, before
-        self.ours = {name: registry[name] for name in before}
-        _ACTIVE.append(self)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.before)
-
-    def undo(self) -> None:
-        for name, function in self.before.items():
-            ours = self.ours[name]
-            over = [later for later in _ACTIVE if later.before.get(name) is ours]
-            if over:  # what a later one gives back
-                over[0].before[name] = function
-            elif self.registry.get(name) is ours and function is None:
-                del self.registry[name]
-            elif self.registry.get(name) is ours:
-                self.registry[name] = function
-        self.before = {}
-        if self in _ACTIVE:
-            _ACTIVE.remove(self)
-
-    def __enter__(self) -> Registered:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
-_ACTIVE: list[Registered] = []
+    def __init__(self, names: list[str], give_back: Callable[[], object]) -> None:
+        super().__init__(give_back)
+        self.names = names
 
 
 def register(prefix: str = "fast_") -> Registered:
@@ -169,11 +139,17 @@ def register(prefix: str = "fast_") -> Registered:
 
     With `prefix=""` they stand in the place of verl's own until `undo()`.
     """
-    if not isinstance(prefix, str):
-        raise ValueError(f"prefix: expected a string, got {prefix!r}")
+    require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    before = {prefix + name: POLICY_LOSS_REGISTRY.get(prefix + name) for name in LOSSES}
+    names = [prefix + name for name in LOSSES]
+    before = {name: POLICY_LOSS_REGISTRY[name] for name in names if name in POLICY_LOSS_REGISTRY}
     for name in LOSSES:
         register_policy_loss(prefix + name)(policy_loss(name))
-    return Registered(POLICY_LOSS_REGISTRY, before)
+
+    def give_back() -> None:
+        for name in names:
+            del POLICY_LOSS_REGISTRY[name]
+        POLICY_LOSS_REGISTRY.update(before)
+
+    return Registered(names, give_back)

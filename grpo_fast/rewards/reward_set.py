@@ -104,22 +104,22 @@ class RewardSet:
             RewardError: more samples lost than `max_failures` allows.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
-        given = {**(columns or {}), **usual}
-        lengths = [len(column) for column in given.values()]
+        lists = {**(columns or {}), **usual}
+        lengths = [len(column) for column in lists.values()]
         fits = len(set(lengths)) == 1
-        require(fits, ", ".join(given), "lists of one length", ", ".join(map(str, lengths)))
+        require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total, scored = torch.zeros(len(completions)), []
         for reward in self.rewards:
-            values = self._scores(reward, given)
+            values = self._scores(reward, lists)
             per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
             reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
                 scored.append((reward.weight, values))
             self._count(reward.name, reasons[reward.name].total(), len(completions))
-        per_token = _per_token(scored, given.get("completion_lengths"))
+        per_token = _per_token(scored, lists.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,11 +222,11 @@ def _per_token(
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
     """The weighted rewards of every completion's tokens; None where no function gave any."""
-    if lengths is None or not any(isinstance(s, list) for _, found in scored for s in found):
+    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None
     rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, found in scored:
-        for reward, score in zip(rewards, found, strict=True):
+    for weight, scores in scored:
+        for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
             else:  # an empty completion has no last token

@@ -45,7 +45,7 @@ def format_tags(
 def distinct_words(*, completions: Sequence[str]) -> list[float]:
     """Different words / words, case aside; 0 without any. Repetition is what costs."""
     words = [text.casefold().split() for text in completions]
-    return [len(set(found)) / max(len(found), 1) for found in words]
+    return [len(set(each)) / max(len(each), 1) for each in words]
 
 
 def _tag_count(text: str, tags: Sequence[str], number: bool) -> int:

@@ -57,7 +57,7 @@ MUTANTS = [
            "if failures == ATTEMPTS or time.monotonic() > deadline + 12:",
            "a server that stays away is waited for longer than was said", "vllm"),
     Mutant("vllm-deadline", HTTP,
-           "seconds = deadline - time.monotonic()\n        found", "seconds = 6.0\n        found",
+           "seconds = deadline - time.monotonic()\n        answer", "seconds = 6.0\n        answer",
            "the timeout of completions is not the configured one", "vllm"),
     Mutant("vllm-deadline-of-each-read", HTTP,
            "self.sock.settimeout(remaining(self.deadline))", "pass",

@@ -42,8 +42,8 @@ class ContinuousOptions(BaseModel):
 
 @functools.cache
 def config_fields() -> frozenset[str]:
-    """What the installed transformers' ContinuousBatchingConfig takes: 5.17 knows a page as a
-    block, and no auto_switch_to_flash.
+    """Parameters of the installed ContinuousBatchingConfig; transformers 5.17 calls a page a block
+    and has no auto_switch_to_flash.
     """
     from transformers import ContinuousBatchingConfig
 

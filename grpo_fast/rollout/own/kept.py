@@ -36,9 +36,9 @@ class KeptIds:
             return [None] * len(lengths)
         order = torch.cat(self.rows).argsort(stable=True)
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
-        found: list[Kept | None] = []
+        sets: list[Kept | None] = []
         for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
-            found.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
-        return found
+            sets.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
+        return sets

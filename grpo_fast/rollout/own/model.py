@@ -14,7 +14,7 @@ from grpo_fast.errors import require
 
 
 class SampledModel:
-    """What `TransformersEngine` asks of a transformers causal LM, or of a peft model around one.
+    """A transformers causal LM, or a peft model around one, as `TransformersEngine` uses it.
 
     Args:
         tokenizer: of its prompts; None: they are token ids, and `eos_ids` are given.

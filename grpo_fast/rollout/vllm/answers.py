@@ -148,7 +148,7 @@ class Asked(NamedTuple):
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
-    def completions(self, found: Choices, count: int, where: str) -> list[Completion]:
+    def completions(self, answer: Choices, count: int, where: str) -> list[Completion]:
         """The completions of a prompt, in the order of their seeds.
 
         Raises:
@@ -157,7 +157,7 @@ class Asked(NamedTuple):
             NonFiniteLogits: a log-probability that is no number.
             ValueError: vLLM's max_model_len cut a completion off.
         """
-        choices = sorted(found.choices, key=lambda choice: choice.index)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
             raise ServerError(f"{where}: the server left a completion unfinished")
         indices = [choice.index for choice in choices]

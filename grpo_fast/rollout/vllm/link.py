@@ -138,7 +138,7 @@ class Link:
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Those that an action succeeded with; it is done with all at once."""
+    """Run an action on all links at once; return the links on which it succeeded."""
 
     def succeeds(link: Link) -> bool:
         try:

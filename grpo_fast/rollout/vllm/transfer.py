@@ -112,10 +112,10 @@ class GlooGroup:
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         limit = timedelta(seconds=seconds)
-        given: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
+        listening: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
         self.store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
-            **given,
+            **listening,
         )  # fmt: skip
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((address, 9))

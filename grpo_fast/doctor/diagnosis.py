@@ -16,6 +16,7 @@ from grpo_fast.doctor.prompts import AS_SENT, readings
 from grpo_fast.doctor.recompute import Noise, Recomputed
 from grpo_fast.doctor.search import Change, Search, noise_of
 from grpo_fast.doctor.view import KEPT, OWN, View
+from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
@@ -77,8 +78,7 @@ def diagnose(
         ValueError: prompts that the tokenizer or the model does not take; greedy sampling.
         RuntimeError: completions that are none.
     """
-    if sampling.temperature == 0:
-        raise ValueError("temperature: expected a number above 0, came 0 (greedy)")
+    require(sampling.temperature > 0, "temperature", "a number above 0", "0 (greedy)")
 
     def sample(policy: Policy, version: int) -> Rollout:
         with awake(engine, policy, version):
@@ -138,10 +138,10 @@ def _compare(
 def check(rollout: Rollout) -> None:
     """Raise a RuntimeError unless every completion has tokens and a finite logp for each."""
     for ids, logps in zip(rollout.completion_ids, rollout.sampling_logps, strict=True):
-        if not ids or logps.shape != (len(ids),) or not bool(logps.isfinite().all()):
-            came = f"{len(ids)} and {logps.flatten()[:4].tolist()} …"
-            expected = "expected tokens and a finite log-probability for each"
-            raise RuntimeError(f"engine: {expected}, got {came}")
+        fits = ids and logps.shape == (len(ids),) and bool(logps.isfinite().all())
+        came = f"{len(ids)} and {logps.flatten()[:4].tolist()} …"
+        expected = "tokens and a finite log-probability for each"
+        require(fits, "engine", expected, came, RuntimeError)
 
 
 def _advice(

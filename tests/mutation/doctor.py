@@ -17,7 +17,7 @@ MUTANTS = [
            "return self.mean <= self.threshold",
            "completions of other weights are good where the numbers happen to agree", "doctor"),
     Mutant("doctor-any-completion", DIAGNOSIS,
-           "or not bool(logps.isfinite().all())", "",
+           " and bool(logps.isfinite().all())", "",
            "NaN from an engine is computed with", "doctor"),
     Mutant("doctor-top-p-one-less", VIEW,
            "stays = (mass - p)[:, :most] <", "stays = mass[:, :most] <",

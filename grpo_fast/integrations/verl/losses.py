@@ -14,7 +14,7 @@ reach the host in one copy instead of one each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,55 +24,43 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# verl's loss_agg_mode → our normaliser, and the total of the whole step it divides by.
+# verl's loss_agg_mode → our aggregation, and verl's name of the count that it divides by.
 AGGREGATION_MODES = {
-    "token-mean": ("token_mean_global", "tokens"),
-    "token-sum": ("token_mean_global", "one"),
-    "seq-mean-token-sum": ("sequence_sum", "sequences"),
-    "seq-mean-token-sum-norm": ("sequence_sum", "sequences"),
-    "seq-mean-token-mean": ("sequence_mean", "sequences"),
+    "token-mean": ("token_mean_global", "batch_num_tokens"),
+    "token-sum": ("token_mean_global", None),
+    "seq-mean-token-sum": ("sequence_sum", "global_batch_size"),
+    "seq-mean-token-sum-norm": ("sequence_sum", "global_batch_size"),
+    "seq-mean-token-mean": ("sequence_mean", "global_batch_size"),
 }
 GLOBAL_BATCH_INFO = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class Normaliser(NamedTuple):
-    aggregation: str
-    num_items: float | Tensor | None
-    num_completions: float | Tensor | None
-
-
-def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normaliser:
-    """verl's `agg_loss` as one of our aggregations and its total.
+def normaliser(
+    loss_agg_mode: str, mask: Tensor, info: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """verl's `agg_loss`: one of our aggregations, and its total as a keyword of `grpo_loss`.
 
     Args:
         loss_agg_mode: a name of `AGGREGATION_MODES`.
         mask: (B, L) of this micro-batch.
         info: verl's `config.global_batch_info`.
     """
-    expected = f"one of {list(AGGREGATION_MODES)}"
-    require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
-    aggregation, divides_by = AGGREGATION_MODES[loss_agg_mode]
-    ranks = info.get("dp_size", 1)
-    if divides_by == "one":
-        return Normaliser(aggregation, 1.0 / ranks, None)
-    by_token = divides_by == "tokens"
-    name = "batch_num_tokens" if by_token else "global_batch_size"
-    count = info.get(name)
+    aggregation, name = AGGREGATION_MODES[loss_agg_mode]
+    by_token, ranks = aggregation == "token_mean_global", info.get("dp_size", 1)
+    count = 1.0 if name is None else info.get(name)
     if count is None:
-        if ranks > 1:
-            needs = f"the count of the whole batch for dp_size = {ranks}"
-            raise ValueError(f"{name}: expected {needs}, got None")
+        expected = f"the count of the whole batch for dp_size = {ranks}"
+        require(ranks == 1, str(name), expected, None)
         count = (mask.sum() if by_token else (mask.sum(-1) > 0).sum()).clamp(min=1)
-    if by_token:
-        return Normaliser(aggregation, count / ranks, None)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         factor = info.get("loss_scale_factor")
         count = count * (mask.shape[-1] if factor is None else factor)
-    return Normaliser(aggregation, None, count / ranks)
+    total = "num_items_in_batch" if by_token else "num_completions_in_batch"
+    return aggregation, {total: count / ranks}
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
@@ -105,20 +93,21 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         row = log_prob.detach(), advantages, response_mask, rollout_is_weights
         batch = Batch(old_log_prob, *row)
         info = dict(getattr(config, "global_batch_info", None) or {})
-        if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
-            total = normaliser(loss_agg_mode, response_mask, info)
-        elif recipe.aggregation == "mean over all rows":
-            total = Normaliser("sequence_mean", None, float(max(log_prob.shape[0], 1)))
+        expected = f"one of {list(AGGREGATION_MODES)}"
+        require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
+        if recipe.aggregation == "mean over all rows":
+            rows = float(max(log_prob.shape[0], 1))
+            aggregation, total = "sequence_mean", {"num_completions_in_batch": rows}
         else:
-            total = normaliser(recipe.aggregation, response_mask, info)
+            mode = recipe.aggregation or loss_agg_mode
+            aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
             weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
             names, values = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
-            LossConfig(**recipe.options(config), aggregation=total.aggregation),
-            completion_mask=response_mask, old_logps=old_logps,
-            num_items_in_batch=total.num_items, num_completions_in_batch=total.num_completions,
+            LossConfig(**recipe.options(config), aggregation=aggregation),
+            completion_mask=response_mask, old_logps=old_logps, **total,
         )  # fmt: skip
         return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 

@@ -508,7 +508,7 @@ def test_what_the_server_refuses_is_quoted(policy, server):
 
 def test_raw_log_probabilities_are_refused(policy, server):
     server.mode = "raw_logprobs"
-    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* has raw_logprobs"):
+    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
         build(policy, Options(urls=[server.url]))
 
 

@@ -96,8 +96,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         expected = f"one of {list(AGGREGATION_MODES)}"
         require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
         if recipe.aggregation == "mean over all rows":
-            rows = float(max(log_prob.shape[0], 1))
-            aggregation, total = "sequence_mean", {"num_completions_in_batch": rows}
+            aggregation = "sequence_mean"
+            total: dict[str, Any] = {"num_completions_in_batch": float(max(len(log_prob), 1))}
         else:
             mode = recipe.aggregation or loss_agg_mode
             aggregation, total = normaliser(mode, response_mask, info)

@@ -104,6 +104,7 @@ class Search:
         best, logps = changes[0], self.recomputed.logps(changes[0].view)
         enough = min(RIVAL * max(left[0], self.own), gap / 2)
         for other, remaining in zip(changes, left, strict=True):
+            # Two causes that give the same numbers are one by two names, not rivals.
             if remaining <= enough and other.cause != best.cause:
                 if (self.recomputed.logps(other.view) - logps).abs().nanmean() > 1e-5:
                     return None

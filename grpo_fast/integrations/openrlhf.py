@@ -207,8 +207,8 @@ class PolicyLoss(nn.Module):
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """The mean over the tokens that count, 0 without one."""
-    kept = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
-    return kept.sum() / keep.sum().clamp(min=1)
+    terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
+    return terms.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class KeptIds:
         """Of each completion, cut to its length; None where nothing was truncated."""
         if not self.ids:
             return [None] * len(lengths)
-        order = torch.cat(self.rows).argsort(stable=True)
+        order = torch.cat(self.rows).argsort(stable=True)  # stable: by time within a row
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
         sets: list[Kept | None] = []
         for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):

@@ -82,6 +82,7 @@ class Link:
     def send(self, tensors: Named) -> None:
         """Broadcast tensors, and return when the server has loaded them."""
         group = self.group
+        # On a thread: the server answers when it has received all, so each waits for the other.
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
         info = {
             "names": [name for name, _ in tensors],

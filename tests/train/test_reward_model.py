@@ -182,7 +182,7 @@ def test_models_that_are_no_reward_models(tmp_path, scorer):
         (str(tmp_path / "none"), {}, "rewards.path: expected a folder or hub id of a sequence"),
         (None, {}, "reward_model: path: expected a folder"),
         (scorer, {"batchsize": 3}, "unexpected|expected options among batch_size, device"),
-        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, came 0"),
     ):
         with pytest.raises(ValueError, match=said):
             build_rewards([spec("reward_model", path=path, **options)])

@@ -244,7 +244,7 @@ def test_refusals_name_the_option(stand_in, models):
         stand_in(models[0], {"loss_type": "grpo"}, group_size=4)
     with pytest.raises(ValueError, match="inner_iterations: expected a number >= 1, came 0"):
         stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
-    with pytest.raises(ValueError, match="reference: beta = 0.05 expects a model"):
+    with pytest.raises(ValueError, match="reference: expected a model beside beta = 0.05"):
         stand_in(models[0], CONFIG, group_size=4)
     module = stand_in(models[0], LossConfig(), group_size=3)
     with pytest.raises(ValueError, match="rewards: expected groups of 3, came 4 rewards"):

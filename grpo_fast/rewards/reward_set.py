@@ -10,6 +10,7 @@ threshold the run is not learning what it was meant to and ends (`RewardError`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -26,6 +27,7 @@ from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
+from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -168,7 +170,9 @@ class RewardSet:
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
             arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
-            with undisturbed():
+            # A worker has a process of its own, whose output comes from a thread at any time.
+            is_apart = isinstance(reward.function, IsolatedReward)
+            with contextlib.nullcontext() if is_apart else undisturbed():
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise

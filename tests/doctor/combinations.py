@@ -38,7 +38,9 @@ def verdict(planted: tuple[str, ...]) -> str:
 
 if __name__ == "__main__":
     cases = [*combinations(FAULTS, 2), *list(combinations(FAULTS, 3))[::6]]
-    verdicts = {planted: verdict(planted) for planted in cases}
-    for planted, said in verdicts.items():
-        print(f"{said:10} {', '.join(planted)}")
-    print(len(cases), dict(Counter(verdicts.values())))
+    verdicts = Counter[str]()
+    for planted in cases:
+        said = verdict(planted)
+        verdicts[said] += 1
+        print(f"{said:10} {', '.join(planted)}", flush=True)
+    print(len(cases), dict(verdicts))

@@ -66,7 +66,7 @@ MUTANTS = [
            "hub.is_offline()  # its client", "None  # its client",
            "a reference's hub id is asked for six times without a network", "told_offline"),
     Mutant("seeing-no-folder", "grpo_fast/train/models/loading.py",
-           "is_folder = Path(str(path)).is_absolute()", "is_folder = False",
+           "is_folder = Path(path).is_absolute()", "is_folder = False",
            "a folder that is not there is said to be on the hub", "told_offline"),
     Mutant("seeing-per-token-rank", "grpo_fast/train/ranks/rollouts.py",
            '"per_token": None if scores.per_token is None else rows', '"per_token": None',

@@ -1,6 +1,7 @@
 """Fingerprints of what a run depends on and its configuration only names: data, rewards, models.
 
-They lie in every checkpoint. A resumed run, and every rank of a run, must have the same.
+They lie in every checkpoint, with those of the data (`Splits.fingerprints`). A resumed run, and
+every rank of a run, must have the same.
 """
 
 from __future__ import annotations
@@ -8,28 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from grpo_fast.data import Example, hub, load_examples
+from grpo_fast.data import hub
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.resume import differences
 
-MADE = 256  # of examples that are made when asked for, so many stand for all
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
-def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, str]:
-    """A hash by name: `data.train` (the questions), `data.test`, `rewards.NAME`, `reference`."""
-    plain = config.data.model_copy(update={"shots_tokens": None})
-    held_out = load_examples(plain, split="test", seed=config.seed)
-    prints = {"data.train": _of_examples(questions), "data.test": _of_examples(held_out)}
+def fingerprints(config: RunConfig) -> dict[str, str]:
+    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`."""
+    prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
         source = spec.path if spec.path is not None else _source(spec.name)
@@ -84,15 +80,6 @@ def _source(name: str) -> str | None:
         return os.path.expanduser(module) or None
     spec = importlib.util.find_spec(module)
     return None if spec is None else spec.origin
-
-
-def _of_examples(examples: Sequence[Example]) -> str:
-    known = len(examples) if isinstance(examples, list) else MADE
-    digest = hashlib.sha256()
-    for one in itertools.islice(examples, known):
-        row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"
 
 
 def _of_path(path: str) -> str:

@@ -5,15 +5,19 @@ The order is: lock the folder, look for a start, load, and only then change what
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.files import check_regular
+from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.files import check_regular, written
+from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs import checkpoint as checkpoints
 from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
 from grpo_fast.train.runs.folder import (
@@ -25,6 +29,8 @@ from grpo_fast.train.runs.folder import (
 )
 from grpo_fast.train.runs.state import read_state
 
+log = logging.getLogger(__name__)
+
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
 # What a run reads, appends to, replaces or removes in a folder that it goes on in.
@@ -35,13 +41,14 @@ FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollo
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 
 
-class Start(NamedTuple):
-    """How the folder of a run is entered."""
+@dataclass
+class Start:
+    """Where a run begins, and the lock of its folder."""
 
     checkpoint: Path | None = None  # where it goes on; None: from the beginning
     lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
     again: bool = False  # files of this run lie in the folder already
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 (the checkpoint's; nobody writes into it)
+    fingerprints: dict[str, str] = field(default_factory=dict)  # the checkpoint's
     lock: FolderLock | None = None  # taken before anybody looked; None: no folder was there yet
 
     @property
@@ -55,7 +62,26 @@ class Start(NamedTuple):
         return 0 if self.checkpoint is None else order_of(self.checkpoint.name)[0]
 
 
-ANEW = Start()
+@contextmanager
+def entered(config: RunConfig) -> Iterator[Start]:
+    """Lock the folder of a run, then look for its start: rank 0 does, for all."""
+    start = Start()
+    try:
+        with distributed.together():
+            if distributed.is_main() and os.path.isdir(config.output_dir):
+                start.lock = FolderLock(config.output_dir)
+
+        def look() -> list[Any]:
+            found = find_start(config, log.warning)
+            place = None if found.checkpoint is None else str(found.checkpoint)
+            return [place, found.lengths, found.again, found.fingerprints]
+
+        place, lengths, start.again, start.fingerprints = distributed.from_main(look)
+        start.checkpoint, start.lengths = None if place is None else Path(place), tuple(lengths)
+        yield start
+    finally:
+        if start.lock is not None:
+            start.lock.release()
 
 
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
@@ -69,7 +95,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     folder = Path(config.output_dir)
     if config.resume is None:
         check_folder(folder)
-        return ANEW
+        return Start()
     if config.resume == AUTO:
         _check_files(folder)
         checkpoint = newest(folder, say)
@@ -92,29 +118,31 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
-def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
-    """The folder of a run, made and locked, as it was when `start` was written.
+def enter_folder(config: RunConfig, start: Start) -> None:
+    """Make the folder of a run and lock it, as it was when `start` was written; config.yaml in it
+    is the resolved one.
 
     Newer checkpoints are set aside; the logs of another run are copied into a new folder.
+
+    Raises OutputFolderError for one that holds files of something else, or cannot be made.
     """
-    if start.again:
-        lock = start.lock or FolderLock(folder)
-        if start.checkpoint is not None:
-            place = order_of(start.checkpoint.name)
-            for path in checkpoints.checkpoints_in(folder):
-                if order_of(path.name) > place:
-                    checkpoints.set_aside(path)
-        return Path(folder), lock
-    path = claim_folder(folder)
-    lock = start.lock or FolderLock(path)
-    check_folder(path)  # two that came at the same time: the second finds it occupied
-    if start.source is not None:
+    folder = Path(config.output_dir) if start.again else claim_folder(config.output_dir)
+    start.lock = start.lock or FolderLock(folder)
+    if not start.again:
+        check_folder(folder)  # two that came at the same time: the second finds it occupied
+    elif start.checkpoint is not None:
+        place = order_of(start.checkpoint.name)
+        for path in checkpoints.checkpoints_in(folder):
+            if order_of(path.name) > place:
+                checkpoints.set_aside(path)
+    if start.source is not None and not start.again:
         for name in (*LOGS, COMPLETIONS):
             if (start.source / name).is_dir():
-                shutil.copytree(start.source / name, path / name)
+                shutil.copytree(start.source / name, folder / name)
             elif (start.source / name).exists():
-                shutil.copyfile(start.source / name, path / name)
-    return path, lock
+                shutil.copyfile(start.source / name, folder / name)
+    with written(folder):
+        save_config(config.model_copy(update={"resume": None}), folder / CONFIG)
 
 
 def check_same(was: dict[str, Any], config: RunConfig) -> None:

@@ -1,7 +1,7 @@
-"""Fingerprints of what a run depends on and its configuration only names: data, rewards, models.
+"""All that a resumed run, and every rank of a run, must have as the run began: the configuration,
+and fingerprints of what it only names, which are data, rewards and models.
 
-They lie in every checkpoint, with those of the data (`Splits.fingerprints`). A resumed run, and
-every rank of a run, must have the same.
+Both lie in every checkpoint.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_fast.data import hub
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.resume import differences
 
+# How settings that may change begin.
+FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
+        "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`."""
+    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`.
+
+    Those of the data are `Splits.fingerprints`.
+    """
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
@@ -60,6 +66,30 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
             f"others (resume_allow=[{','.join(kinds)}] goes on all the same){lines}"
         )
     return changed
+
+
+def check_same(was: dict[str, Any], config: RunConfig) -> None:
+    """Raise a ValueError that lists what a configuration changes in a run that has begun.
+
+    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
+    """
+    now = config.model_dump(mode="json")
+    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
+    steps = was.get("steps")
+    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
+        changed.pop("steps", None)
+    if changed:
+        said = "resume: expected the configuration that the run began with, came another"
+        raise ValueError("\n  ".join([said, *changed.values()]))
+
+
+def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted key, and `key: old → new`, of every setting in which two configurations differ."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in [*was, *(key for key in now if key not in was)]:
+            yield from differences(was.get(key), now.get(key), f"{above}{key}.")
+    elif was != now or type(was) is not type(now):
+        yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
 
 
 def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:

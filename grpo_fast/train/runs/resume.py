@@ -20,6 +20,7 @@ from grpo_fast.train.files import check_regular, written
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs import checkpoint as checkpoints
 from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
+from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -36,9 +37,6 @@ LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
 # What a run reads, appends to, replaces or removes in a folder that it goes on in.
 TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.html", "curves.png",
            "summary.json", "summary.json.tmp", "model", "critic")  # fmt: skip
-# How settings that may change begin.
-FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
-        "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 
 
 @dataclass
@@ -143,30 +141,6 @@ def enter_folder(config: RunConfig, start: Start) -> None:
                 shutil.copyfile(start.source / name, folder / name)
     with written(folder):
         save_config(config.model_copy(update={"resume": None}), folder / CONFIG)
-
-
-def check_same(was: dict[str, Any], config: RunConfig) -> None:
-    """Raise a ValueError that lists what a configuration changes in a run that has begun.
-
-    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
-    """
-    now = config.model_dump(mode="json")
-    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
-    steps = was.get("steps")
-    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
-        changed.pop("steps", None)
-    if changed:
-        said = "resume: expected the configuration that the run began with, came another"
-        raise ValueError("\n  ".join([said, *changed.values()]))
-
-
-def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted key, and `key: old → new`, of every setting in which two configurations differ."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        for key in [*was, *(key for key in now if key not in was)]:
-            yield from differences(was.get(key), now.get(key), f"{above}{key}.")
-    elif was != now or type(was) is not type(now):
-        yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
 
 
 def _named(path: Path, say: Callable[[str], None]) -> Path:

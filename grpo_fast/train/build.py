@@ -1,4 +1,4 @@
-"""The parts of a run: its inputs, its report, its collector."""
+"""The parts of a run: its inputs, its collector, its warm start."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start, enter_folder
+from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -43,24 +42,6 @@ def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dic
         for name in check_resumed(start.fingerprints, prints, config.resume_allow):
             log.warning("the run goes on with another %s than it began with", name)
     return rewards, splits, prints
-
-
-def open_report(config: RunConfig, start: Start) -> RunReport:
-    """The report of a run, in its folder unless a checkpoint is to be loaded before."""
-    report = RunReport(
-        config.output_dir, config.log, config.steps, lengths=start.lengths, step=start.step
-    )
-    if start.checkpoint is None:
-        enter(report, config, start)
-    return report
-
-
-def enter(report: RunReport, config: RunConfig, start: Start) -> None:
-    """Let a run take its folder, and write into it. Collective: rank 0 does, for all."""
-    with distributed.together():
-        if distributed.is_main():
-            enter_folder(config, start)
-            report.begin()
 
 
 def kernels_of(policy: Policy) -> dict[str, Any]:

@@ -30,9 +30,8 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     """The report of a new run in this folder."""
     config = config.model_copy(update={"output_dir": str(folder)})
-    enter_folder(config, Start())
     report = RunReport(folder, config.log, config.steps, **options)
-    report.begin()
+    enter_folder(config, Start(), report)
     return report
 
 

@@ -52,7 +52,6 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
-    _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
     if empty:
         return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
@@ -130,21 +129,6 @@ def load_tokenizer(config: ModelConfig) -> Any:
     with _reading(path, "a model with a tokenizer (tokenizer.json)"):
         return AutoTokenizer.from_pretrained(
             path, padding_side="left", trust_remote_code=config.trust_remote_code
-        )
-
-
-def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
-    """Raise a ValueError unless every token of a text, and the padding, has a row of the embedding.
-
-    Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    largest = max([pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
-    if largest >= rows:
-        raise ValueError(
-            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, got "
-            f"{largest}: tokenizer and model do not belong together"
         )
 
 

@@ -67,10 +67,10 @@ class RunReport:
         folder: str | Path,
         config: LogConfig,
         steps: int,
-        *,
-        stream: TextIO | None = None,
         lengths: tuple[int, int] = (0, 0),
         step: int = 0,
+        *,
+        stream: TextIO | None = None,
     ) -> None:
         self.folder, self.config, self.total_steps = Path(folder), config, steps
         self._lengths, self._step, self._stream = lengths, step, stream or sys.stdout
@@ -127,9 +127,9 @@ class RunReport:
         self._prompts.sync()
 
     @by_rank_0
-    def note(self, text: str) -> None:
-        """One line for the person watching, above the progress bar."""
-        text = escape_control(text)
+    def note(self, *lines: str) -> None:
+        """Lines for the person watching, above the progress bar."""
+        text = "\n".join(map(escape_control, lines))
         with self._unless_lost():
             if self._progress is not None:
                 self._progress.console.print(text, markup=False, highlight=False)

@@ -18,6 +18,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.files import check_regular, written
 from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint as checkpoints
 from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
 from grpo_fast.train.runs.fingerprints import check_same
@@ -116,13 +117,21 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
-def enter_folder(config: RunConfig, start: Start) -> None:
-    """Make the folder of a run and lock it, as it was when `start` was written; config.yaml in it
-    is the resolved one.
-
-    Newer checkpoints are set aside; the logs of another run are copied into a new folder.
+def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
+    """Take the folder of a run, and let its report write into it. Collective: rank 0 does, for all.
 
     Raises OutputFolderError for one that holds files of something else, or cannot be made.
+    """
+    with distributed.together():
+        if distributed.is_main():
+            _put_back(config, start)
+            report.begin()
+
+
+def _put_back(config: RunConfig, start: Start) -> None:
+    """Make and lock the folder, as it was when `start` was written, with the resolved config.yaml.
+
+    Newer checkpoints are set aside; the logs of another run are copied into a new folder.
     """
     folder = Path(config.output_dir) if start.again else claim_folder(config.output_dir)
     start.lock = start.lock or FolderLock(folder)

@@ -62,7 +62,7 @@ def load_examples(
         raise DatasetError(f"split: expected 'train' or 'test', got {split!r}")
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task(split=split, seed=seed, **_given(data, *task.options, "n_train", "n_test"))
+        return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))
     if data.task in LISTED:
         return listed_examples(data.task)
     if data.task == TRACES:  # both splits: nobody is asked
@@ -79,13 +79,13 @@ def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) ->
     """
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task.vocabulary(**_given(data, *task.options))
+        return task.vocabulary(**_options_of(data, *task.options))
     if examples is None:
         train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
         examples = [*train, *test]
     return sorted({word for example in examples for word in words_of(example)})
 
 
-def _given(data: DataSource, *names: str) -> dict[str, int]:
-    given = {name: getattr(data, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+def _options_of(data: DataSource, *names: str) -> dict[str, int]:
+    options = {name: getattr(data, name, None) for name in names}
+    return {name: value for name, value in options.items() if value is not None}

@@ -200,9 +200,9 @@ class RunReport:
         some = (row for row in SHOWN if row[0] in values and (values[row[0]] or row[0] != CLIPPED))
         shown = [(shown_number(values[k], form), name) for k, name, form in some]
         text = " · ".join(f"{name} {number}" for number, name in shown)
-        found = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
-        if found and (self._plain or self._progress is not None):
-            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(found)}")
+        held_out = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
+        if held_out and (self._plain or self._progress is not None):
+            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
         if self._progress is not None and text:
             with self._unless_lost():
                 self._progress.update(self._progress.task_ids[0], completed=step, status=text)

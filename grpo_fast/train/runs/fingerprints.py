@@ -122,8 +122,8 @@ def _of_path(path: str) -> str:
 
         hub.is_offline()  # its client would try six times, and print each
         with contextlib.suppress(OSError):  # none there: loading it says so, by its setting's name
-            found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-            return "unknown" if found is None else f"commit {Path(found).parent.name}"
+            config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+            return "unknown" if config is None else f"commit {Path(config).parent.name}"
         return "unknown"
     files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
     rows = [(file.name, *sha256_of(file.resolve())) for file in files]

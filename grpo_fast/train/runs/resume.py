@@ -64,16 +64,16 @@ class Start:
 @contextmanager
 def entered(config: RunConfig) -> Iterator[Start]:
     """Lock the folder of a run, then look for its start: rank 0 does, for all."""
-    start = Start()
+    start = Start()  # with the lock, if one is taken: a start that is refused releases it
     try:
         with distributed.together():
             if distributed.is_main() and os.path.isdir(config.output_dir):
                 start.lock = FolderLock(config.output_dir)
 
         def look() -> list[Any]:
-            found = find_start(config, log.warning)
-            place = None if found.checkpoint is None else str(found.checkpoint)
-            return [place, found.lengths, found.again, found.fingerprints]
+            main = find_start(config, log.warning)
+            place = None if main.checkpoint is None else str(main.checkpoint)
+            return [place, main.lengths, main.again, main.fingerprints]
 
         place, lengths, start.again, start.fingerprints = distributed.from_main(look)
         start.checkpoint, start.lengths = None if place is None else Path(place), tuple(lengths)

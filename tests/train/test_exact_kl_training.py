@@ -17,7 +17,7 @@ from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.reference import Reference, check_reference
+from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
@@ -93,7 +93,8 @@ def weights_of(aggregation, lengths, longest):
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     """β·Σ w·KL + Σ w·(−A·lp), prompt by prompt, by autograd through the unpacked model."""
     policy = moved(load_policy(ModelConfig(path=folders[0])))
-    reference = Reference(policy, ReferenceConfig(kind="frozen", path=folders[1]))
+    kind = ReferenceConfig(kind="frozen", path=folders[1])
+    reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
     config = LossConfig(
         loss_type="reinforce", aggregation=aggregation, beta=0.3, kl_estimator="exact",
         temperature=0.8, max_completion_length=6,
@@ -144,7 +145,7 @@ def kinds(folders, tmp_path):
 def test_hidden_states_and_head_give_the_references_logps(folders, tmp_path, kind):
     model, config = kinds(folders, tmp_path)[kind]
     policy = load_policy(model)
-    reference = Reference(policy, config, model)
+    reference = Reference(policy, config, load_another(config, model, policy))
     moved(policy)
     start = load_policy(ModelConfig(path=config.path or folders[0]))
     (batch,) = a_batch(policy).micro_batches
@@ -224,23 +225,21 @@ def test_a_reference_with_another_vocabulary_is_refused(folders, tmp_path):
     config = ReferenceConfig(kind="frozen", path=folders[2])
     wanted = r"reference.path: expected the policy's vocabulary of \d+ tokens, came one of \d+"
     with pytest.raises(ValueError, match=wanted):
-        Reference(policy, config)
-    with pytest.raises(ValueError, match=wanted):
-        check_reference(config, ModelConfig(path=folders[0]), policy.tokenizer)
+        load_another(config, ModelConfig(path=folders[0]), policy)
     gone = ReferenceConfig(kind="frozen", path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"reference.path: expected a model.*nowhere"):
-        check_reference(gone, ModelConfig(path=folders[0]), policy.tokenizer)
+        load_another(gone, ModelConfig(path=folders[0]), policy)
 
 
 def test_a_vocabulary_of_the_same_size_with_other_ids_is_refused(folders):
-    vocabulary = load_policy(ModelConfig(path=folders[0])).tokenizer.get_vocab()
+    policy = load_policy(ModelConfig(path=folders[0]))
+    vocabulary = policy.tokenizer.get_vocab()
     one, other, *_ = vocabulary
     swapped = {**vocabulary, one: vocabulary[other], other: vocabulary[one]}
-    tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    policy.tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    config = ReferenceConfig(kind="frozen", path=folders[1])
     with pytest.raises(ValueError, match="where 2 of the policy's have no or another id"):
-        check_reference(
-            ReferenceConfig(kind="frozen", path=folders[1]), ModelConfig(path=folders[0]), tokenizer
-        )
+        load_another(config, ModelConfig(path=folders[0]), policy)
 
 
 def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tmp_path):
@@ -248,11 +247,11 @@ def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tm
     config = ReferenceConfig(kind="frozen", path=folders[1])
     policy.positions = 1000
     with pytest.raises(ValueError, match="reference.path: expected room for .* 1000 tokens"):
-        Reference(policy, config)
+        load_another(config, ModelConfig(path=folders[0]), policy)
     padded = load_policy(ModelConfig(path=folders[0]))
     padded.lm.resize_token_embeddings(320)
     with pytest.raises(ValueError, match="reference.path: expected a head of 320 rows"):
-        Reference(padded, config)
+        load_another(config, ModelConfig(path=folders[0]), padded)
 
 
 @pytest.mark.parametrize("kind", ["none", "synced"])

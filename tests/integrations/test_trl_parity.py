@@ -179,19 +179,12 @@ PLAIN = {
     "entropy_bonus": {"loss_type": "grpo", "entropy_coef": 0.05},
     "entropy_bonus_dapo": {"loss_type": "dapo", "entropy_coef": 0.05, "beta": 0.02},
     "adaptive_entropy": {
-        "loss_type": "dapo",
-        "use_adaptive_entropy": True,
-        "entropy_coef": 0.02,
-        "entropy_target": 4.8,
-        "entropy_coef_delta": 0.01,
-        "entropy_coef_max": 0.1,
+        "loss_type": "dapo", "use_adaptive_entropy": True, "entropy_coef": 0.02,
+        "entropy_target": 4.8, "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
     },
     "truncated_masked": {"loss_type": "dapo", "mask_truncated_completions": True, "beta": 0.02},
     "synced_reference": {
-        "loss_type": "grpo",
-        "beta": 0.1,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 2,
+        "loss_type": "grpo", "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2,
         "ref_model_mixup_alpha": 0.6,
     },
     "checkpointing": {"loss_type": "dapo", "gradient_checkpointing": True},
@@ -208,7 +201,7 @@ PLAIN = {
         "num_generations": 2,
         "beta": 0.02,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -285,14 +278,9 @@ def test_bf16_weights_are_as_close_as_bf16_allows(model_path, tmp_path):
     # digit.
     options = {**MOVING, "max_steps": 2, "num_iterations": 1}
     compare_runs(
-        model_path,
-        tmp_path,
-        dtype=torch.bfloat16,
-        tolerance=3e-2,
-        near_zero=2e-3,
-        weights=2e-2,
+        model_path, tmp_path, dtype=torch.bfloat16, tolerance=3e-2, near_zero=2e-3, weights=2e-2,
         **options,
-    )
+    )  # fmt: skip
 
 
 def test_bf16_autocast(model_path, tmp_path):

@@ -146,15 +146,9 @@ def test_in_a_compiled_step():
 
     def step(hidden, weight):
         out = grpo_fast.linear_grpo_loss(
-            hidden,
-            weight,
-            ids,
-            advantages,
-            config,
-            cu_seqlens=CU,
-            grad_filter=1e-2,
+            hidden, weight, ids, advantages, config, cu_seqlens=CU, grad_filter=1e-2,
             backend="torch",
-        )
+        )  # fmt: skip
         return out.loss, out.metrics["grad_filter/dropped_mass"]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves[:2])

@@ -17,19 +17,9 @@ from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
 MODES = (
-    "rewards",
-    "baseline",
-    "centered",
-    "normalized",
-    "max",
-    "max_code",
-    "batch",
-    "rloo",
-    "rloo_normalized",
-    "reinforce_pp_baseline",
-    "opo",
-    "passk",
-)
+    "rewards", "baseline", "centered", "normalized", "max", "max_code", "batch", "rloo",
+    "rloo_normalized", "reinforce_pp_baseline", "opo", "passk",
+)  # fmt: skip
 GROUPS = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 0.0], [2.0, -1.0, 2.0, 0.5]]
 LENGTHS = [[10, 20, 5, 7], [3, 3, 9, 1], [8, 2, 2, 4]]
 

@@ -18,18 +18,10 @@ from grpo_fast.train.report.lines import memory_line
 from tests.tiny import tiny_folder
 
 TINY_SORT = [
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "data.n_test=16",
-    "steps=3",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "log.progress=false",
-    "log.save_model=false",
-    "loss.beta=0.05",
-    "reference.kind=frozen",
-    "optim.lr=0.01",
-]
+    "model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16", "steps=3",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "log.progress=false",
+    "log.save_model=false", "loss.beta=0.05", "reference.kind=frozen", "optim.lr=0.01",
+]  # fmt: skip
 
 
 def sort_run(folder, *overrides):

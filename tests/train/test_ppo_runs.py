@@ -65,16 +65,6 @@ def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
     assert first[0]["value/mean"] == 0 != first[1]["value/mean"]  # the head starts at zero
 
 
-def test_packing_changes_nothing(tmp_path):
-    options = [*PPO, *PASSES, *KL, "kl.into=reward"]
-    whole = steps(tmp_path / "whole", *options)
-    for folder, more in (("pieces", []), ("unshared", ["shared_prompt=false"])):
-        other = steps(tmp_path / folder, *options, "tokens_per_microbatch=30", *more)
-        for a, b in zip(whole, other, strict=True):
-            for name in ("loss", "policy_loss", "value/loss", "value/error", "kl", "reward"):
-                assert a[name] == pytest.approx(b[name], abs=3e-5, rel=3e-5), name
-
-
 def test_lora_with_a_critic_of_either_kind(tmp_path):
     folder = tiny_folder(tmp_path / "tiny", "llama")
     data = tmp_path / "data"

@@ -48,19 +48,6 @@ def test_one_test_prompt(tmp_path, capsys):
     assert invoke("eval", *[str(tmp_path / "run")] * 2).exit_code == 0
 
 
-def test_train_equal_to_test(tmp_path):
-    summary = train(tmp_path, "data.digits=1", "data.symbols=3", "data.n_test=3")
-    assert summary["after"]["eval_n"] == 3
-
-
-def test_the_recipes_test_split_follows_its_prompts(tmp_path):
-    """`data.digits=1` leaves ten prompts; half of them are held out."""
-    words = [word for word in TINY_SORT if not word.startswith("data.n_test")]
-    config = load_recipe("sort", [*words, "steps=0", "data.digits=1", f"output_dir={tmp_path}/run"])
-    assert loop.train(config)["before"]["eval_n"] == 5
-    assert load_recipe("sort").data.n_test is None
-
-
 def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("train", "sort", *TINY_SORT, "steps=0")

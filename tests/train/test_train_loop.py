@@ -35,10 +35,7 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
              "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def pictures_in_one_test(request):
-    if request.node.name != "test_the_output_folder":
-        request.getfixturevalue("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
@@ -364,35 +361,6 @@ def test_truncated_completions_can_be_left_out(tmp_path):
     assert all(0 < row["active_tokens"] < 64 * 3 for row in rows)
 
 
-def test_the_output_folder(tmp_path):
-    run(
-        tmp_path / "run",
-        "sort",
-        *TINY_SORT,
-        "log.save_model=true",
-        "log.completions_every=2",
-        "eval.every=2",
-    )
-    found = {
-        str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()
-    }
-    assert {
-        "config.yaml",
-        "metrics.jsonl",
-        "summary.json",
-        "curves.png",
-        "completions/step_000001.parquet",
-        "completions/step_000002.parquet",
-        "completions/step_000003.parquet",
-        "completions.html",
-        "model/config.json",
-        "model/model.safetensors",
-        "model/tokenizer.json",
-    } <= found
-    with pytest.raises(ValueError, match="occupied"):
-        run(tmp_path / "run", "sort", *TINY_SORT)
-
-
 def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
     config = load_recipe("sort").optim
@@ -455,12 +423,8 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
         losses.add({name: torch.tensor(value) for name, value in values.items()}, tokens)
     losses.optimizer_steps = 1
     assert losses.result() == {
-        "loss": 0.75,
-        "entropy": 1.75,
-        "ratio/min": -3.0,
-        "ratio/max": 7.0,
-        "active_tokens": 40.0,
-    }
+        "loss": 0.75, "entropy": 1.75, "ratio/min": -3.0, "ratio/max": 7.0, "active_tokens": 40.0,
+    }  # fmt: skip
 
 
 def test_a_micro_batch_without_tokens_is_no_minimum():

@@ -125,18 +125,12 @@ def test_flops_against_torchs_counter(tmp_path, family, frozen):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA A10", None),
-        ("AMD Instinct MI300X", None),
+        ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H20", None),
+        ("NVIDIA A10", None), ("AMD Instinct MI300X", None),
     ],
-)
+)  # fmt: skip
 def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert metrics.peak_flops(torch.device("cuda", 0)) == expected

@@ -152,13 +152,9 @@ def test_a_callers_autocast_does_not_reach_the_policy():
 def test_models_from_a_config():
     tokenizer = build_symbol_tokenizer(SYMBOLS)
     small = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
     policy = load_policy(ModelConfig(config=small, tokenizer="symbols"), tokenizer)
     assert policy.head.weight.shape == (13, 16) and policy.eos_ids == {1} and policy.pad_id == 0
     with pytest.raises(ValueError, match="llama has no field hidden_sise"):

@@ -144,17 +144,12 @@ def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("a=1,2", ["1", "2"]),
-        ("a=[1,2],[3]", ["[1,2]", "[3]"]),
-        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]),
-        ("a='x,y',z", ["'x,y'", "z"]),
-        ("a=b=c,d", ["b=c", "d"]),
-        ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
-        ("a=1],[2", ["1],[2"]),
-        ("a=1,2] #3", ["1,2] #3"]),
-        ("a=", [""]),
+        ("a=1,2", ["1", "2"]), ("a=[1,2],[3]", ["[1,2]", "[3]"]),
+        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]), ("a='x,y',z", ["'x,y'", "z"]),
+        ("a=b=c,d", ["b=c", "d"]), ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
+        ("a=1],[2", ["1],[2"]), ("a=1,2] #3", ["1,2] #3"]), ("a=", [""]),
     ],
-)
+)  # fmt: skip
 def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
     assert grid_values(word) == ("a", expected)
 

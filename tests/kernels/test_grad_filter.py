@@ -48,11 +48,7 @@ def run(leaves, ids, advantages, config=LossConfig(), **kw):  # noqa: B008
 @pairs(
     rows={"one chunk": 96, "three chunks": 32}.items(),
     tolerance=[1e-1, 1e-2, 1e-4],
-    config={
-        "dapo": LossConfig(),
-        "gspo": LossConfig(loss_type="gspo"),
-        "entropy": LossConfig(entropy_coef=0.1),
-    }.items(),
+    config=CONFIGS.items(),
 )
 def test_bounds(config, tolerance, rows, monkeypatch):
     """The reported share is that of the d-logits, at most the tolerance, and every gradient is

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from grpo_fast.train import loop
 from grpo_fast.train.config import KLConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import KLWeight
 from grpo_fast.train.planning.memory_model import Shape, predict_run
@@ -20,6 +19,7 @@ from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
+from tests.train.tiny_runs import steps_of
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
         "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
@@ -34,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def lines(folder, *overrides):
     """The run's rows of steps and of updates, timings left out."""
     loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not is_timing(k)} for row in rows if "loss" in row]
+    rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
 
 

@@ -11,7 +11,7 @@ import pytest
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

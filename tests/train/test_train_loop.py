@@ -19,21 +19,15 @@ from grpo_fast.objective.advantages import CENTERED, MODES
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train import loop
 from grpo_fast.train.collect import collector, prompts
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.metrics.losses import LossMetrics, is_zero_on_policy, policy_gradient
 from grpo_fast.train.metrics.samples import reward_metrics
 from grpo_fast.train.report.lines import zero_line
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
-
-TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
-             "rollout.prompts_per_step=4", "rollout.group_size=4",
-             "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
-
+from tests.train.tiny_runs import logged, run, sort
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -50,20 +44,6 @@ def gsm8k(tmp_path):
     for name, part in (("train", lines[:30]), ("test", lines[30:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
     return str(tmp_path)
-
-
-def run(folder, recipe, *overrides):
-    """Train and return (summary, metrics of the steps, timings left out)."""
-    config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
-    summary = loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
-    assert len(rows) == config.steps
-    return summary, rows
-
-
-def sort(folder, *overrides):
-    return run(folder, "sort", *TINY_SORT, *overrides)[1]
 
 
 def close(
@@ -230,9 +210,7 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
         *[f"model.config.{k}={v}" for k, v in tiny.items()],
     )  # fmt: skip
     assert summary["steps"] == 2 and summary["before"]["eval_n"] == 4
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = logged(tmp_path / "run")
     warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     assert len(warm) == 3 and warm[-1] < warm[0]
 

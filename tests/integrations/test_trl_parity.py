@@ -22,7 +22,6 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 if not cases.GSM8K.exists():
     print(f"GSM8K is absent ({cases.GSM8K.name}): made-up prompts")
 
-TIMES = ("step_time", "runtime", "per_second", "total_flos")
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
 # Two micro-batches per step and two iterations: old logps come from TRL's scoring pass, ratios
 # leave 1.
@@ -108,27 +107,11 @@ def compare_runs(
     theirs, ours = runs
     assert ours.fast_path["loss"].startswith(loss), ours.fast_path
     assert ours.fast_path["forward"].startswith(forward), ours.fast_path
-    compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
     state = theirs.model.state_dict()
     for name, tensor in ours.model.state_dict().items():
         assert torch.allclose(tensor.float(), state[name].float(), rtol=0, atol=weights), name
     return theirs.state.log_history
-
-
-def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_zero: float) -> None:
-    assert len(theirs) == len(ours)
-    for a, b in zip(theirs, ours, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if any(word in key for word in TIMES):
-                continue
-            if a[key] is None or b[key] is None:
-                assert a[key] is b[key], key
-            else:
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=near_zero), (
-                    key,
-                    a["step"],
-                )
 
 
 def reached(log: list[dict], key: str) -> float:

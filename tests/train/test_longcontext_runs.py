@@ -15,7 +15,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.lines import memory_line
 from tests.tiny import tiny_folder
-from tests.train.tiny_runs import logged, sort
+from tests.train.tiny_runs import logged, questions, sort
 
 
 def sort_run(folder, *overrides):
@@ -166,14 +166,7 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path):
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
     monkeypatch.setattr("grpo_fast.train.update.budget._host_memory", lambda: 8 << 30)
-    lines = [
-        {
-            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
-            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
-        }
-        for i in range(30)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [
         f"model.path={model}", "data.name=null", f"data.path={tmp_path}", "data.shots_tokens=220",

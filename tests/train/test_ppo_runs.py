@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -19,7 +18,7 @@ from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
-from tests.train.tiny_runs import steps_of
+from tests.train.tiny_runs import questions, steps_of
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
         "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
@@ -66,12 +65,7 @@ def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
 
 def test_lora_with_a_critic_of_either_kind(tmp_path):
     folder = tiny_folder(tmp_path / "tiny", "llama")
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train", "test"):
-        rows = [{"question": f"What {name} is {i}?", "answer": f"#### {i}"} for i in range(8)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (data / f"{name}.jsonl").write_text(text)
+    data = questions(tmp_path / "data", 8, 8)
     for kind in ("shared", "model"):
         run = tmp_path / kind
         config = load_recipe(

@@ -5,7 +5,6 @@ result.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 
@@ -27,23 +26,14 @@ from grpo_fast.train.metrics.samples import reward_metrics
 from grpo_fast.train.report.lines import zero_line
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
-from tests.train.tiny_runs import logged, run, sort
+from tests.train.tiny_runs import logged, questions, run, sort
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
 def gsm8k(tmp_path):
-    lines = [
-        {
-            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
-            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
-        }
-        for i in range(40)
-    ]
-    for name, part in (("train", lines[:30]), ("test", lines[30:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
-    return str(tmp_path)
+    return questions(tmp_path)
 
 
 def close(

@@ -15,6 +15,19 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
              "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
 
 
+def questions(folder: Path, train: int = 30, test: int = 10) -> str:
+    """A folder of GSM8K's form."""
+    folder.mkdir(exist_ok=True)
+    lines = [
+        {"question": f"Tom has {i} apples, then {i + 1} more. Sum?",
+         "answer": f"{i} + {i + 1}\n#### {2 * i + 1}"} for i in range(train + test)
+    ]  # fmt: skip
+    for name, part in (("train", lines[:train]), ("test", lines[train:])):
+        if part:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in part))
+    return str(folder)
+
+
 def logged(folder: Path) -> list[dict[str, Any]]:
     """Every row of the run's metrics, timings and all."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

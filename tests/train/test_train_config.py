@@ -48,10 +48,6 @@ def test_every_shipped_recipe_is_valid():
         ("data.shots_tokens=100", "data.shots_tokens: "),
         ("minibatches=7", "minibatches: expected a number that divides"),
         ("data.task=gsm8k", "exactly one of path and name"),
-        (
-            "data.path=x.jsonl",
-            "data.path: expected none, task sort makes its own prompts, came 'x.jsonl'",
-        ),
         ("data.chat=true", "data.chat: expected none, task sort makes its own prompts"),
         (
             "advantages=normalized advantage_options.eps=-1",
@@ -62,7 +58,6 @@ def test_every_shipped_recipe_is_valid():
         ("eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, came [1, 8]"),
         ("eval.k=[0]", "eval.k.0: "),
         ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
-        ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
         # Sizes that would take the memory, or for ever, before a run begins.
         ("rollout.max_new_tokens=1000000000000", "rollout.max_new_tokens: "),
         ("eval.max_new_tokens=1000000000000", "eval.max_new_tokens: "),
@@ -128,15 +123,14 @@ def test_recipes_by_path_and_unknown_names(tmp_path):
     path.write_text("- just\n- a list\n")
     with pytest.raises(ValueError, match="expected a mapping"):
         load_recipe(str(path))
-    path.write_text("seed: !!python/object/apply:os.getpid []\n")
-    with pytest.raises(ValueError, match="expected plain YAML.*python/object"):
-        load_recipe(str(path))
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path):
-    config = load_recipe("gsm8k-smollm2-1.7b", ["model.lora.r=8", "seed=3"])
+    words = ["model.lora.r=8", "seed=3", "optim.max_grad_norm=.inf"]
+    config = load_recipe("gsm8k-smollm2-1.7b", words)
     save_config(config, tmp_path / "config.yaml")
     assert load_recipe(str(tmp_path / "config.yaml")) == config
+    assert config.optim.max_grad_norm == float("inf")
 
 
 def test_the_saved_config_has_the_losses_temperature(tmp_path):
@@ -183,12 +177,6 @@ def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
     config.output_dir = "~/b"
     assert config.output_dir == "/elsewhere/b"
     assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
-
-
-def test_no_clipping(tmp_path):
-    config = load_recipe("sort", ["optim.max_grad_norm=.inf"])
-    save_config(config, tmp_path / "config.yaml")
-    assert load_recipe(str(tmp_path / "config.yaml")).optim.max_grad_norm == float("inf")
 
 
 def test_a_refusal_is_short_however_long_the_value():

@@ -4,7 +4,6 @@ kind of reference, and what is refused.
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +11,14 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
-from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, sort
 
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -175,23 +172,16 @@ def test_packing_again_hands_on_what_a_teacher_said(folders, name, shape):
             assert torch.equal(rows, before[i])
 
 
-def run(folder, *overrides):
-    config = load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"])
-    loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
-
-
 EXACT = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
 
 
 def test_a_run_with_a_synced_reference(tmp_path):
     """Copied after every second step: the next step begins at it, so its first pass has no KL."""
     synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1"]
-    rows = run(tmp_path / "a", *EXACT, *synced, "steps=5")
+    rows = sort(tmp_path / "a", *EXACT, *synced, "steps=5")
     assert [row["kl"] > 1e-9 for row in rows] == [False, True, False, True, False]
-    assert rows == run(tmp_path / "b", *EXACT, *synced, "steps=5")
-    several = run(tmp_path / "c", *EXACT, *synced, "steps=2", "inner_iterations=2")
+    assert rows == sort(tmp_path / "b", *EXACT, *synced, "steps=5")
+    several = sort(tmp_path / "c", *EXACT, *synced, "steps=2", "inner_iterations=2")
     assert several[0]["kl"] > 1e-9
 
 
@@ -204,8 +194,8 @@ def test_a_kl_in_the_reward_is_an_estimate():
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
     """β = 0: the gradient is that of the policy term alone, the KL is reported."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
-    rows = run(tmp_path / "a", *settings)
-    plain = run(tmp_path / "b", "optim.lr=1e-2")
+    rows = sort(tmp_path / "a", *settings)
+    plain = sort(tmp_path / "b", "optim.lr=1e-2")
     assert rows[0]["kl"] == 0 and rows[1]["kl"] > 0
     for one, other in zip(rows, plain, strict=True):
         assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
@@ -213,8 +203,8 @@ def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
 
 def test_accumulation_changes_nothing(tmp_path):
     frozen = [*EXACT, "reference.kind=frozen", "inner_iterations=2"]
-    whole = run(tmp_path / "whole", *frozen)
-    parts = run(tmp_path / "parts", *frozen, "tokens_per_microbatch=30")
+    whole = sort(tmp_path / "whole", *frozen)
+    parts = sort(tmp_path / "parts", *frozen, "tokens_per_microbatch=30")
     for one, other in zip(whole, parts, strict=True):
         for name in ("loss", "kl", "grad_norm", "policy_loss", "reward"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name

@@ -10,6 +10,7 @@ threshold the run is not learning what it was meant to and ends (`RewardError`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -17,15 +18,18 @@ import reprlib
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError
+from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
+from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
+Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
 
 
 class WeightedReward(NamedTuple):
@@ -61,6 +66,15 @@ class RewardResult(NamedTuple):
         return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
+@dataclass
+class RewardsState:
+    """The state of a RewardSet: samples that it has lost, by function."""
+
+    failed_total: dict[str, Lost]
+    recent: dict[str, list[tuple[Lost, Lost]]]  # of the latest calls: lost, asked
+    last_error: dict[str, str]
+
+
 class RewardSet:
     """Several weighted reward functions as one.
 
@@ -72,14 +86,10 @@ class RewardSet:
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
         names = [reward.name for reward in rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"rewards: expected different names, got {names}")
-        for reward in rewards:
-            if not math.isfinite(reward.weight):
-                expected = f"a finite weight for {reward.name}"
-                raise ValueError(f"rewards: expected {expected}, got {reward.weight}")
-        if not 0 <= max_failures <= 1:
-            raise ValueError(f"max_failures: expected a fraction from 0 to 1, got {max_failures}")
+        require(len(set(names)) == len(names), "rewards", "different names", names)
+        for name, weight, *_ in rewards:
+            require(math.isfinite(weight), "rewards", f"a finite weight for {name}", weight)
+        require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
         self.failed_total = dict.fromkeys(names, 0)
@@ -108,41 +118,37 @@ class RewardSet:
             RewardError: more samples lost than `max_failures` allows.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
-        given = {**(columns or {}), **usual}
-        if len({len(column) for column in given.values()}) > 1:
-            lengths = ", ".join(str(len(column)) for column in given.values())
-            names = ", ".join(given)
-            raise ValueError(f"{names}: expected lists of one length, got {lengths}")
+        lists = {**(columns or {}), **usual}
+        lengths = [len(column) for column in lists.values()]
+        fits = len(set(lengths)) == 1
+        require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total, scored = torch.zeros(len(completions)), []
         for reward in self.rewards:
-            values = self._scores(reward, given)
+            values = self._scores(reward, lists)
             per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
             reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
                 scored.append((reward.weight, values))
             self._count(reward.name, reasons[reward.name].total(), len(completions))
-        per_token = _per_token(scored, given.get("completion_lengths"))
+        per_token = _per_token(scored, lists.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The failures so far, in plain lists and numbers, for a checkpoint."""
+    def state_dict(self) -> RewardsState:
+        """The failures so far, for a checkpoint."""
         with self._lock:
-            recent = {name: [list(pair) for pair in calls] for name, calls in self._recent.items()}
-            lost, errors = dict(self.failed_total), dict(self._last_error)
-        return {"failed_total": lost, "recent": recent, "last_error": errors}
+            recent = {name: list(calls) for name, calls in self._recent.items()}
+            return RewardsState(dict(self.failed_total), recent, dict(self._last_error))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: RewardsState) -> None:
         with self._lock:
-            self.failed_total, self._last_error = (
-                {name: state[key][name] for name in self.names}
-                for key in ("failed_total", "last_error")
-            )
             for name, calls in self._recent.items():
+                self.failed_total[name] = state.failed_total[name]
+                self._last_error[name] = state.last_error[name]
                 calls.clear()
-                calls.extend((failed, asked) for failed, asked in state["recent"][name])
+                calls.extend(state.recent[name])
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
@@ -173,7 +179,9 @@ class RewardSet:
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
             arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
-            with undisturbed():
+            # A worker has a process of its own, whose output comes from a thread at any time.
+            is_apart = isinstance(reward.function, IsolatedReward)
+            with contextlib.nullcontext() if is_apart else undisturbed():
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
@@ -227,11 +235,11 @@ def _per_token(
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
     """The weighted rewards of every completion's tokens; None where no function gave any."""
-    if lengths is None or not any(isinstance(s, list) for _, found in scored for s in found):
+    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None
     rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, found in scored:
-        for reward, score in zip(rewards, found, strict=True):
+    for weight, scores in scored:
+        for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
             else:  # an empty completion has no last token

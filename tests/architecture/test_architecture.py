@@ -29,14 +29,9 @@ FLOORS = (
 )
 # The same for the rooms of train/, which are folders or single files.
 TRAIN_FLOORS = (
-    ("config", "files", "ranks"),
-    ("models", "planning", "metrics"),
-    ("collect", "evaluation"),
-    ("update", "report"),
-    ("runs",),
-    ("build", "experiments"),
-    ("loop",),
-)
+    ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
+    ("update", "report"), ("runs",), ("build", "experiments"), ("loop",),
+)  # fmt: skip
 MOST_ARROWS = 55  # from room to room of train/
 MAX_LINES = 300
 LONG = ("kernels", "recipes")  # folders whose files may be longer
@@ -119,7 +114,8 @@ def test_imports_flow_one_way(path):
         where = f"{module}:{line} imports {imported}"
         if ".integrations" in module:
             public = imported in (
-                "grpo_fast", "grpo_fast.attention", "grpo_fast.data", "grpo_fast.rollout",
+                "grpo_fast", "grpo_fast.attention", "grpo_fast.data", "grpo_fast.errors",
+                "grpo_fast.rollout",
             )  # fmt: skip
             assert public or imported.startswith("grpo_fast.integrations"), (
                 f"{where}: public names only"
@@ -235,17 +231,9 @@ found = {"seconds": seconds, "loaded": loaded, "processes": processes, "after_ca
 print(json.dumps(found))
 """
 OPTIONAL = {
-    "transformers",
-    "triton",
-    "datasets",
-    "peft",
-    "accelerate",
-    "matplotlib",
-    "pydantic",
-    "trl",
-    "typer",
-    "rich",
-}
+    "transformers", "triton", "datasets", "peft", "accelerate", "matplotlib", "pydantic", "trl",
+    "typer", "rich",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -253,15 +241,11 @@ def fresh_imports() -> list[dict]:
     """Three new processes that import torch, then grpo_fast, then call the loss once."""
     runs = (
         subprocess.run(
-            [sys.executable, "-c", PROBE],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, cwd=ROOT,
             timeout=120,
         )
         for _ in range(3)
-    )
+    )  # fmt: skip
     return [json.loads(run.stdout) for run in runs]
 
 

@@ -6,10 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from grpo_fast.attention import TreeLayout, dispatch, pack_groups
+from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.kernels import explicit, flex, torch_cpu, tree
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.reference import visible
@@ -145,38 +143,6 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
     pieces = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4)),
-        min_size=1,
-        max_size=4,
-    ),
-    st.sampled_from(RULES),
-)
-def test_any_groups_give_the_same_shared_and_packed(sizes, rule):
-    """Tokens with rows of their own in q, k and v: what predicts a completion token is the same in
-    both layouts.
-    """
-    numbers = iter(range(10_000))
-    groups = [
-        ([next(numbers) for _ in range(p)], [[next(numbers) for _ in range(c)] for c in cs])
-        for p, cs in sizes
-    ]
-    generator = torch.Generator().manual_seed(5)
-    tables = [
-        torch.randn(next(numbers), heads, 8, generator=generator, dtype=torch.float64)
-        for heads in (4, 2, 2)
-    ]
-    outputs = []
-    for shared in (True, False):
-        pack = pack_groups(groups, shared=shared)
-        q, k, v = (table[pack.input_ids[0]] for table in tables)
-        out = dispatch.packed_rows_attention(q, k, v, pack.layout, **rule._asdict())
-        outputs.append(out[pack.predicting])
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
 
 
 def test_flash_cpu_refuses_keys_in_front_of_the_queries():

@@ -109,17 +109,17 @@ def test_batches_models_and_configs_that_are_none():
     no_labels = {"input_ids": batch["input_ids"]}
     listed = {**batch, "labels": batch["labels"].tolist()}
     for wrong, said in (
-        (no_labels, "labels .* got NoneType"),
-        (listed, "labels .* got list"),
-        ([batch], "input_ids .* got NoneType"),
-        ({**batch, "input_ids": batch["input_ids"][0]}, "input_ids .* got shape"),
+        (no_labels, "labels .* came NoneType"),
+        (listed, "labels .* came list"),
+        ([batch], "input_ids .* came NoneType"),
+        ({**batch, "input_ids": batch["input_ids"][0]}, "input_ids .* came shape"),
     ):
         with pytest.raises(ValueError, match=f"batch: expected a tensor {said}"):
             causal_lm.policy_logps(model, wrong)
     for wrong, name in ((torch.nn.Linear(2, 3), "Linear"), ([model], "list")):
-        with pytest.raises(ValueError, match=f"model: expected .* causal LM, got {name}"):
+        with pytest.raises(ValueError, match=f"model: expected .* causal LM, came {name}"):
             causal_lm.policy_loss(wrong, batch, torch.ones(2), LossConfig())
-    with pytest.raises(ValueError, match="config: expected a LossConfig, got dict"):
+    with pytest.raises(ValueError, match="config: expected a LossConfig, came dict"):
         causal_lm.policy_loss(model, batch, torch.ones(2), {})
 
 
@@ -249,16 +249,6 @@ def test_plain_loop_equals_the_tutorial():
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         # AdamW turns a gradient near 0 into a step of its sign: rounding may show there.
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
-
-
-def test_plain_loop_climbs():
-    torch.manual_seed(0)
-    model = tiny_model("llama", vocab_size=13, num_hidden_layers=1)
-    history = plain_loop.train(
-        model, torch.tensor([[3, 4], [5, 6]]), reward, LossConfig(loss_type="dapo"), steps=12,
-        group_size=8, max_new_tokens=6, learning_rate=3e-3,
-    )  # fmt: skip
-    assert history[-1]["reward"] > history[0]["reward"] + 0.1
 
 
 # ------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import transformers
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
-compare_logs = importlib.import_module("tests.integrations.test_trl_parity").compare_logs
 two_trl = importlib.import_module("tests.integrations.two_trl")
 two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
@@ -32,7 +31,7 @@ LOGS, WEIGHTS = 1e-4, 1e-5
 SINGLE = {
     "forward": "packed", "loss": "single pass", "rollouts": "ours", "support": "the vocabulary",
 }  # fmt: skip
-TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.OTHERS, *two_trl.SAMPLED]
+TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.HEADS, *two_trl.SAMPLED]
 PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 OTHERS += [f"openrlhf-{name}" for name in two_openrlhf.OPTIONS]
@@ -109,14 +108,7 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
     assert len({result["tokens"] for result in results}) == 2 or name in two_trl.RESUMED
     for result in results:
         assert result["wrapped"] == "DistributedDataParallel"
-        theirs, ours = result["logs"]
-        if name == "kept_groups":  # other micro-batches, over which TRL takes the mean
-            keys = ("loss", "grad_norm", "reward", "step")
-            theirs, ours = (
-                [{key: entry[key] for key in keys if key in entry} for entry in log]
-                for log in (theirs, ours)
-            )
-        compare_logs(theirs, ours, LOGS, 1e-6)
+        trl_cases.compare_logs(*result["logs"], LOGS, 1e-6)
     paths = [result["path"] for result in results]
     if name == "gspo":
         assert all(path["loss"].startswith("TRL's on our logps") for path in paths)
@@ -171,4 +163,6 @@ def test_their_own_code_gives_the_same_with_our_loss(ranks, case):
     assert len({result["tokens"] for result in results}) == 2
     for result in results:
         assert result["wrapped"].startswith("FSDP" if "verl" in case else "Distributed")
-        compare_logs(*([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6)
+        trl_cases.compare_logs(
+            *([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6
+        )

@@ -84,7 +84,7 @@ MUTANTS = [
            "if leaf in inner or (is_attempt and leaf not in taken):", "if leaf in inner:",
            "a compaction that nobody went on from is trained", "recorded"),
     Mutant("trees-logps-of-every-token", TRL,
-           "logps.append(given[mask.bool()])", "logps.append(given[: int(mask.sum())])",
+           "logps.append(old[mask.bool()])", "logps.append(old[: int(mask.sum())])",
            "the sampler's logps stand beside other tokens", "recorded"),
     Mutant("trees-offline-beside-credit", "grpo_fast/train/update/micro_batch.py",
            "own[b].expand(", "own[0].expand(",

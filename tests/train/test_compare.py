@@ -15,7 +15,7 @@ from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.experiments import compare as module
 from grpo_fast.train.experiments.compare import compare, plan_arms, table
 from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
 GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
@@ -189,7 +189,7 @@ def test_names_of_folders_stay_inside(tmp_path):
 def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
     words = [*TINY_SORT, "steps=2", "log.completions_every=0", "eval.every=0"]
     words = [word for word in words if word != "steps=3"]
-    command = ["compare", "sort", "--grid", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
+    command = ["compare", "sort", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "| advantages=rloo |" in result.output

@@ -214,29 +214,6 @@ def test_tokens_is_the_inverse_of_peak():
     assert memory.peak(0, rows=10) < memory.peak(0) and isinstance(memory, Memory)
 
 
-def test_the_formula_of_the_design_at_16_bits():
-    """2Lh + 27h + 12I bytes per token with layer checkpointing, 2Lh + 39h with a tiled MLP, minus
-    2Lh offloaded.
-    """
-    h, i, layers = 4096, 11008, 32
-    shape = Shape(layers, h, i, h, 0, 32000, 10**9, False)
-    options = {"gradient_checkpointing": True, "dtype": "bfloat16", "path": "x", "device": "cuda"}
-    expected = {
-        (): 2 * layers * h + 26 * h + 12 * i,
-        ("tiled",): 2 * layers * h + 38 * h,
-        ("tiled", "off"): 38 * h,
-    }
-    for names, per_token in expected.items():
-        chosen = {
-            **options,
-            **({"tiled_mlp": 2048} if "tiled" in names else {}),
-            "checkpoint_offload": "off" in names,
-        }
-        memory = predict(shape, ModelConfig(**chosen), OptimConfig(), device="cuda")
-        # Kv = 0 here: the design's h beside 26h are a grouped k and v.
-        assert memory.per_token == per_token
-
-
 def test_fixed_memory():
     shape = Shape(2, 64, 128, 64, 32, 100, 10_000, True)
 

@@ -41,11 +41,13 @@ class Kernel(NamedTuple):
             fp32 or better.
         backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
+        takes_copies: a causal span may have more keys than queries.
     """
 
     name: str
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
+    takes_copies: bool = True
 
 
 def over_blocks(

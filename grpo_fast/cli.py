@@ -230,9 +230,6 @@ def compare(
             "The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."
         ),
     ] = None,
-    grid: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=A,B", help="A key of the grid, as above.")
-    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 1,
     out: Annotated[str | None, typer.Option("-o", "--out", help="The folder.")] = None,
     debug: Debug = False,
@@ -243,7 +240,7 @@ def compare(
     from grpo_fast.train.experiments.compare import table
 
     with told(debug, OSError):
-        words = [*(grid or []), *(settings or [])]
+        words = settings or []
         place = None if out is None else os.path.expanduser(out)
         comparison = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
         typer.echo(table(comparison))

@@ -6,8 +6,17 @@ A wrong argument is no `RunError`: it is a ValueError that names the argument.
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
+
+
+def require(
+    fits: Any, name: str, expected: str, came: Any, kind: type[Exception] = ValueError
+) -> None:
+    """Raise an error that names an argument, what was expected and what came, unless it fits."""
+    if not fits:
+        raise kind(f"{name}: expected {expected}, came {came}")
 
 
 class RunError(RuntimeError):

@@ -74,11 +74,11 @@ def _with_wrong(answer: list[str], wrong: int, symbols: Sequence[str], rng: rand
 
 def _stored(example: Example) -> Pair:
     where = f"data: the pair of prompt {str(example.prompt)[:60]!r}"
-    found: dict[str, Any] = {name: example.fields.get(name) for name in ("chosen", "rejected")}
-    for name, text in found.items():
+    texts: dict[str, Any] = {name: example.fields.get(name) for name in ("chosen", "rejected")}
+    for name, text in texts.items():
         need(isinstance(text, str), where, f"a text in field {name!r}", repr(text))
     margin = example.fields.get("margin", 0.0)
     is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
     fits = is_number and math.isfinite(margin)
     need(fits, where, "a finite number in field 'margin'", repr(margin))
-    return Pair(example.prompt, found["chosen"], found["rejected"], float(margin))
+    return Pair(example.prompt, texts["chosen"], texts["rejected"], float(margin))

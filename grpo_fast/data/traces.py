@@ -70,9 +70,9 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
 
 def trace_examples(path: str | Path) -> list[Example]:
     """The tasks of a file of traces, in order of their first trace, as examples to go through."""
-    found = load_traces(path)
-    texts = {task: blake2b() for task in dict.fromkeys(trace.task for trace in found)}
-    for trace in found:
+    traces = load_traces(path)
+    texts = {task: blake2b() for task in dict.fromkeys(trace.task for trace in traces)}
+    for trace in traces:
         texts[trace.task].update(repr(trace.reward).encode())
         for branch in trace.branches:
             parts = (x for x in branch[:4] if x is not None)
@@ -88,7 +88,7 @@ def read_traces(
 
     Raises DatasetError, which names the record (by `names`, else `traces[3]`) and the node.
     """
-    found: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
+    seen: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
     for number, record in enumerate(records):
         name = names[number] if names is not None else f"traces[{number}]"
         need(isinstance(record, Mapping), name, "a trace", type(record).__name__)
@@ -101,13 +101,13 @@ def read_traces(
             expected = "the fields of a trace of verifiers"
             raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
         key = repr(record.get("id", number))
-        if key in found:
-            first, others, _ = found[key]
+        if key in seen:
+            first, others, _ = seen[key]
             same = [(a.ids, a.mask) for a in nodes] == [(b.ids, b.mask) for b in others]
             need(same, name, f"the nodes of {first}, which has the same id {key}", "others")
             continue
-        found[key] = name, nodes, trace
-    return [trace for _, _, trace in found.values()]
+        seen[key] = name, nodes, trace
+    return [trace for _, _, trace in seen.values()]
 
 
 def _trace(name: str, record: Mapping[str, Any], nodes: list[_Node]) -> RecordedTrace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 RAW, TEMPERATURE, TRUNCATION = "raw log-probabilities", "temperature", "truncation"
+DEFAULTS = "defaults of the model"
 PENALTY, LOGIT_BIAS, ENDS = "penalties", "logit bias", "end of completions"
 SHIFTED, HEAD, TIED, CAP = "shifted log-probabilities", "dtype of the head", "tied head", "softcap"
 TOKENS, TEMPLATE, PADDING = "tokens of the prompt", "chat template", "padding"
@@ -13,7 +14,7 @@ ROPE, WINDOW, CONFIG = "positions (RoPE)", "attention window", "model configurat
 MODEL, QUANTIZED = "dtype of the model", "quantized weights"
 FORWARD = "the trainer's forward pass"
 
-ADVICE = {  # {} is the value that the engine's view has in the field of the cause
+ADVICE = {  # {} are the values that the engine's view has in the fields of the cause
     RAW: "the engine reports log-probabilities from before its temperature or truncation: ask for "
          "processed ones (vLLM: --logprobs-mode processed_logprobs)",
     PENALTY: "the engine samples with {0[0]}={0[1]:.4g}: switch it off (vLLM: --generation-config "
@@ -34,6 +35,8 @@ ADVICE = {  # {} is the value that the engine's view has in the field of the cau
                  "defaults (generation_config.json) do not win",
     TRUNCATION: "the engine truncates ({}) though it was not asked to: its own defaults win (vLLM: "
                 "--generation-config vllm)",
+    DEFAULTS: "the engine samples with temperature {:.4g} and {}, the defaults that the model is "
+              "shipped with: see that they do not win (vLLM: --generation-config vllm)",
     TEMPLATE: "the engine read the prompts with {}: send it token ids, or use one template",
     PADDING: "the engine reads {} as part of the prompt: give it the attention mask, or do not pad",
     ORDER: "the engine's answers belong to other prompts: match them by index, not by arrival",

@@ -32,8 +32,8 @@ class Report(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether all self-tests passed, and the engine agrees with the trainer."""
-        found: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
-        return all(x.ok for x in found if x is not None)
+        parts: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
+        return all(x.ok for x in parts if x is not None)
 
 
 def show(report: Report, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ most of the difference and no other cause does; else the numbers stand without o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
@@ -14,8 +14,9 @@ from grpo_fast.doctor import causes
 from grpo_fast.doctor.causes import ADVICE, Cause
 from grpo_fast.doctor.prompts import AS_SENT, readings
 from grpo_fast.doctor.recompute import Noise, Recomputed
-from grpo_fast.doctor.search import Search, noise_of
+from grpo_fast.doctor.search import Change, Search, noise_of
 from grpo_fast.doctor.view import KEPT, OWN, View
+from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
@@ -77,8 +78,7 @@ def diagnose(
         ValueError: prompts that the tokenizer or the model does not take; greedy sampling.
         RuntimeError: completions that are none.
     """
-    if sampling.temperature == 0:
-        raise ValueError("temperature: expected a number above 0, came 0 (greedy)")
+    require(sampling.temperature > 0, "temperature", "a number above 0", "0 (greedy)")
 
     def sample(policy: Policy, version: int) -> Rollout:
         with awake(engine, policy, version):
@@ -112,10 +112,13 @@ def _compare(
     own = float((recomputed.logps(base._replace(model=OWN)) - trainers).abs().mean())
     noise = noise_of(policy)  # a model with large logits has more; a wrong one far more
     noise = min(max(noise, MARGIN * own), 2 * noise)
-    packs, view = recomputed.noise(base.temperature), base
-    if recomputed.difference(base) > noise:
-        view = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
-    left, named = recomputed.difference(view), list(_shares(recomputed, base, view, sampling))
+    packs = recomputed.noise(base.temperature)
+    changes = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
+    left, named = recomputed.difference(base), []
+    for change in changes:
+        before, left = left, recomputed.difference(change.view)
+        name, advice = _advice(recomputed, base, change, changes[-1].view, sampling)
+        named.append(Cause(name, advice, before, left))
     stale = sum(v != version for v in rollout.weight_versions)
     ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
     longest = sampling.max_new_tokens
@@ -135,30 +138,22 @@ def _compare(
 def check(rollout: Rollout) -> None:
     """Raise a RuntimeError unless every completion has tokens and a finite logp for each."""
     for ids, logps in zip(rollout.completion_ids, rollout.sampling_logps, strict=True):
-        if not ids or logps.shape != (len(ids),) or not bool(logps.isfinite().all()):
-            came = f"{len(ids)} and {logps.flatten()[:4].tolist()} …"
-            expected = "expected tokens and a finite log-probability for each"
-            raise RuntimeError(f"engine: {expected}, got {came}")
+        fits = ids and logps.shape == (len(ids),) and bool(logps.isfinite().all())
+        came = f"{len(ids)} and {logps.flatten()[:4].tolist()} …"
+        expected = "tokens and a finite log-probability for each"
+        require(fits, "engine", expected, came, RuntimeError)
 
 
-def _shares(
-    recomputed: Recomputed, base: View, engines: View, sampling: Sampling
-) -> Iterator[Cause]:
-    """A cause for each field that differs, what helps most first."""
-    view = base
-    while fields := view.differences(engines):
-        steps = {x: view._replace(**{x: getattr(engines, x)}) for x in fields}
-        field = min(steps, key=lambda x: recomputed.difference(steps[x]))  # noqa: B023
-        name = recomputed.cause_of(engines, field)
-        if name == causes.TEMPERATURE:
-            name, advice = _about_temperature(recomputed, base, engines, sampling.temperature)
-        elif name == causes.TRUNCATION and sampling.truncates:
-            known = "" if recomputed.drawn.kept is None else ", which the engine names"
-            advice = causes.ASKED.format(sampling.top_k, sampling.top_p, known)
-        else:
-            advice = ADVICE[name].format(getattr(engines, field))
-        before, view = recomputed.difference(view), steps[field]
-        yield Cause(name, advice, before, recomputed.difference(view))
+def _advice(
+    recomputed: Recomputed, base: View, change: Change, engines: View, sampling: Sampling
+) -> tuple[str, str]:
+    """The cause's name and what to do about it."""
+    if change.cause == causes.TEMPERATURE:
+        return _about_temperature(recomputed, base, engines, sampling.temperature)
+    if change.cause == causes.TRUNCATION and sampling.truncates:
+        known = "" if recomputed.drawn.kept is None else ", which the engine names"
+        return change.cause, causes.ASKED.format(sampling.top_k, sampling.top_p, known)
+    return change.cause, ADVICE[change.cause].format(*change.fields.values())
 
 
 def _about_temperature(

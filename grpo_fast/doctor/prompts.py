@@ -8,7 +8,7 @@ from typing import Any
 from grpo_fast.data import Prompt
 
 AS_SENT, REORDERED = "as sent", "another prompt's answers"
-BOS_TWICE, NO_BOS, AGAIN = "BOS twice", "no BOS", "tokenized again"
+AGAIN = "tokenized again"
 TEMPLATED, UNTEMPLATED = "chat template on top", "no chat template"
 UNPROMPTED, SYSTEM = "no generation prompt", "a system prompt of its own"
 TEMPLATES = (TEMPLATED, UNTEMPLATED, UNPROMPTED, SYSTEM)
@@ -23,18 +23,7 @@ Way = Callable[[Prompt, list[int]], list[int]]
 def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
     """Name → every prompt's token ids so read: those sent first, and no two alike."""
     read_as = {AS_SENT: [list(tokens) for tokens in ids]}
-    bos = getattr(tokenizer, "bos_token_id", None)
-    ways: dict[str, Way] = {
-        BOS_TWICE: lambda _, t: t if bos is None else [bos, *t],
-        NO_BOS: lambda _, t: t[1:] if t[0] == bos else t,
-        AGAIN: lambda _, t: tokenizer(tokenizer.decode(t))["input_ids"],
-        TEMPLATED: lambda p, t: _chat(tokenizer, _asked(p)) if isinstance(p, str) else t,
-        SYSTEM: lambda p, _: _chat(tokenizer, [HELPFUL, *_asked(p)]),
-        UNTEMPLATED: lambda p, t: t if isinstance(p, str) else _plain(tokenizer, p),
-        UNPROMPTED: lambda p, t: t if isinstance(p, str) else _chat(tokenizer, p, opens=False),
-        "without its first token": lambda _, t: t[1:],
-        "without its last token": lambda _, t: t[:-1],
-    }
+    ways: dict[str, Way] = {}
     for name in ("bos", "eos", "pad"):
         token = getattr(tokenizer, f"{name}_token_id", None)
         ways[f"{name} in front"] = _beside([token], [])
@@ -43,8 +32,17 @@ def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> d
         more = tokenizer(text, add_special_tokens=False)["input_ids"]
         ways[f"{text!r} at its end"] = _beside([], more)
     longest = max(map(len, ids))
-    ways[LEFT] = lambda _, t: [pad] * (longest - len(t)) + t
-    ways[RIGHT] = lambda _, t: t + [pad] * (longest - len(t))
+    ways |= {
+        "without its first token": lambda _, t: t[1:],
+        "without its last token": lambda _, t: t[:-1],
+        AGAIN: lambda _, t: tokenizer(tokenizer.decode(t))["input_ids"],
+        TEMPLATED: lambda p, t: _chat(tokenizer, _asked(p)) if isinstance(p, str) else t,
+        SYSTEM: lambda p, _: _chat(tokenizer, [HELPFUL, *_asked(p)]),
+        UNTEMPLATED: lambda p, t: t if isinstance(p, str) else _plain(tokenizer, p),
+        UNPROMPTED: lambda p, t: t if isinstance(p, str) else _chat(tokenizer, p, opens=False),
+        LEFT: lambda _, t: [pad] * (longest - len(t)) + t,
+        RIGHT: lambda _, t: t + [pad] * (longest - len(t)),
+    }
     for name, read in ways.items():
         try:
             other = [read(prompt, list(t)) for prompt, t in zip(prompts, ids, strict=True)]

@@ -60,11 +60,7 @@ class Recomputed:
         )  # fmt: skip
         self._moved: dict[str, Ids] = {}  # each prompt in the place of another
         self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
-        self._found: dict[View, Tensor] = {}
-
-    def cause_of(self, view: View, field: str) -> str:
-        """The name of the cause that a field of the engine's view stands for."""
-        return self.models[view.model].cause if field == "model" else view.cause_of(field)
+        self._logps: dict[View, Tensor] = {}
 
     def difference(self, view: View) -> float:
         """Mean of |engine − view| in nats per token, of the tokens that the view predicts."""
@@ -75,28 +71,28 @@ class Recomputed:
     def logps(self, view: View) -> Tensor:  # (R,) fp32 on the CPU; NaN where it predicts nothing
         """Under a view; the trainer's own by the trainer's own code."""
         self.compute([view])
-        return self._found[view]
+        return self._logps[view]
 
     @torch.no_grad()
     def compute(self, views: Sequence[View]) -> None:
         """Prepare `logps` of several views; those with the same logits share their product."""
         batches: dict[tuple[object, ...], list[View]] = {}
         for view in dict.fromkeys(views):
-            if view in self._found:
+            if view in self._logps:
                 continue
             if view.shift:
-                self._found[view] = self._shifted(view)
+                self._logps[view] = self._shifted(view)
             elif view.reading == REORDERED:
-                self._found[view] = self._answers(view)
+                self._logps[view] = self._answers(view)
             elif view == View(view.temperature, KEPT if view.truncation == KEPT else None):
                 support = self.drawn.kept if view.truncation == KEPT else None
-                self._found[view] = self._fused(*self._hidden(view), view.temperature, support)
+                self._logps[view] = self._fused(*self._hidden(view), view.temperature, support)
             else:
                 batches.setdefault((view.model, view.reading, view.head), []).append(view)
         for alike in batches.values():
             parts = [[rows.logps(view).cpu() for view in alike] for rows in self.rows(alike[0])]
             columns = zip(*parts, strict=True)
-            self._found |= {v: torch.cat(c) for v, c in zip(alike, columns, strict=True)}
+            self._logps |= {v: torch.cat(c) for v, c in zip(alike, columns, strict=True)}
 
     def rows(self, view: View) -> Iterator[Rows]:
         """The logits of a view, some rows at a time."""
@@ -115,7 +111,7 @@ class Recomputed:
     @torch.no_grad()
     def noise(self, temperature: float) -> list[Noise]:
         """The trainer's own noise: in the policy's dtype, then in the others of fp32 and bf16."""
-        own, found = self.policy.autocast or self.policy.head.weight.dtype, []
+        own, noises = self.policy.autocast or self.policy.head.weight.dtype, []
         for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
             policy = self.policy if dtype == own else cast(self.policy, dtype)
             one, other = (
@@ -126,8 +122,8 @@ class Recomputed:
             gap, ratio = one - other, (one - other).exp()
             outside = ((ratio < BAND[0]) | (ratio > BAND[1])).float()
             name = str(dtype).removeprefix("torch.")
-            found.append(Noise(name, float(gap.abs().mean()), float(outside.mean())))
-        return found
+            noises.append(Noise(name, float(gap.abs().mean()), float(outside.mean())))
+        return noises
 
     def _fused(
         self, states: Tensor, head: Head, temperature: float, support: Support | None = None
@@ -182,10 +178,10 @@ class Recomputed:
 
 def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)
     """Each completion by itself behind its prompt, through the attention that generates."""
-    size, found = len(completions) // len(prompts), []
+    size, rows = len(completions) // len(prompts), []
     with policy.generation():
         for i, tokens in enumerate(completions):
             ids = torch.tensor([prompts[i // size] + tokens[:-1]], device=policy.device)
             states = policy.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-            found.append(states[-len(tokens) :].to(policy.head.weight.dtype))
-    return torch.cat(found)
+            rows.append(states[-len(tokens) :].to(policy.head.weight.dtype))
+    return torch.cat(rows)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.doctor.causes import HEAD, MODEL, QUANTIZED
-from grpo_fast.doctor.prompts import AS_SENT, REORDERED
+from grpo_fast.doctor import causes
+from grpo_fast.doctor.prompts import AS_SENT, LEFT, REORDERED, RIGHT, TEMPLATES
 from grpo_fast.doctor.recompute import Recomputed
 from grpo_fast.doctor.view import EMBEDDING, KEPT, Edit, Truncation, View
 from grpo_fast.rollout import Sampling
@@ -22,26 +22,39 @@ ONE, TWO = 0.1, 0.05  # of the difference that a cause, or several, may leave un
 RIVAL = 3.0  # times as much as the best has to be left by the best of another name
 ALIKE = 2.0  # times as much as the best that a known number may leave to be taken before it
 SIMILAR, APART = 0.5, 0.1  # correlation of a rounded model's difference; ahead of the next one's
-ROUNDED = {MODEL, QUANTIZED, HEAD}
+ROUNDED = {causes.MODEL, causes.QUANTIZED, causes.HEAD}
 FINEST = 1e-4  # relative step of a number that is fitted
 WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further
 POINTS = 17  # numbers that are tried at a time
 TEMPERATURES = 0.25, 4.0  # times the trainer's
 LENGTHS = 64  # min_tokens up to this are told apart
-RANGES: tuple[tuple[str, Callable[[float], Any], float, float], ...] = (
-    ("edit", lambda x: (Edit.REPETITION, x), 0.5, 2.0),
-    ("edit", lambda x: (Edit.PRESENCE, x), 0.01, 4.0),
-    ("edit", lambda x: (Edit.FREQUENCY, x), 0.01, 4.0),
-    ("edit", lambda x: (Edit.SOFTCAP, x), 0.5, 200.0),
-    ("truncation", lambda x: Truncation(top_k=int(x)), 0.9, 1e5),
-    ("truncation", lambda x: Truncation(top_p=1 - x), 1e-4, 0.98),
-    ("truncation", lambda x: Truncation(min_p=x), 1e-4, 0.95),
-)  # a field of the view, its value of a number, and where the number lies
+READINGS = {  # the cause of a reading; others are the tokens'
+    LEFT: causes.PADDING, RIGHT: causes.PADDING, REORDERED: causes.ORDER,
+    **dict.fromkeys(TEMPLATES, causes.TEMPLATE),
+}  # fmt: skip
+RANGES: tuple[tuple[str, str, Callable[[float], Any], float, float], ...] = (
+    (causes.PENALTY, "edit", lambda x: (Edit.REPETITION, x), 0.5, 2.0),
+    (causes.PENALTY, "edit", lambda x: (Edit.PRESENCE, x), 0.01, 4.0),
+    (causes.PENALTY, "edit", lambda x: (Edit.FREQUENCY, x), 0.01, 4.0),
+    (causes.CAP, "edit", lambda x: (Edit.SOFTCAP, x), 0.5, 200.0),
+    (causes.TRUNCATION, "truncation", lambda x: Truncation(top_k=int(x)), 0.9, 1e5),
+    (causes.TRUNCATION, "truncation", lambda x: Truncation(top_p=1 - x), 1e-4, 0.98),
+    (causes.TRUNCATION, "truncation", lambda x: Truncation(min_p=x), 1e-4, 0.95),
+)  # a cause, its field of the view, the field's value of a number, and where the number lies
 
 
 def noise_of(policy: Any) -> float:
     """NOISE of the dtype that a policy computes in."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
+
+
+class Change(NamedTuple):
+    """A cause, as fields of a view that have other values than in the view before."""
+
+    cause: str
+    fields: dict[str, Any]
+    view: View  # with these fields
+    is_fitted: bool = False
 
 
 class Search:
@@ -57,46 +70,49 @@ class Search:
         self.recomputed, self.base, self.sampling = recomputed, base, sampling
         self.own, self.noise = own, noise
         self.left = recomputed.difference
-        self._order: list[View] = []  # as they were found: known values before fitted ones
 
     @torch.no_grad()
-    def explain(self) -> View:
-        """The engine's view; the trainer's own where no causes explain most of the difference.
+    def explain(self) -> list[Change]:
+        """The changes from the trainer's view to the engine's; none where they explain too little.
 
-        One field changes at a time, the one that leaves least. Where it is not the whole cause, the
-        next is looked for behind it as long as each at least halves the difference.
+        The change that leaves least comes first. Where it is not the whole cause, the next is
+        looked for behind it as long as each at least halves the difference.
         """
-        view = sure = self.base
-        gap = self.left(self.base)
-        limit = ONE * gap
-        while True:
-            views = self.neighbours(view)
-            last = self.winner(views, limit) or self.rounded(view, views)
+        path: list[Change] = []
+        sure, view, gap = 0, self.base, self.left(self.base)
+        while self.left(view) > self.noise and not any(x.cause in ROUNDED for x in path[:sure]):
+            changes = self.neighbours(view, {name for x in path for name in x.fields})
+            limit = self.noise if sure else (TWO if path else ONE) * gap
+            last = self.winner(changes, limit) or self.rounded(view, changes)
             if last is not None:
-                view = sure = last
-                if self.left(view) <= self.noise or self.names(view) & ROUNDED:
-                    return sure
-            elif views and 2 * self.left(views[0]) <= self.left(view):
-                view = views[0]
+                sure = len(path) + 1
+            elif changes and 2 * self.left(changes[0].view) <= self.left(view):
+                last = changes[0]
             else:
-                return sure
-            limit = TWO * gap if sure == self.base else self.noise
+                break
+            path.append(last)
+            view = last.view
+        return path[:sure]
 
-    def winner(self, views: Sequence[View], limit: float) -> View | None:
-        """The first of these sorted views, where it leaves no more than that and no other does."""
-        gap = self.left(self.base)
-        if not views or self.left(views[0]) > min(max(limit, 1.5 * self.own), gap / 2):
+    def winner(self, changes: Sequence[Change], limit: float) -> Change | None:
+        """The best of these sorted changes where it leaves at most `limit` and has no rival; a
+        known value before a fitted one.
+        """
+        gap, left = self.left(self.base), [self.left(x.view) for x in changes]
+        if not left or left[0] > min(max(limit, 1.5 * self.own), gap / 2):
             return None
-        best, logps = views[0], self.recomputed.logps(views[0])
-        alike = max(ALIKE * self.left(best), self.own)
-        enough = min(RIVAL * max(self.left(best), self.own), gap / 2)
-        others = (x for x in views if self.left(x) <= enough and self.names(x) != self.names(best))
-        if any((self.recomputed.logps(x) - logps).abs().nanmean() > 1e-5 for x in others):
-            return None
-        known = [x for x in views if self.left(x) <= alike and self.names(x) == self.names(best)]
-        return min(known, key=self._order.index)  # a number that is known before one that is fitted
+        best, logps = changes[0], self.recomputed.logps(changes[0].view)
+        enough = min(RIVAL * max(left[0], self.own), gap / 2)
+        for other, remaining in zip(changes, left, strict=True):
+            # Two causes that give the same numbers are one by two names, not rivals.
+            if remaining <= enough and other.cause != best.cause:
+                if (self.recomputed.logps(other.view) - logps).abs().nanmean() > 1e-5:
+                    return None
+        alike = max(ALIKE * left[0], self.own)
+        same = (x for x, n in zip(changes, left, strict=True) if n <= alike and not x.is_fitted)
+        return next((x for x in same if x.cause == best.cause), best)
 
-    def rounded(self, view: View, views: Sequence[View]) -> View | None:
+    def rounded(self, view: View, changes: Sequence[Change]) -> Change | None:
         """The model in another precision whose differences are those of the engine.
 
         Two kernels round otherwise, so it leaves about as much as it explains: it is told by
@@ -105,56 +121,58 @@ class Search:
         plain = self.recomputed.logps(view)
         gap = self.recomputed.engine_logps - plain
         ranked = []
-        for other in views:
-            names = self.names(other) - self.names(view)
-            if names and names <= ROUNDED:
-                change = self.recomputed.logps(other) - plain
-                alike = float(torch.cosine_similarity(gap, change, 0).nan_to_num())
-                ranked.append((alike, float(change.norm() / gap.norm()), other))
+        for change in changes:
+            if change.cause in ROUNDED:
+                moved = self.recomputed.logps(change.view) - plain
+                alike = float(torch.cosine_similarity(gap, moved, 0).nan_to_num())
+                ranked.append((alike, float(moved.norm() / gap.norm()), change))
         ranked.sort(key=lambda x: -x[0])
         if not ranked or ranked[0][0] < SIMILAR or not 0.5 <= ranked[0][1] <= 2:
             return None
-        best = self.names(ranked[0][2])
-        others = [alike for alike, _, other in ranked if self.names(other) != best]
-        return None if others and others[0] > ranked[0][0] - APART else ranked[0][2]
+        alike, _, best = ranked[0]
+        is_apart = all(x <= alike - APART for x, _, change in ranked if change.cause != best.cause)
+        return best if is_apart else None
 
-    def names(self, view: View) -> set[str]:
-        """The causes that a view stands for."""
-        return {self.recomputed.cause_of(view, x) for x in self.base.differences(view)}
+    def neighbours(self, view: View, changed: Collection[str]) -> list[Change]:
+        """The changes of fields that are not `changed` yet, the one that leaves least first."""
+        fixed = {*changed}
+        # Two changes of the hidden states would cost a forward pass for every pair.
+        fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
+        changes: dict[View, Change] = {}  # the first of those that give one view
+        for cause, fields in self.known():
+            if not fixed & fields.keys():
+                made = Change(cause, fields, view._replace(**fields))
+                changes.setdefault(made.view, made)
+        if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
+            for made in fits(self.recomputed, view, {*View._fields} - fixed):
+                changes.setdefault(made.view, made)
+        possible = [x for x in changes.values() if x.view != view and self._is_possible(x.view)]
+        return sorted(possible, key=lambda x: self.left(x.view))
 
-    def neighbours(self, view: View) -> list[View]:
-        """The views with one more field changed, what leaves least first."""
-        changed = dict.fromkeys(x for x in self._changed(view) if x != view)
-        possible = [x for x in changed if self._is_possible(x)]
-        self._order += possible
-        return sorted(possible, key=self.left)
-
-    def _changed(self, view: View) -> Iterator[View]:
-        """Views that may be the engine's: what is known to happen, and numbers that fit."""
+    def known(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Causes that are known to happen, and the fields of a view that has them."""
         recomputed, asked = self.recomputed, self.sampling
         shipped = recomputed.policy.lm.generation_config
         off = Truncation()._asdict()
         cut = Truncation(*(getattr(shipped, name, None) or off[name] for name in off))
         warmth = getattr(shipped, "temperature", None) or 1.0
-        known: dict[str, list[Any]] = {
-            "temperature": [1.0, asked.temperature, warmth],
-            "truncation": [None, KEPT, Truncation(asked.top_k, asked.top_p), cut],
-            "edit": [(Edit.SOFTCAP, None)],
-            "shift": [1, -1],
-            "head": [torch.bfloat16, torch.float16, EMBEDDING],
-            "reading": [*recomputed.readings, REORDERED],
-            "model": list(recomputed.models),
-        }
-        fixed = self.base.differences(view)
-        # Two changes of the hidden states would cost a forward pass for every pair.
-        fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
-        for field in known.keys() - fixed:
-            yield from (view._replace(**{field: x}) for x in known[field])
-        if not fixed & {"temperature", "truncation"}:  # raw ones, and defaults, change both at once
-            yield view._replace(temperature=1.0, truncation=None)
-            yield view._replace(temperature=warmth, truncation=cut)
-        if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
-            yield from fits(recomputed, view, known.keys() - fixed)
+        for temperature in (1.0, asked.temperature, warmth):
+            yield causes.TEMPERATURE, {"temperature": temperature}
+        for truncation in (KEPT, Truncation(asked.top_k, asked.top_p), cut):
+            yield causes.TRUNCATION, {"truncation": truncation}
+        yield causes.DEFAULTS, {"temperature": warmth, "truncation": cut}
+        yield causes.RAW, {"truncation": None}
+        yield causes.RAW, {"temperature": 1.0, "truncation": None}
+        yield causes.CAP, {"edit": (Edit.SOFTCAP, None)}
+        for shift in (1, -1):
+            yield causes.SHIFTED, {"shift": shift}
+        for dtype in (torch.bfloat16, torch.float16):
+            yield causes.HEAD, {"head": dtype}
+        yield causes.TIED, {"head": EMBEDDING}
+        for reading in (*recomputed.readings, REORDERED):
+            yield READINGS.get(reading, causes.TOKENS), {"reading": reading}
+        for name, variant in recomputed.models.items():
+            yield variant.cause, {"model": name}
 
     def _is_possible(self, view: View) -> bool:
         """Whether a view is another than the trainer's, and the model can compute it."""
@@ -174,22 +192,28 @@ class Search:
         return True
 
 
-def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[View]:
-    """The views whose number, in one of these fields, fits what the engine says best."""
+def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[Change]:
+    """The changes whose number, in one of these fields, fits what the engine says best."""
+
+    def fit(cause: str, field: str, best: View) -> Change:
+        return Change(cause, {field: getattr(best, field)}, best, is_fitted=True)
+
     if "edit" in fields:
         longest = min(max(recomputed.rollout.lengths), LENGTHS)
         banned = [view._replace(edit=(Edit.NO_EOS, n)) for n in range(1, longest + 1)]
         recomputed.compute(banned)
-        yield min(banned, key=recomputed.difference)
-        yield biased(recomputed, view)
-    low, high = (x * view.temperature for x in TEMPERATURES)
+        yield fit(causes.ENDS, "edit", min(banned, key=recomputed.difference))
+        yield fit(causes.LOGIT_BIAS, "edit", biased(recomputed, view))
+    if "temperature" in fields:  # the trainer's own lies inside: 0.701 begins as no gain
+        low, high = (x * view.temperature for x in TEMPERATURES)
+        best = fitted(recomputed, view, "temperature", float, low, high)
+        if best is not None:
+            yield fit(causes.TEMPERATURE, "temperature", best)
     most = WORTH * recomputed.difference(view)
-    for field, made, start, end in (("temperature", float, low, high), *RANGES):
-        if field in fields:  # the trainer's temperature lies inside: 0.701 begins as no gain
-            worth = math.inf if field == "temperature" else most
-            best = fitted(recomputed, view, field, made, start, end, worth)
-            if best is not None:
-                yield best
+    for cause, field, made, start, end in RANGES:
+        best = fitted(recomputed, view, field, made, start, end, most) if field in fields else None
+        if best is not None:
+            yield fit(cause, field, best)
 
 
 def fitted(

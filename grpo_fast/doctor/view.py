@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import Support, logits_logps
-from grpo_fast.doctor import causes
-from grpo_fast.doctor.prompts import AS_SENT, LEFT, REORDERED, RIGHT, TEMPLATES
+from grpo_fast.doctor.prompts import AS_SENT
 
 ROWS = 64  # logits that are there at a time
 KEPT = "the tokens that it names"  # a truncation: to those that the engine says it chose from
@@ -30,18 +29,6 @@ class Edit(StrEnum):
 
     REPETITION, PRESENCE = "repetition_penalty", "presence_penalty"
     FREQUENCY, BIAS, NO_EOS, SOFTCAP = "frequency_penalty", "logit_bias", "min_tokens", "softcap"
-
-
-OF_A_FIELD = {
-    "temperature": causes.TEMPERATURE, "truncation": causes.TRUNCATION, "shift": causes.SHIFTED,
-    "head": causes.HEAD, "reading": causes.TOKENS,
-}  # fmt: skip
-OF_A_VALUE: dict[Any, str] = {  # or of an edit's kind; others have the cause of their field
-    None: causes.RAW, EMBEDDING: causes.TIED, LEFT: causes.PADDING, RIGHT: causes.PADDING,
-    REORDERED: causes.ORDER, **dict.fromkeys(TEMPLATES, causes.TEMPLATE),
-    **dict.fromkeys((Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY), causes.PENALTY),
-    Edit.BIAS: causes.LOGIT_BIAS, Edit.NO_EOS: causes.ENDS, Edit.SOFTCAP: causes.CAP,
-}  # fmt: skip
 
 
 class Truncation(NamedTuple):
@@ -65,15 +52,6 @@ class View(NamedTuple):
     head: torch.dtype | str | None = None  # None: the trainer's in fp32; a dtype, or EMBEDDING
     reading: str = AS_SENT  # of the prompts
     model: str = CURRENT  # a name in `models.variants`
-
-    def cause_of(self, field: str) -> str:
-        """The name of the cause that a field stands for, apart from `model`."""
-        value = getattr(self, field)
-        return OF_A_VALUE.get(value[0] if field == "edit" else value) or OF_A_FIELD[field]
-
-    def differences(self, other: View) -> set[str]:
-        """The fields in which two views differ."""
-        return {x for x in self._fields if getattr(self, x) != getattr(other, x)}
 
 
 class Drawn(NamedTuple):

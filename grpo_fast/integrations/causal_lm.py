@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss, linear_logps
 from grpo_fast.attention import Head, check_tolerance, head_of
+from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import reshard
 
 
@@ -26,14 +27,13 @@ def unwrapped(model: Any) -> Any:
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(lm, "get_output_embeddings"):
-        raise ValueError(f"model: expected a transformers causal LM, got {type(lm).__name__}")
+    is_lm = hasattr(lm, "get_output_embeddings")
+    require(is_lm, "model", "a transformers causal LM", type(lm).__name__)
     return lm
 
 
 def check_config(config: Any) -> None:
-    if not isinstance(config, LossConfig):
-        raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
+    require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
 
 
 def last_hidden(
@@ -68,9 +68,9 @@ def _check_rule(
         logits = head.softcap * torch.tanh(logits / head.softcap)
     difference = float((logits - theirs.float()).abs().max())
     tolerance = max(check_tolerance(weight.dtype), check_tolerance(theirs.dtype))
-    if not difference <= tolerance * max(1.0, float(logits.abs().max())):
-        expected = "logits from its last hidden states and linear head"
-        raise ValueError(f"model: expected {expected}, got a difference of {difference:.2g}")
+    fits = difference <= tolerance * max(1.0, float(logits.abs().max()))
+    expected = "logits from its last hidden states and linear head"
+    require(fits, "model", expected, f"a difference of {difference:.2g}")
 
 
 def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Head]:
@@ -79,10 +79,9 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
     """
     for name in ("input_ids", "labels"):
         value = batch.get(name) if isinstance(batch, Mapping) else None
-        if not isinstance(value, Tensor) or value.dim() != 2:
-            is_tensor = isinstance(value, Tensor)
-            came = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-            raise ValueError(f"batch: expected a tensor {name} (B, L), got {came}")
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        came = f"shape {shape}" if isinstance(value, Tensor) else type(value).__name__
+        require(len(shape) == 2, "batch", f"a tensor {name} (B, L)", came)
     lm = unwrapped(model)
     head, layer = head_of(lm), lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))

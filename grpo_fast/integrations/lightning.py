@@ -23,6 +23,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
+from grpo_fast.errors import require
 from grpo_fast.integrations.causal_lm import (
     check_config,
     check_head,
@@ -66,12 +67,10 @@ class GRPOModule(LightningModule):
         """Raises ValueError for options that exclude each other, or a head that is not linear."""
         super().__init__()
         check_config(config)
-        if inner_iterations < 1:
-            raise ValueError(f"inner_iterations: expected a number >= 1, got {inner_iterations!r}")
-        if config.uses_reference != (reference is not None):
-            expected = "a model" if config.uses_reference else "None"
-            got = type(reference).__name__
-            raise ValueError(f"reference: beta = {config.beta} expects {expected}, got {got}")
+        require(inner_iterations >= 1, "inner_iterations", "a number >= 1", inner_iterations)
+        expected = f"{'a model' if config.uses_reference else None} beside beta = {config.beta}"
+        fits = config.uses_reference == (reference is not None)
+        require(fits, "reference", expected, type(reference).__name__)
         check_head(model)
         self.automatic_optimization = False
         self.model, self.config, self.rollout, self.mode = model, config, rollout, advantages
@@ -82,12 +81,11 @@ class GRPOModule(LightningModule):
     def on_fit_start(self) -> None:
         """Refuse what the step cannot honour: a sharded head, and gradients scaled for fp16."""
         strategy, precision = type(self.trainer.strategy).__name__, str(self.trainer.precision)
-        if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-            expected = "one that keeps the head whole (auto, ddp)"
-            raise ValueError(f"strategy: expected {expected}, got {strategy}")
-        if precision.startswith("16"):
-            expected = "32-true, bf16-true or bf16-mixed"
-            raise ValueError(f"precision: expected {expected}, got {precision}")
+        is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
+        expected = "one that keeps the head whole (auto, ddp)"
+        require(not is_sharded, "strategy", expected, strategy)
+        expected = "32-true, bf16-true or bf16-mixed"
+        require(not precision.startswith("16"), "precision", expected, precision)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -98,9 +96,8 @@ class GRPOModule(LightningModule):
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
-        if batch["rewards"].shape[0] % self.group_size:
-            count = batch["rewards"].shape[0]
-            raise ValueError(f"rewards: expected groups of {self.group_size}, got {count} rewards")
+        count, expected = batch["rewards"].shape[0], f"groups of {self.group_size}"
+        require(count % self.group_size == 0, "rewards", expected, f"{count} rewards")
         rewards, ours = self._of_all_ranks(batch["rewards"].float())
         advantages = group_advantages(rewards, self.mode, group_size=self.group_size)[ours]
         ref_logps = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.errors import require
 
 LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
 
@@ -74,31 +75,27 @@ class PolicyLoss(nn.Module):
     def like(cls, theirs: Any) -> PolicyLoss:
         """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
-        if state != set(OPTIONS):
-            expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
-            raise _wrong("PolicyLoss", expected, sorted(state))
+        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
+        require(state == set(OPTIONS), "PolicyLoss", expected, sorted(state))
         return cls(**{name: getattr(theirs, name) for name in OPTIONS})
 
     def _check(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise _wrong(name, f"one of {list(choices)}", getattr(self, name))
+            value = getattr(self, name)
+            require(value in choices, name, f"one of {list(choices)}", repr(value))
         for name in ("clip_eps_low", "clip_eps_high"):
-            if not getattr(self, name) >= 0:
-                raise _wrong(name, "a number >= 0", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
         level, gating = self.is_correction_level, self.is_correction_gating
-        if self.is_correction_mode == "clip" and (level == "seq" or gating != "ratio"):
-            expected = '"mask", or "clip" beside is_correction_level "token" and'
-            expected += ' is_correction_gating "ratio"'
-            raise _wrong("is_correction_mode", expected, f"clip beside {level} and {gating}")
+        expected = '"mask", or "clip" beside is_correction_level "token" and gating "ratio"'
+        fits = self.is_correction_mode == "mask" or (level != "seq" and gating == "ratio")
+        require(fits, "is_correction_mode", expected, f"clip beside {level} and {gating}")
         bounds = self.is_correction_threshold
-        if len(bounds) != 2:
-            raise _wrong("is_correction_threshold", "(low, high)", bounds)
-        if gating != "ratio" and level != "off" and bounds[0] > 0:
-            expected = f"(0, high), an upper bound only, beside is_correction_gating {gating!r}"
-            raise _wrong("is_correction_threshold", expected, bounds)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise _wrong("dual_clip", "None or a number > 1", self.dual_clip)
+        require(len(bounds) == 2, "is_correction_threshold", "(low, high)", bounds)
+        expected = f"(0, high), an upper bound only, beside is_correction_gating {gating!r}"
+        fits = gating == "ratio" or level == "off" or bounds[0] <= 0
+        require(fits, "is_correction_threshold", expected, bounds)
+        fits = self.dual_clip is None or self.dual_clip > 1
+        require(fits, "dual_clip", "None or a number > 1", self.dual_clip)
 
     def _config(self) -> LossConfig:
         dual: dict[str, Any] = {"loss_type": "dapo"}
@@ -131,9 +128,9 @@ class PolicyLoss(nn.Module):
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         keep = mask.bool()
         corrected = self.is_correction_level != "off"
-        if corrected and rollout_log_probs is None:
-            level = f"is_correction_level {self.is_correction_level!r}"
-            raise ValueError(f"rollout_log_probs: {level} expects (B, L), got None")
+        if corrected:
+            expected = f"(B, L) beside is_correction_level {self.is_correction_level!r}"
+            require(rollout_log_probs is not None, "rollout_log_probs", expected, None)
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
         if corrected and self.by_sequence:
             # The sequence's ratio is then taken to the rollout's policy.
@@ -208,14 +205,10 @@ class PolicyLoss(nn.Module):
         return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def _wrong(name: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {got!r}")
-
-
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """The mean over the tokens that count, 0 without one."""
-    kept = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
-    return kept.sum() / keep.sum().clamp(min=1)
+    terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
+    return terms.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.errors import require
 
 AGGREGATIONS = ("token_mean_global", "sequence_mean")  # the sum and the mean over the sequence
 PER_CALL = (
@@ -32,12 +33,11 @@ PER_CALL = (
 def loss_config(**options: Any) -> LossConfig:
     """The `LossConfig` of `kwargs`; ValueError for what a loss of one sequence cannot honour."""
     for name in PER_CALL:
-        if name in options:
-            given = "prime-rl gives its custom loss log-probabilities only"
-            raise ValueError(f"{name}: {given}, got {options[name]!r}")
+        expected = "none, as prime-rl gives its custom loss log-probabilities only"
+        require(name not in options, name, expected, options.get(name))
     aggregation = options.pop("aggregation", AGGREGATIONS[0])
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation: expected one of {list(AGGREGATIONS)}, got {aggregation!r}")
+    expected = f"one of {list(AGGREGATIONS)}"
+    require(aggregation in AGGREGATIONS, "aggregation", expected, repr(aggregation))
     try:
         return LossConfig(**options, aggregation=aggregation)
     except TypeError as error:
@@ -58,11 +58,10 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     """
     config = loss_config(**options)
     teacher = getattr(inputs, "teacher_logprobs", None)
-    if (teacher is not None) != config.uses_reference:
-        expected, got = "the teacher's logps", "None"
-        if not config.uses_reference:
-            expected, got = "None", "a tensor"
-        raise ValueError(f"teacher_logprobs: beta = {config.beta} expects {expected}, got {got}")
+    expected = "the teacher's logps" if config.uses_reference else "None"
+    came = "None" if teacher is None else "a tensor"
+    fits = (teacher is not None) == config.uses_reference
+    require(fits, "teacher_logprobs", f"{expected} beside beta = {config.beta}", came)
 
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[None]
@@ -73,7 +72,6 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         ref_logps=row(teacher), num_items_in_batch=1.0, num_completions_in_batch=1.0,
     )  # fmt: skip
     home: Any = sys.modules[type(inputs).__module__]
-    if not hasattr(home, "LossOutputs"):
-        got = f"{type(inputs).__qualname__} of {home.__name__}"
-        raise ValueError(f"inputs: expected prime-rl's LossInputs, got {got}")
+    came = f"{type(inputs).__qualname__} of {home.__name__}"
+    require(hasattr(home, "LossOutputs"), "inputs", "prime-rl's LossInputs", came)
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

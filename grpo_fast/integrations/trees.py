@@ -1,4 +1,4 @@
-"""What a loss over a tree needs, whoever recorded its samples."""
+"""Samples packed as a tree, as keywords of the loss."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ import torch
 from grpo_fast import Support
 from grpo_fast.attention import pack_tree
 from grpo_fast.data import read_traces
+from grpo_fast.errors import require
 from grpo_fast.integrations.trees import TreeBatch
 
 
@@ -42,16 +43,17 @@ def pack_traces(
     Raises ValueError, which names the trace and the node, for whatever cannot be trained on.
     """
     records = [t if isinstance(t, dict) else t.model_dump(mode="python") for t in traces]
-    found = read_traces(records)
-    if advantages is not None and len(advantages) != len(found):
-        raise ValueError(f"advantages: expected {len(found)} numbers, came {len(advantages)}")
-    branches = [(n, branch) for n, trace in enumerate(found) for branch in trace.branches]
+    recorded = read_traces(records)
+    if advantages is not None:
+        fits = len(advantages) == len(recorded)
+        require(fits, "advantages", f"{len(recorded)} numbers", len(advantages))
+    branches = [(n, branch) for n, trace in enumerate(recorded) for branch in trace.branches]
     worth = []
     for n, branch in branches:
-        given = branch.advantages if advantages is None else torch.tensor(advantages[n])
-        if given is None:
+        own = branch.advantages if advantages is None else torch.tensor(advantages[n])
+        if own is None:
             raise ValueError(f"traces[{n}]: expected advantages in its nodes, or beside the traces")
-        worth.append(given.expand(len(branch.logps)))
+        worth.append(own.expand(len(branch.logps)))
     samples = [(branch.ids, branch.trained) for _, branch in branches]
     pack = pack_tree(samples, apart=[branch.routes for _, branch in branches], device=device)
     old_logps = torch.cat([branch.logps for _, branch in branches]).to(device)

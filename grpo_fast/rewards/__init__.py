@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_fast.errors import RewardError
+from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import rules, shaping, workers
 from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
 from grpo_fast.rewards.columns import SAMPLED, check_examples, score
@@ -88,8 +88,7 @@ def _resolve(spec: RewardSpec) -> WeightedReward:
     name, options = spec.name, dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
     if name == "reward_model":
-        if spec.path is None:
-            raise ValueError("rewards: reward_model expects path (a folder or hub id), got none")
+        require(spec.path is not None, "rewards: reward_model: path", "a folder or hub id", "none")
         load = functools.partial(RewardModel, spec.path)
         _checked_needs(name, load, options)
         return WeightedReward(label, float(spec.weight), load(**options))

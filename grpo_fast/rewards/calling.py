@@ -62,13 +62,13 @@ USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable t
 def parameters_of(function: RewardFunction) -> Parameters:
     """A function's parameters. Raises ValueError for one that cannot be given by its name."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return USUAL
-    if any(p.kind is p.POSITIONAL_ONLY for p in found):
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ValueError("rewards: expected parameters that can be given by name, got one before /")
-    by_name = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in found)
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     needs = [p.name for p in by_name if p.default is p.empty]
     return Parameters(None if takes_all else [p.name for p in by_name], needs)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast.data import Example
+from grpo_fast.errors import require
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths")
@@ -42,13 +43,13 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
             if name in SAMPLED:
                 continue
             lacking = [e for e in examples if _lacks(e, name)]
-            if lacking:
-                field = "an answer" if name == "answers" else f"a field {name!r}"
-                shown = str(lacking[0].prompt)[:60]
-                raise ValueError(
-                    f"rewards: {reward.name} asks for {name}: expected {field} in every {split} "
-                    f"example, got {len(lacking)} of {len(examples)} without, first {shown!r}"
-                )
+            field = "an answer" if name == "answers" else f"a field {name!r}"
+            first = str(lacking[0].prompt)[:60] if lacking else ""
+            require(
+                not lacking, f"rewards: {reward.name} asks for {name}",
+                f"{field} in every {split} example",
+                f"{len(lacking)} of {len(examples)} without, first {first!r}",
+            )  # fmt: skip
 
 
 def _lacks(example: Example, name: str) -> bool:

@@ -57,8 +57,8 @@ def extract_lenient(text: str) -> Decimal | None:
         return strict
     content = marked_content(text)
     marked = _numbers(content) if content is not None else []
-    found = marked[:1] or _numbers(text)[-1:]
-    return _to_decimal(found[0]) if found else None
+    chosen = marked[:1] or _numbers(text)[-1:]
+    return _to_decimal(chosen[0]) if chosen else None
 
 
 def _numbers(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.data import escape_control
+from grpo_fast.errors import require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
 
@@ -47,14 +48,13 @@ class IsolatedReward:
         per_sample: bool = False,
     ) -> None:
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout < threading.TIMEOUT_MAX:
-            expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
-            raise ValueError(f"timeout: expected {expected}, got {timeout!r}")
+        expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
+        fits = is_number and 0 < timeout < threading.TIMEOUT_MAX
+        require(fits, "timeout", expected, repr(timeout))
         self.path, self.timeout, self.options = path, float(timeout), options or {}
         self.per_sample = per_sample
-        if not _same_as_json(self.options):
-            expected = f"values that JSON can carry for reward {path}"
-            raise ValueError(f"options: expected {expected}, got {self.options!r}")
+        expected = f"values that JSON can carry for reward {path}"
+        require(_same_as_json(self.options), "options", expected, self.options)
         self._lock = threading.Lock()
         self._numbers = itertools.count(calling.LOADED + 1)
         self._worker: _Worker | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
 from grpo_fast.data.model_files import check_fields, check_files
+from grpo_fast.errors import require
 
 
 class RewardModel:
@@ -31,8 +32,8 @@ class RewardModel:
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size: expected at least 1, got {batch_size!r}")
+        is_count = isinstance(batch_size, int) and batch_size >= 1
+        require(is_count, "batch_size", "at least 1", repr(batch_size))
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.batch_size = batch_size
@@ -48,8 +49,8 @@ class RewardModel:
         scores = [math.nan] * len(ids)
         for first in range(0, len(fitting), self.batch_size):
             chosen = fitting[first : first + self.batch_size]
-            found = self.score([ids[i] for i in chosen])
-            for i, value in zip(chosen, found.tolist(), strict=True):
+            values = self.score([ids[i] for i in chosen]).tolist()
+            for i, value in zip(chosen, values, strict=True):
                 scores[i] = value
         return scores
 
@@ -98,8 +99,7 @@ def encode_pairs(
 def set_padding(model: Any, tokenizer: Any) -> int:
     """The padding token, told to the model, which looks for the last token before it."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if pad is None:
-        raise ValueError("tokenizer: expected a padding or end token, got one with neither")
+    require(pad is not None, "tokenizer", "a padding or end token", "one with neither")
     model.config.pad_token_id = pad
     model.config.get_text_config().pad_token_id = pad
     return int(pad)
@@ -117,7 +117,7 @@ def _load(path: str) -> tuple[Any, Any]:
         check_files(path)
         check_fields(PreTrainedConfig.get_config_dict(path)[0])
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
             path, output_loading_info=True, dtype=torch.float32, trust_remote_code=False
         )
     except Exception as error:  # every reader and every architecture has its own classes
@@ -125,10 +125,9 @@ def _load(path: str) -> tuple[Any, Any]:
         raise ValueError(
             f"rewards.path: expected {expected}, got {path!r}: {reason(error)}"
         ) from None
-    if found["missing_keys"]:  # a causal LM, for one: its score would be random
-        missing = sorted(found["missing_keys"])[0]
-        raise ValueError(f"rewards.path: expected all weights in {path}, got none for {missing}")
-    if model.config.num_labels != 1:
-        expected = "expected a model with one output"
-        raise ValueError(f"rewards.path: {expected}, got {model.config.num_labels} in {path}")
+    missing = ", ".join(sorted(loaded["missing_keys"])[:1])
+    # A causal LM, for one, lacks the head of a score: it would be random.
+    require(not missing, "rewards.path", f"all weights in {path}", f"none for {missing}")
+    outputs = model.config.num_labels
+    require(outputs == 1, "rewards.path", "a model with one output", f"{outputs} in {path}")
     return model, tokenizer

@@ -10,6 +10,7 @@ threshold the run is not learning what it was meant to and ends (`RewardError`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError
+from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
+from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -72,14 +74,10 @@ class RewardSet:
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
         names = [reward.name for reward in rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"rewards: expected different names, got {names}")
-        for reward in rewards:
-            if not math.isfinite(reward.weight):
-                expected = f"a finite weight for {reward.name}"
-                raise ValueError(f"rewards: expected {expected}, got {reward.weight}")
-        if not 0 <= max_failures <= 1:
-            raise ValueError(f"max_failures: expected a fraction from 0 to 1, got {max_failures}")
+        require(len(set(names)) == len(names), "rewards", "different names", names)
+        for name, weight, *_ in rewards:
+            require(math.isfinite(weight), "rewards", f"a finite weight for {name}", weight)
+        require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
         self.failed_total = dict.fromkeys(names, 0)
@@ -108,23 +106,22 @@ class RewardSet:
             RewardError: more samples lost than `max_failures` allows.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
-        given = {**(columns or {}), **usual}
-        if len({len(column) for column in given.values()}) > 1:
-            lengths = ", ".join(str(len(column)) for column in given.values())
-            names = ", ".join(given)
-            raise ValueError(f"{names}: expected lists of one length, got {lengths}")
+        lists = {**(columns or {}), **usual}
+        lengths = [len(column) for column in lists.values()]
+        fits = len(set(lengths)) == 1
+        require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total, scored = torch.zeros(len(completions)), []
         for reward in self.rewards:
-            values = self._scores(reward, given)
+            values = self._scores(reward, lists)
             per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
             reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
                 scored.append((reward.weight, values))
             self._count(reward.name, reasons[reward.name].total(), len(completions))
-        per_token = _per_token(scored, given.get("completion_lengths"))
+        per_token = _per_token(scored, lists.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,7 +170,9 @@ class RewardSet:
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
             arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
-            with undisturbed():
+            # A worker has a process of its own, whose output comes from a thread at any time.
+            is_apart = isinstance(reward.function, IsolatedReward)
+            with contextlib.nullcontext() if is_apart else undisturbed():
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
@@ -227,11 +226,11 @@ def _per_token(
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
     """The weighted rewards of every completion's tokens; None where no function gave any."""
-    if lengths is None or not any(isinstance(s, list) for _, found in scored for s in found):
+    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None
     rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, found in scored:
-        for reward, score in zip(rewards, found, strict=True):
+    for weight, scores in scored:
+        for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
             else:  # an empty completion has no last token

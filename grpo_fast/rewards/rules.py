@@ -53,9 +53,9 @@ def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -
     Not `scaled`: the same times n, the lecture's count of right positions.
     """
     rewards = []
-    for given, gold in _symbol_pairs(completions, answers):
-        right = sum(a == b for a, b in zip(given, gold, strict=False))
-        share = right / max(len(given), len(gold), 1)
+    for symbols, gold in _symbol_pairs(completions, answers):
+        right = sum(a == b for a, b in zip(symbols, gold, strict=False))
+        share = right / max(len(symbols), len(gold), 1)
         rewards.append(share * (1 if scaled else len(gold)))
     return rewards
 
@@ -77,7 +77,7 @@ def sort_inclusion_ordering(
 
 def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the completion is the answer, blanks aside."""
-    return [float(given == gold) for given, gold in _symbol_pairs(completions, answers)]
+    return [float(symbols == gold) for symbols, gold in _symbol_pairs(completions, answers)]
 
 
 def _symbol_pairs(completions: Texts, answers: Texts) -> list[tuple[list[str], list[str]]]:
@@ -85,13 +85,13 @@ def _symbol_pairs(completions: Texts, answers: Texts) -> list[tuple[list[str], l
     return [(text.split(), gold.split()) for text, gold in pairs]
 
 
-def _inclusion_ordering(given: list[str], gold: list[str], scaled: bool) -> float:
-    present = set(given)
+def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> float:
+    present = set(symbols)
     included = sum(symbol in present for symbol in gold) / (len(gold) or 1 if scaled else 1)
-    count = max(len(given), len(gold)) - 1
+    count = max(len(symbols), len(gold)) - 1
     if count <= 0:
-        return included + float(given == gold)
-    numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in given]
+        return included + float(symbols == gold)
+    numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
     return included + ordered / count * (1 if scaled else max(len(gold) - 1, 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grpo_fast.errors import require
 from grpo_fast.rewards.extract import extract_strict
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -14,7 +15,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
     """−length / scale, in tokens: a completion of `scale` of them loses 1."""
-    _check_positive("scale", scale)
+    require(scale > 0, "scale", "a number above 0", scale)
     return [-length / scale for length in completion_lengths]
 
 
@@ -23,10 +24,8 @@ def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int)
 
     0 up to `max_length` − `buffer` tokens, from there falling linearly to −1 at `max_length`.
     """
-    _check_positive("buffer", buffer)
-    if buffer > max_length:
-        expected = f"at most max_length = {max_length}"
-        raise ValueError(f"buffer: expected {expected}, got {buffer}")
+    expected = f"a number above 0, at most max_length = {max_length}"
+    require(0 < buffer <= max_length, "buffer", expected, buffer)
     free = max_length - buffer
     return [-min(max(length - free, 0) / buffer, 1.0) for length in completion_lengths]
 
@@ -46,7 +45,7 @@ def format_tags(
 def distinct_words(*, completions: Sequence[str]) -> list[float]:
     """Different words / words, case aside; 0 without any. Repetition is what costs."""
     words = [text.casefold().split() for text in completions]
-    return [len(set(found)) / max(len(found), 1) for found in words]
+    return [len(set(each)) / max(len(each), 1) for each in words]
 
 
 def _tag_count(text: str, tags: Sequence[str], number: bool) -> int:
@@ -54,8 +53,3 @@ def _tag_count(text: str, tags: Sequence[str], number: bool) -> int:
     if number:
         return len(places) + (extract_strict(text) is not None)
     return len(places) + (len(places) == len(tags) and places == sorted(places))
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value!r}")

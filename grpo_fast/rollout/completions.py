@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from grpo_fast.errors import require
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
@@ -41,17 +42,17 @@ class Rollout:
     def check(self, vocab_size: int) -> None:
         """Raise a ValueError for uneven lists, or for a token id that no model of this size has."""
         count = len(self.texts)
-        if any(len(values) != count for values in vars(self).values()):
-            raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
-        if [len(x) for x in self.sampling_logps] != self.lengths:
-            raise ValueError("rollout: expected a sampling_logp for each token of a completion")
+        lengths = {len(values) for values in vars(self).values()}
+        require(lengths == {count}, "rollout", f"lists of {count}, as its texts", lengths)
+        counts = [len(x) for x in self.sampling_logps]
+        require(counts == self.lengths, "rollout", "a sampling_logp for each token", "others")
         for at, ids, whole in zip(self.trained, self.completion_ids, self.prompt_ids, strict=True):
-            if at is not None and [whole[i] for i in at if i < len(whole)] != ids:
-                raise ValueError("rollout: expected places of a completion's tokens in its sample")
-        for ids in (*self.prompt_ids, *self.completion_ids):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                expected = f"expected token ids from 0 to {vocab_size - 1}"
-                raise ValueError(f"rollout: {expected}, got {min(ids)} to {max(ids)}")
+            fits = at is None or [whole[i] for i in at if i < len(whole)] == ids
+            require(fits, "rollout", "places of a completion's tokens in its sample", "others")
+        for ids in filter(None, (*self.prompt_ids, *self.completion_ids)):
+            low, high = min(ids), max(ids)
+            expected = f"token ids from 0 to {vocab_size - 1}"
+            require(0 <= low and high < vocab_size, "rollout", expected, f"{low} to {high}")
 
     @property
     def lengths(self) -> list[int]:
@@ -93,20 +94,20 @@ def generate(
         NonFiniteLogits: the model gives NaN.
     """
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
-    if options is not None and sampling:
-        raise ValueError(f"options: expected them or keywords, got both: {sorted(sampling)}")
+    is_one = options is None or not sampling
+    require(is_one, "options", "them or keywords", f"both: {sorted(sampling)}")
     options = options or Sampling(**sampling)
-    if group_size < 1:
-        raise ValueError(f"group_size: expected at least 1, got {group_size}")
+    require(group_size >= 1, "group_size", "at least 1", group_size)
     if places is not None:
-        check_places(places, len(prompts))
+        rising = [*places] == sorted({*places}) and min(places, default=0) >= 0
+        fits = rising and len(places) == len(prompts)
+        require(fits, "places", f"{len(prompts)} rising places from 0", list(places)[:8])
     texts, ids = encode_for(policy, prompts, options.max_new_tokens)
     sampler = engine or TransformersEngine(policy, options)
     done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)
     expected = len(prompts) * group_size
-    if len(done) != expected:
-        raise RuntimeError(f"{type(sampler).__name__}: expected {expected} completions, "
-                           f"got {len(done)}")  # fmt: skip
+    said = f"{expected} completions"
+    require(len(done) == expected, type(sampler).__name__, said, len(done), RuntimeError)
     completion_ids = [one.ids for one in done]
     return Rollout(
         prompts=[text for text in texts for _ in range(group_size)],
@@ -118,12 +119,3 @@ def generate(
         kept=[one.kept for one in done],
         weight_versions=[one.weight_version for one in done],
     )
-
-
-def check_places(places: Sequence[int], count: int) -> None:
-    """Raise a ValueError unless these are rising places of so many prompts."""
-    pairs = zip(places, places[1:], strict=False)
-    rising = all(a < b for a, b in pairs) and (not places or places[0] >= 0)
-    if len(places) != count or not rising:
-        expected = f"expected {count} rising places from 0"
-        raise ValueError(f"places: {expected}, got {list(places)[:8]}")

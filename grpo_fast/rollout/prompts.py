@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast.data import reason
+from grpo_fast.errors import require
 
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
 
@@ -28,22 +29,16 @@ def encode_for(
     texts, ids = encode_prompts(policy.tokenizer, prompts)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for text, tokens in zip(texts, ids, strict=True):
-        if len(tokens) > policy.positions:
-            raise ValueError(
-                f"prompts: expected at most {policy.positions} tokens (max_position_embeddings of "
-                f"the model), got {len(tokens)} in {text[:60]!r}"
-            )
-        room = policy.positions - len(tokens) + 1  # the last token is not fed
-        if max_new_tokens > room:
-            raise ValueError(
-                f"max_new_tokens: expected at most {room} behind a prompt of {len(tokens)} tokens "
-                f"(max_position_embeddings of the model: {policy.positions}), got {max_new_tokens}"
-            )
-        if min(tokens) < 0 or max(tokens) >= rows:
-            raise ValueError(
-                f"prompts: expected token ids below {rows}, the rows of the model's embedding, "
-                f"got {max(tokens) if min(tokens) >= 0 else min(tokens)} in {text[:60]!r}"
-            )
+        count, most, shown = len(tokens), policy.positions, repr(text[:60])
+        expected = f"at most {most} tokens (max_position_embeddings of the model)"
+        require(count <= most, "prompts", expected, f"{count} in {shown}")
+        room = most - count + 1  # the last token is not fed
+        expected = f"at most {room} behind a prompt of {count} (max_position_embeddings: {most})"
+        require(max_new_tokens <= room, "max_new_tokens", expected, max_new_tokens)
+        low, high = min(tokens), max(tokens)
+        expected = f"token ids below {rows}, the rows of the model's embedding"
+        came = f"{high if low >= 0 else low} in {shown}"
+        require(0 <= low and high < rows, "prompts", expected, came)
     return texts, ids
 
 
@@ -68,8 +63,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]
             raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
-        if not encoded:
-            raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
+        require(encoded, "prompts", "at least one token", repr(prompt))
         texts.append(text)
         ids.append(encoded)
     return texts, ids

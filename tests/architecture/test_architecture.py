@@ -114,7 +114,8 @@ def test_imports_flow_one_way(path):
         where = f"{module}:{line} imports {imported}"
         if ".integrations" in module:
             public = imported in (
-                "grpo_fast", "grpo_fast.attention", "grpo_fast.data", "grpo_fast.rollout",
+                "grpo_fast", "grpo_fast.attention", "grpo_fast.data", "grpo_fast.errors",
+                "grpo_fast.rollout",
             )  # fmt: skip
             assert public or imported.startswith("grpo_fast.integrations"), (
                 f"{where}: public names only"
@@ -268,27 +269,6 @@ def test_import_takes_under_two_seconds_beyond_torch(fresh_imports):
     """
     times = sorted(run["seconds"] for run in fresh_imports)
     assert times[1] < 2.0, times
-
-
-# ----------------------------------------------------------
-# memory
-HANDS = ("kernels", "attention", "loss/passes.py", "loss/logits.py")  # what works on a batch
-ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
-
-
-@of_every_source
-def test_unset_memory_comes_from_one_place(path):
-    """`workspace.unset`, which keeps torch from filling it; nothing that has no elements."""
-    if not str(path.relative_to(PACKAGE)).startswith(HANDS):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        size = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-        assert node.func.attr not in ALLOCATES or size == 0, (
-            f"{path.name}:{node.lineno}: {ast.unparse(node.func)}(...): "
-            "expected workspace.unset(...)"
-        )
 
 
 # ----------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from grpo_fast import Support
 from grpo_fast.attention import Head
 from grpo_fast.doctor import prompts
-from grpo_fast.doctor.search import ONE, Search, fitted
+from grpo_fast.doctor.search import ONE, Change, Search, fitted
 from grpo_fast.doctor.view import KEPT, ROWS, Drawn, Rows, Truncation, View
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.sampler import Sampler
@@ -73,12 +73,12 @@ def test_readings_of_texts_and_of_messages():
     ids = [tokenizer("4 more")["input_ids"], tokenizer("7")["input_ids"]]
     found = prompts.readings(tokenizer, ["4 more", "7"], ids, 0)
     assert found[prompts.AS_SENT] == ids and ids[0][0] == bos
-    assert found[prompts.BOS_TWICE] == [[bos, *tokens] for tokens in ids]
-    assert found[prompts.NO_BOS] == [tokens[1:] for tokens in ids]
+    assert found["bos in front"] == [[bos, *tokens] for tokens in ids]
+    assert found["without its first token"] == [tokens[1:] for tokens in ids]
     shown = tokenizer.decode(found[prompts.TEMPLATED][1])
     assert shown == f"{BOS}user: 7\nassistant:"
     # Tokenized again it has its BOS twice, which is there already; a text has no template to lose.
-    assert not {prompts.AGAIN, prompts.UNTEMPLATED, "without its first token"} & set(found)
+    assert not {prompts.AGAIN, prompts.UNTEMPLATED} & set(found)
     assert found["without its last token"] == [tokens[:-1] for tokens in ids]
     assert found["bos at its end"] == [[*tokens, bos] for tokens in ids]
     chat = [[{"role": "user", "content": "7"}]]
@@ -100,11 +100,11 @@ def test_padding_is_read_on_its_side():
 
     found = prompts.readings(Bare(), ["a", "b"], [[3, 4], [5]], 0)
     assert found[prompts.LEFT] == [[3, 4], [0, 5]] and found[prompts.RIGHT] == [[3, 4], [5, 0]]
-    assert prompts.AGAIN not in found and prompts.BOS_TWICE not in found
+    assert prompts.AGAIN not in found and "bos in front" not in found
 
 
 def test_a_reading_that_has_no_room_is_left_out():
-    known = {prompts.AS_SENT: [[3, 4], [5]], prompts.BOS_TWICE: [[9, 3, 4], [9, 5]]}
+    known = {prompts.AS_SENT: [[3, 4], [5]], "bos in front": [[9, 3, 4], [9, 5]]}
 
     def can(view, room):
         made = SimpleNamespace(
@@ -114,7 +114,7 @@ def test_a_reading_that_has_no_room_is_left_out():
         )  # fmt: skip
         return Search(made, View(1.0), Sampling(), 0.0, 0.0)._is_possible(view)
 
-    twice = View(1.0, reading=prompts.BOS_TWICE)
+    twice = View(1.0, reading="bos in front")
     assert can(twice, 12) and not can(twice, 11) and can(View(0.5), 2)
     assert not can(View(1.0), 99) and not can(View(0.5, KEPT), 99)
 
@@ -143,17 +143,20 @@ def test_a_cause_is_named_where_it_explains_most_and_no_other_does():
     base, warm, late = View(1.0), View(0.5), View(1.0, shift=1)
 
     def named(left):
-        """What wins by what each view leaves of a difference of 1."""
+        """The view that wins by what each view leaves of a difference of 1."""
         made = SimpleNamespace(
             difference=lambda view: {base: 1.0, **left}[view],
             logps=lambda view: torch.tensor([view.temperature, view.shift]),
-            cause_of=View.cause_of,
         )
-        search = Search(made, base, Sampling(), 1e-6, 1e-4)
-        search._order = list(left)
-        return search.winner(sorted(left, key=left.get), ONE)
+        changes = [
+            Change("shifted" if view.shift else "temperature", {}, view, is_fitted=view == warm)
+            for view in sorted(left, key=left.get)
+        ]
+        won = Search(made, base, Sampling(), 1e-6, 1e-4).winner(changes, ONE)
+        return won and won.view
 
     assert named({warm: 0.05, late: 0.9}) == warm
     assert named({warm: 0.15, late: 0.9}) is None  # it leaves too much
     assert named({warm: 0.05, late: 0.1}) is None  # another leaves about as little
     assert named({View(0.51): 0.06, warm: 0.05, late: 0.9}) == View(0.51)  # the known value
+    assert named({View(0.51): 0.06, warm: 0.02, late: 0.9}) == warm  # a known one that fits worse

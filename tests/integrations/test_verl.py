@@ -189,7 +189,7 @@ def refused(pattern: str, name: str = "vanilla", mode: str = "token-mean", confi
 def test_refusals_name_the_option():
     refused("loss_agg_mode: expected one of", mode="token-median")
     refused("loss_agg_mode: expected one of", name="sapo", mode="token-median")
-    refused("global_batch_info: expected .* got \\['rank'\\]", config=actor(info={"rank": 1}))
+    refused("global_batch_info: expected .* came \\['rank'\\]", config=actor(info={"rank": 1}))
     refused("batch_num_tokens: expected .* dp_size = 2", config=actor(info={"dp_size": 2}))
     refused(
         "global_batch_size: expected .* dp_size = 2",
@@ -197,7 +197,7 @@ def test_refusals_name_the_option():
         config=actor(info={"dp_size": 2}),
     )
     refused("policy_loss.dro_beta: expected a number > 0", name="dro", config=actor())
-    refused("rollout_is_weights: dro expects None", name="dro", rollout_is_weights=torch.ones(6, 9))
+    refused("is_weights: .*None beside dro", name="dro", rollout_is_weights=torch.ones(6, 9))
     refused("clip_ratio_c: expected a number > 1", config=actor(clip_ratio_c=1.0))
     refused("clip_ratio_low: expected", name="cispo", config=actor(clip_ratio_low=-0.1))
     refused(
@@ -207,7 +207,7 @@ def test_refusals_name_the_option():
     )
     single_zero = torch.ones(6, 9)
     single_zero[0, batch()["response_mask"][0].nonzero()[0]] = 0
-    refused("advantages: geo_mean expects one advantage", name="geo_mean", advantages=single_zero)
+    refused("advantages: .*one for a completion .geo_mean", name="geo_mean", advantages=single_zero)
     for name in ("clip_cov", "kl_cov", "bypass_mode", "ppo"):
         with pytest.raises(ValueError, match="loss_mode: expected one of"):
             ours.policy_loss(name)
@@ -235,21 +235,16 @@ def test_register_and_undo():
     assert before == core.POLICY_LOSS_REGISTRY
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_registrations_are_undone_in_any_order(order):
+def test_the_latest_registration_is_undone_first():
     before = dict(core.POLICY_LOSS_REGISTRY)
-    handles = [ours.register(prefix="") for _ in range(3)]
-    for place, index in enumerate(order):
-        handles[index].undo()
-        left = [handles[i] for i in sorted(order[place + 1 :])]
-        expected = left[-1].ours["gspo"] if left else before["gspo"]
-        assert core.POLICY_LOSS_REGISTRY["gspo"] is expected
-    assert before == core.POLICY_LOSS_REGISTRY
-    first, second = ours.register(), ours.register()
-    first.undo()
+    first, second = ours.register(prefix=""), ours.register(prefix="")
+    own = core.POLICY_LOSS_REGISTRY["gspo"]
     second.undo()
+    second.undo()
+    assert core.POLICY_LOSS_REGISTRY["gspo"] not in (own, before["gspo"])
+    first.undo()
     assert before == core.POLICY_LOSS_REGISTRY
-    with pytest.raises(ValueError, match="prefix: expected a string, got 5"):
+    with pytest.raises(ValueError, match="prefix: expected a string, came 5"):
         ours.register(prefix=5)
 
 
@@ -446,7 +441,7 @@ def test_fast_head_refusals(patched_model):
     with pytest.raises(ValueError, match="use_fused_kernels=True"):
         head.use_fast_head(tiny_model("llama", num_hidden_layers=1))
     patched_model._verl_fused_kernels_backend = "triton"
-    with pytest.raises(ValueError, match="got backend 'triton'"):
+    with pytest.raises(ValueError, match="came backend 'triton'"):
         head.use_fast_head(patched_model)
     gemma = tiny_model("gemma2", num_hidden_layers=1)
     gemma._verl_fused_kernels_backend = "torch"

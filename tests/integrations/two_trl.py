@@ -47,8 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
 }  # fmt: skip
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": True}}
-# Ours beside TRL's in another way than by its class.
-OTHERS = ("fast_head", "kept_groups")
+HEADS = ("fast_head",)
 # Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
@@ -153,15 +152,15 @@ def resume(name: str, folder: Path, output: Path) -> Result:
     return {**result, "from_start": gaps}
 
 
-def other(name: str, folder: Path, output: Path) -> Result:
-    """TRL's trainer with our head; ours with the completions of a prompt in one micro-batch."""
-    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
-    for cls in (GRPOTrainer, GRPOTrainer if name == "fast_head" else FastGRPOTrainer):
-        pair.append(build(cls, folder, output, options))
-        if len(pair) == 2 and name == "fast_head":
+def fast_head(name: str, folder: Path, output: Path) -> Result:
+    """TRL's trainer, and TRL's trainer with our head."""
+    pair = []
+    for is_ours in (False, True):
+        pair.append(
+            build(GRPOTrainer, folder, output, {"loss_type": "dapo", "beta": 0.05, **MOVING})
+        )
+        if is_ours:
             use_fast_head(pair[1])
-        elif len(pair) == 2:
-            pair[1].keep_groups = True
         pair[-1].train()
     return compared(*pair)
 
@@ -194,6 +193,6 @@ def sampled(name: str, folder: Path, output: Path) -> Result:
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     torch.manual_seed(0)
-    for names, work in ((CASES, run), (RESUMED, resume), (OTHERS, other), (SAMPLED, sampled)):
+    for names, work in ((CASES, run), (RESUMED, resume), (HEADS, fast_head), (SAMPLED, sampled)):
         for name in names:
             yield f"trl-{name}", partial(work, name, folder / "model", folder / name)

@@ -44,7 +44,7 @@ def gpus(monkeypatch):
 
 def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkeypatch):
     host = SimpleNamespace(copy_=lambda x, non_blocking: None)
-    monkeypatch.setattr(workspace, "unset", lambda *args, **options: host)
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: host)
     _, arrived = workspace.on_its_way(gpus.tensor)
     assert arrived.stream == 1
 

@@ -196,7 +196,7 @@ def test_what_a_function_needs_is_asked_for_before_the_run(build, name):
     check_examples(rewards, [good, good], "training")
     bad = Example("question?", None, None)
     with pytest.raises(
-        ValueError, match=f"{name} asks for {field}: .*every test example, got 1 of 2 .*'question"
+        ValueError, match=f"{name} asks for {field}: .*every test example, came 1 of 2 .*'question"
     ):
         check_examples(rewards, [good, bad], "test")
     check_examples(build_rewards([spec("gsm8k_format")]), [bad], "training")
@@ -204,7 +204,7 @@ def test_what_a_function_needs_is_asked_for_before_the_run(build, name):
 
 def test_columns_of_another_length_are_refused():
     rewards = build_rewards([spec("exact_match")])
-    with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
+    with pytest.raises(ValueError, match="level, prompts.*one length, came 2, 1, 1, 1"):
         rewards(["p"], ["a"], ["x"], {"level": [1, 2]})
 
 

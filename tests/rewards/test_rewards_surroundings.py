@@ -92,25 +92,8 @@ def test_control_characters_that_a_reward_prints_here_are_escaped(capsys):
     before = sys.stdout, sys.stderr
     own(prints)(["p"], ["\x1b[31mred\tü \u202e\nnext"], ["x"])
     assert (sys.stdout, sys.stderr) == before
-    assert [*capsys.readouterr()] == ["\\x1b[31mred\tü \\u202e\nnext\n"] * 2
-
-
-def test_what_torch_and_the_process_default_to_is_as_it_was():
-    def changes(*, prompts, completions, answers):
-        os.umask(0)
-        torch.set_default_dtype(torch.float64)
-        torch.set_default_device("meta")
-        raise ValueError("in between")
-
-    umask = os.umask(0o027)
-    try:
-        own(changes, max_failures=1.0)(["p"], ["a"], ["x"])
-        assert os.umask(0o027) == 0o027
-        assert torch.get_default_dtype() == torch.float32 and torch.ones(1).device.type == "cpu"
-    finally:
-        os.umask(umask)
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
+    said = capsys.readouterr()
+    assert said.err == "\\x1b[31mred\tü \\u202e\nnext\n" * 2 and not said.out
 
 
 def test_a_reward_that_closes_its_streams_leaves_them_to_the_others(monkeypatch):

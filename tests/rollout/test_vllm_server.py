@@ -386,7 +386,7 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server, engine):
             choice["weight_versions"][0]["end"] = 2
 
     server.faults[GENERATE] = [cut]
-    with pytest.raises(ValueError, match="max_model_len: .*cut off after 2"):
+    with pytest.raises(ValueError, match="max_model_len: .*an end after 2"):
         generate(policy, engine)
 
 
@@ -491,7 +491,7 @@ def test_what_the_server_refuses_is_quoted(policy, server, engine):
 
 def test_raw_log_probabilities_are_refused(policy, server):
     server.mode = "raw_logprobs"
-    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* has raw_logprobs"):
+    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
         build(policy, Options(urls=[server.url]))
 
 

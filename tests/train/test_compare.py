@@ -189,7 +189,7 @@ def test_names_of_folders_stay_inside(tmp_path):
 def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
     words = [*TINY_SORT, "steps=2", "log.completions_every=0", "eval.every=0"]
     words = [word for word in words if word != "steps=3"]
-    command = ["compare", "sort", "--grid", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
+    command = ["compare", "sort", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "| advantages=rloo |" in result.output

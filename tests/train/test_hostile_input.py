@@ -115,7 +115,11 @@ def test_a_pipe_in_the_place_of_a_file(run, name):
 @pytest.mark.parametrize(
     ("file", "fields", "said"),
     [
-        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected token ids, got "),
+        (
+            "generation_config.json",
+            {"eos_token_id": "x"},
+            "eos_token_id: expected token ids, came ",
+        ),
         ("config.json", {"hidden_act": "evil"}, "KeyError: 'evil'"),
         ("adapter_config.json", {"peft_type": "EVIL"}, "KeyError: 'EVIL'"),
     ],

@@ -177,12 +177,12 @@ def test_a_text_that_is_too_long_has_no_score(tmp_path):
 def test_models_that_are_no_reward_models(tmp_path, scorer):
     causal, two = tiny_folder(tmp_path / "causal"), classifier(tmp_path / "two", num_labels=2)
     for path, options, said in (
-        (causal, {}, "rewards.path: expected all weights in .* got none for score.weight"),
-        (two, {}, "rewards.path: expected a model with one output, got 2"),
+        (causal, {}, "rewards.path: expected all weights in .* came none for score.weight"),
+        (two, {}, "rewards.path: expected a model with one output, came 2"),
         (str(tmp_path / "none"), {}, "rewards.path: expected a folder or hub id of a sequence"),
-        (None, {}, "reward_model expects path"),
+        (None, {}, "reward_model: path: expected a folder"),
         (scorer, {"batchsize": 3}, "unexpected|expected options among batch_size, device"),
-        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, came 0"),
     ):
         with pytest.raises(ValueError, match=said):
             build_rewards([spec("reward_model", path=path, **options)])

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from grpo_fast import LossConfig
+from grpo_fast.errors import require
 from grpo_fast.integrations.causal_lm import check_head, metrics_of_ranks, policy_loss
 
 
@@ -24,14 +25,10 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if loss_config.aggregation != "token_mean_global":
-            raise ValueError(
-                f"aggregation: expected 'token_mean_global', got {loss_config.aggregation!r}"
-            )
-        if self.args.remove_unused_columns:
-            raise ValueError(
-                "remove_unused_columns: expected False, got True (it would remove the advantages)"
-            )
+        by = loss_config.aggregation
+        require(by == "token_mean_global", "aggregation", "'token_mean_global'", repr(by))
+        keeps, came = not self.args.remove_unused_columns, "True (it would remove the advantages)"
+        require(keeps, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
         # The loss is normalised for the whole step: Trainer divides no more.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import linear_logps
+from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
 
@@ -56,10 +57,9 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     """
     trainer, handle = trainer_or_model, FastHead()
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
-    if theirs is not None and theirs.__name__ not in SERVED:
-        served, came = ", ".join(SERVED), type(trainer).__name__
-        expected = f"one whose loss calls TRL's fused LM head ({served}, or derived from one)"
-        raise ValueError(f"trainer: expected {expected}, came {came}, whose loss would not change")
+    expected = f"one whose loss calls TRL's fused LM head, as {', '.join(SERVED)} and derived ones"
+    came = f"{type(trainer).__name__}, whose loss would not change"
+    require(theirs is None or theirs.__name__ in SERVED, "trainer", expected, came)
     if theirs is not None and theirs.__name__ == "DistillationTrainer":
         loss = theirs._compute_loss  # type: ignore[attr-defined]
         if LOSS not in loss.__code__.co_names or type(trainer)._compute_loss is not loss:

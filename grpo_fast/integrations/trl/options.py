@@ -58,7 +58,7 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
 
 
 def unusual_model(trainer: Any, lm: Any) -> str | None:
-    """What neither our forward nor our sampler runs on, naming the option; None: nothing."""
+    """The option that neither our forward nor our sampler supports, by name; None: all are."""
     head = lm.get_output_embeddings()
     peft_configs = getattr(trainer.model, "peft_config", {}).values()
     parallel = getattr(trainer.accelerator, "parallelism_config", None)

@@ -144,11 +144,11 @@ def pack_padded(
     # The unused completions stand last: no part of the packed row, they count as empty.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
-    kept = wanted.flatten()[slots].nonzero()[:, 0]
+    scored_rows = wanted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(wanted[order].sum(1).cumsum(0), (1, 0)).int()
     predicting, target_ids = packed.predicting, packed.target_ids
-    if kept.shape[0] < target_ids.shape[0]:
-        predicting, target_ids = (x[kept.to(device)] for x in (predicting, target_ids))
-    cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[kept]))
-    scored_rows = predicting, target_ids, cu_seqlens, order, slots
-    return Pack(packed.model_inputs, *scored_rows, (rows, length))
+    if scored_rows.shape[0] < target_ids.shape[0]:
+        predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
+    cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
+    tensors = predicting, target_ids, cu_seqlens, order, slots
+    return Pack(packed.model_inputs, *tensors, (rows, length))

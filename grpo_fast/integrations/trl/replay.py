@@ -1,4 +1,4 @@
-"""What the sampler drew each token from, found again by the tokens of a sequence.
+"""The set that the sampler drew each token from, looked up by the tokens of a sequence.
 
 TRL shuffles, cuts and pads completions, and joins the turns of a conversation, before it asks for
 their logps. A turn is known by its prompt and its tokens, wherever it stands: equal tokens after
@@ -18,7 +18,7 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """What the sampler knows of R scored tokens."""
+    """The sampler's record of R scored tokens."""
 
     support: Support
     logps: Tensor  # (R,) fp32 of the sampler; NaN where it drew none

@@ -40,7 +40,7 @@ class Forgetful(Sampling):
 
 
 class OwnRollouts:
-    """What a trainer of TRL's inherits before its own class, so that our loop draws its text.
+    """A mixin that lets our loop draw the text of a TRL trainer; it stands first among the bases.
 
     Completions are drawn in evaluation mode, without dropout, as vLLM's are. `fast_rollouts =
     False` leaves the sampling to TRL; `replay_support = False` the loss over the whole vocabulary.
@@ -124,7 +124,7 @@ class OwnRollouts:
     # replay
 
     def _replayed(self: Any, pack: Any, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """What the scored tokens of these rows were drawn from, where that is known."""
+        """The sets that the scored tokens of these rows were drawn from; None: not known."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
@@ -196,7 +196,7 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, Any]:
-    """What `generate` does where nobody says anything."""
+    """The settings that `generate` falls back on."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

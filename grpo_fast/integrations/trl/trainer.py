@@ -32,13 +32,7 @@ from trl import GRPOTrainer
 from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.trl import options
-from grpo_fast.integrations.trl.forward import (
-    PackedCall,
-    let_run_inside,
-    packed_forward,
-    regroup,
-    window_of,
-)
+from grpo_fast.integrations.trl.forward import PackedCall, let_run_inside, packed_forward
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
@@ -68,7 +62,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         # Finished logps and entropies, for TRL's metrics.
         self._given: tuple[Tensor, Tensor] | None = None
         self._probed = False
-        self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
@@ -85,21 +78,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self._start_rollouts(lm, attention)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
-
-    @property
-    def keep_groups(self) -> bool:
-        """Whether completions of one prompt change places within an optimizer step so that they can
-        share it.
-
-        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over
-        its micro-batches, come from other micro-batches than TRL's. Setting it raises ValueError
-        where the gradient would change.
-        """
-        return self._group_window is not None
-
-    @keep_groups.setter
-    def keep_groups(self, value: bool) -> None:
-        self._group_window = window_of(self) if value else None
 
     def _their_objective(self, reason: str) -> None:
         """From now on the objective is TRL's."""
@@ -194,15 +172,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    def _prepare_inputs(self, generation_batch):
-        """TRL's micro-batch; with `keep_groups` the rows of a new batch change places first."""
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self._group_window is None or not self.model.training or self._buffered_inputs is before:
-            return inputs
-        self._buffered_inputs = regroup(self._buffered_inputs, self._group_window)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
         """Ours or TRL's, with the attention the model came with."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from grpo_fast.attention import pack_tree
+from grpo_fast.errors import require
 from grpo_fast.integrations.trees import TreeBatch
 
 
@@ -35,13 +36,11 @@ def pack_samples(
     pack = pack_tree([(s["input_ids"], s["completion_mask"]) for s in samples], device=device)
     logps = []
     for number, sample in enumerate(samples):
-        given = torch.as_tensor(sample["old_log_probs"], dtype=torch.float32, device="cpu")
+        old = torch.as_tensor(sample["old_log_probs"], dtype=torch.float32, device="cpu")
         mask = torch.as_tensor(sample["completion_mask"], device="cpu")
-        if given.shape != mask.shape:
-            raise ValueError(
-                f"samples[{number}]: expected old_log_probs for each of {len(mask)} ids, came "
-                f"{tuple(given.shape)}"
-            )
-        logps.append(given[mask.bool()])
+        expected = f"old_log_probs for each of {len(mask)} ids"
+        fits = old.shape == mask.shape
+        require(fits, f"samples[{number}]", expected, tuple(old.shape))
+        logps.append(old[mask.bool()])
     advantages = torch.tensor([float(sample["advantage"]) for sample in samples])
     return TreeBatch(pack, advantages.to(device), torch.cat(logps).to(device))

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
+from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
+BACKENDS = "torch", "liger"
 # Head rules that verl's fused forwards leave out: they would be dropped without a word.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
@@ -35,8 +37,7 @@ class FastLinearForPPO(nn.Module):
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
-        if impl_backend not in ("torch", "liger"):
-            raise ValueError(f"impl_backend: expected 'torch' or 'liger', got {impl_backend!r}")
+        require(impl_backend in BACKENDS, "impl_backend", f"one of {BACKENDS}", repr(impl_backend))
         # Neither changes a number: we choose the chunks.
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
@@ -105,11 +106,8 @@ def use_fast_head_everywhere() -> FastHead:
 
 def _check(model: Any) -> None:
     backend = getattr(model, "_verl_fused_kernels_backend", None)
-    if backend not in ("torch", "liger"):
-        raise ValueError(
-            "model: expected one that verl prepared with use_fused_kernels=True and "
-            f"fused_kernel_options.impl_backend 'torch' or 'liger', got backend {backend!r}"
-        )
+    expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "
+    require(backend in BACKENDS, "model", f"{expected}{BACKENDS}", f"backend {backend!r}")
     values = ((name, getattr(model.config, name, None)) for name in LEFT_OUT)
     lost = [f"{n} = {x}" for n, x in values if x is not None and x != LEFT_OUT[n]]
     if getattr(model.lm_head, "bias", None) is not None:

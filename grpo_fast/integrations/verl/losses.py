@@ -14,65 +14,53 @@ reach the host in one copy instead of one each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.errors import require
+from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# verl's loss_agg_mode → our normaliser, and the total of the whole step it divides by.
+# verl's loss_agg_mode → our aggregation, and verl's name of the count that it divides by.
 AGGREGATION_MODES = {
-    "token-mean": ("token_mean_global", "tokens"),
-    "token-sum": ("token_mean_global", "one"),
-    "seq-mean-token-sum": ("sequence_sum", "sequences"),
-    "seq-mean-token-sum-norm": ("sequence_sum", "sequences"),
-    "seq-mean-token-mean": ("sequence_mean", "sequences"),
+    "token-mean": ("token_mean_global", "batch_num_tokens"),
+    "token-sum": ("token_mean_global", None),
+    "seq-mean-token-sum": ("sequence_sum", "global_batch_size"),
+    "seq-mean-token-sum-norm": ("sequence_sum", "global_batch_size"),
+    "seq-mean-token-mean": ("sequence_mean", "global_batch_size"),
 }
 GLOBAL_BATCH_INFO = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class Normaliser(NamedTuple):
-    aggregation: str
-    num_items: float | Tensor | None
-    num_completions: float | Tensor | None
-
-
-def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normaliser:
-    """verl's `agg_loss` as one of our aggregations and its total.
+def normaliser(
+    loss_agg_mode: str, mask: Tensor, info: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """verl's `agg_loss`: one of our aggregations, and its total as a keyword of `grpo_loss`.
 
     Args:
         loss_agg_mode: a name of `AGGREGATION_MODES`.
         mask: (B, L) of this micro-batch.
         info: verl's `config.global_batch_info`.
     """
-    if loss_agg_mode not in AGGREGATION_MODES:
-        expected = list(AGGREGATION_MODES)
-        raise ValueError(f"loss_agg_mode: expected one of {expected}, got {loss_agg_mode!r}")
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
-    if unknown:
-        raise ValueError(f"global_batch_info: expected {list(GLOBAL_BATCH_INFO)}, got {unknown}")
-    aggregation, divides_by = AGGREGATION_MODES[loss_agg_mode]
-    ranks = info.get("dp_size", 1)
-    if divides_by == "one":
-        return Normaliser(aggregation, 1.0 / ranks, None)
-    by_token = divides_by == "tokens"
-    name = "batch_num_tokens" if by_token else "global_batch_size"
-    count = info.get(name)
+    require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
+    aggregation, name = AGGREGATION_MODES[loss_agg_mode]
+    by_token, ranks = aggregation == "token_mean_global", info.get("dp_size", 1)
+    count = 1.0 if name is None else info.get(name)
     if count is None:
-        if ranks > 1:
-            needs = f"the count of the whole batch for dp_size = {ranks}"
-            raise ValueError(f"{name}: expected {needs}, got None")
+        expected = f"the count of the whole batch for dp_size = {ranks}"
+        require(ranks == 1, str(name), expected, None)
         count = (mask.sum() if by_token else (mask.sum(-1) > 0).sum()).clamp(min=1)
-    if by_token:
-        return Normaliser(aggregation, count / ranks, None)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         factor = info.get("loss_scale_factor")
         count = count * (mask.shape[-1] if factor is None else factor)
-    return Normaliser(aggregation, None, count / ranks)
+    total = "num_items_in_batch" if by_token else "num_completions_in_batch"
+    return aggregation, {total: count / ranks}
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
@@ -89,8 +77,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         rollout_is_weights)`, all tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient
         to log_prob, and floats by verl's names.
     """
-    if loss_mode not in LOSSES:
-        raise ValueError(f"loss_mode: expected one of {list(LOSSES)}, got {loss_mode!r}")
+    require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
     recipe = LOSSES[loss_mode]
 
     def loss(
@@ -102,25 +89,25 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
     ) -> tuple[Tensor, dict[str, Any]]:
-        if config is None:
-            raise ValueError("config: expected verl's ActorConfig, got None")
+        require(config is not None, "config", "verl's ActorConfig", None)
         row = log_prob.detach(), advantages, response_mask, rollout_is_weights
         batch = Batch(old_log_prob, *row)
         info = dict(getattr(config, "global_batch_info", None) or {})
-        if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
-            total = normaliser(loss_agg_mode, response_mask, info)
-        elif recipe.aggregation == "mean over all rows":
-            total = Normaliser("sequence_mean", None, float(max(log_prob.shape[0], 1)))
+        expected = f"one of {list(AGGREGATION_MODES)}"
+        require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
+        if recipe.aggregation == "mean over all rows":
+            aggregation = "sequence_mean"
+            total: dict[str, Any] = {"num_completions_in_batch": float(max(len(log_prob), 1))}
         else:
-            total = normaliser(recipe.aggregation, response_mask, info)
+            mode = recipe.aggregation or loss_agg_mode
+            aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
             weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
             names, values = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
-            LossConfig(**recipe.options(config), aggregation=total.aggregation),
-            completion_mask=response_mask, old_logps=old_logps,
-            num_items_in_batch=total.num_items, num_completions_in_batch=total.num_completions,
+            LossConfig(**recipe.options(config), aggregation=aggregation),
+            completion_mask=response_mask, old_logps=old_logps, **total,
         )  # fmt: skip
         return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 
@@ -128,40 +115,12 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     return loss
 
 
-class Registered:
-    """The handle of `register`; several are undone in any order, by `undo()` or `with`."""
+class Registered(FastHead):
+    """The handle of `register`: `undo()` it, or leave its `with` block; the latest one first."""
 
-    def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
-        self.registry, self.before = registry, before
-        self.ours = {name: registry[name] for name in before}
-        _ACTIVE.append(self)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.before)
-
-    def undo(self) -> None:
-        for name, function in self.before.items():
-            ours = self.ours[name]
-            over = [later for later in _ACTIVE if later.before.get(name) is ours]
-            if over:  # what a later one gives back
-                over[0].before[name] = function
-            elif self.registry.get(name) is ours and function is None:
-                del self.registry[name]
-            elif self.registry.get(name) is ours:
-                self.registry[name] = function
-        self.before = {}
-        if self in _ACTIVE:
-            _ACTIVE.remove(self)
-
-    def __enter__(self) -> Registered:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
-_ACTIVE: list[Registered] = []
+    def __init__(self, names: list[str], give_back: Callable[[], object]) -> None:
+        super().__init__(give_back)
+        self.names = names
 
 
 def register(prefix: str = "fast_") -> Registered:
@@ -169,11 +128,17 @@ def register(prefix: str = "fast_") -> Registered:
 
     With `prefix=""` they stand in the place of verl's own until `undo()`.
     """
-    if not isinstance(prefix, str):
-        raise ValueError(f"prefix: expected a string, got {prefix!r}")
+    require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    before = {prefix + name: POLICY_LOSS_REGISTRY.get(prefix + name) for name in LOSSES}
+    names = [prefix + name for name in LOSSES]
+    before = {name: POLICY_LOSS_REGISTRY[name] for name in names if name in POLICY_LOSS_REGISTRY}
     for name in LOSSES:
         register_policy_loss(prefix + name)(policy_loss(name))
-    return Registered(POLICY_LOSS_REGISTRY, before)
+
+    def give_back() -> None:
+        for name in names:
+            del POLICY_LOSS_REGISTRY[name]
+        POLICY_LOSS_REGISTRY.update(before)
+
+    return Registered(names, give_back)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require
+
 LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
 GSPO_BOUND = 10.0  # and the one of a sequence here
 DPPO_RATIO_CAP = 20.0  # of our dppo objectives
@@ -99,17 +101,15 @@ def clip_range(config: Any) -> dict[str, Any]:
     both, bounds = option(config, "clip_ratio"), {}
     for side in ("low", "high"):
         value = option(config, f"clip_ratio_{side}", both)
-        if value is None or not value >= 0:
-            expected = "a number >= 0 (or clip_ratio)"
-            raise ValueError(f"clip_ratio_{side}: expected {expected}, got {value!r}")
+        fits = value is not None and value >= 0
+        require(fits, f"clip_ratio_{side}", "a number >= 0 (or clip_ratio)", value)
         bounds[f"epsilon_{side}"] = value
     return bounds
 
 
 def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
     cap = float(option(config, "clip_ratio_c", default))
-    if not cap > least:
-        raise ValueError(f"clip_ratio_c: expected a number > {least:g}, got {cap:g}")
+    require(cap > least, "clip_ratio_c", f"a number > {least:g}", f"{cap:g}")
     return cap
 
 
@@ -128,8 +128,8 @@ def sapo(config: Any) -> dict[str, Any]:
 
 def dro(config: Any) -> dict[str, Any]:
     beta = option(option(config, "policy_loss"), "dro_beta")
-    if beta is None or not beta > 0:
-        raise ValueError(f"policy_loss.dro_beta: expected a number > 0, got {beta!r}")
+    fits = beta is not None and beta > 0
+    require(fits, "policy_loss.dro_beta", "a number > 0", beta)
     return {"loss_type": "dro", "beta": float(beta)}
 
 
@@ -145,9 +145,9 @@ def weighted(batch: Batch, config: Any) -> Tensor:
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
     """A times the geometric mean of the completion's importance weights (geo_mean)."""
     keep, a = batch.mask.bool(), batch.advantages
-    if ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any():
-        expected = "geo_mean expects one advantage per completion"
-        raise ValueError(f"advantages: {expected}, got single tokens with 0")
+    has_gaps = ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any()
+    expected = "one for a completion (geo_mean)"
+    require(not has_gaps, "advantages", expected, "single tokens with 0")
     if batch.rollout_is_weights is None:
         return a
     return a * torch.exp(batch.row_mean(torch.log(batch.rollout_is_weights + 1e-10)))
@@ -161,9 +161,8 @@ def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
-    if batch.rollout_is_weights is not None:
-        expected = "dro expects None (its quadratic term has one weight)"
-        raise ValueError(f"rollout_is_weights: {expected}, got a tensor")
+    expected = "None beside dro (its quadratic term has one weight)"
+    require(batch.rollout_is_weights is None, "rollout_is_weights", expected, "a tensor")
     return batch.advantages
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import contiguous_rows
-from grpo_fast.kernels.workspace import unset
 
 LEAST_ROWS = 24  # with fewer, arranging the weight costs more time than the product saves
 PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
@@ -109,7 +108,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    out: Tensor = unset(loader.door("gemm", "linear"), x.contiguous(), weight)
+    out: Tensor = loader.door("gemm", "linear")(x.contiguous(), weight)
     return out if bias is None else out.add_(bias)
 
 
@@ -141,11 +140,11 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if weight is not None:
-            dx = gemm.mm_(rows, weight, unset(grad.new_empty, len(rows), weight.shape[1]))
+            dx = gemm.mm_(rows, weight, grad.new_empty(len(rows), weight.shape[1]))
             dx = dx.view(*grad.shape[:-1], weight.shape[1])
         if x is not None:
             x = x.reshape(-1, x.shape[-1])
-            dw = gemm.mm_(rows.t(), x, unset(grad.new_empty, rows.shape[1], x.shape[1]))
+            dw = gemm.mm_(rows.t(), x, grad.new_empty(rows.shape[1], x.shape[1]))
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -66,7 +66,7 @@ def count_tests(source: str) -> int:
 
 
 def code_of(text: str) -> str:
-    """What the last fenced block holds, an open one to its end; without a fence the whole text."""
+    """The last fenced block, an open one to its end; the whole text where there is no fence."""
     parts = text.split("```")
     if len(parts) < 3:
         code = parts[-1]
@@ -82,8 +82,8 @@ def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
     mark = secrets.token_hex(8)
     request = {"code": code, "tests": tests, "mark": mark, "memory": memory * MIB,
                "seconds": math.ceil(seconds)}  # fmt: skip
-    given = os.memfd_create("request")
-    with os.fdopen(given, "wb+") as stream:
+    memory_file = os.memfd_create("request")
+    with os.fdopen(memory_file, "wb+") as stream:
         stream.write(json.dumps(request).encode())
         stream.seek(0)
         child = subprocess.Popen(
@@ -105,7 +105,7 @@ def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
 
 
 def _read(pipe: int, most: int, seconds: float) -> bytes:
-    """What comes until the end, the time, or as many bytes as there can be."""
+    """Read until the end of the stream, the time limit, or `most` bytes."""
     told, end = b"", time.monotonic() + seconds
     while len(told) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(pipe, most - len(told))

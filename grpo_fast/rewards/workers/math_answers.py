@@ -47,8 +47,8 @@ def _equal(
     if not expected:
         raise ValueError(f"answers: expected a mathematical expression, got {gold[:60]!r}")
     try:
-        found = parse(text, parsing_timeout=seconds, raise_on_error=True, **where)
-        equal = verify(expected, found, timeout_seconds=seconds, raise_on_error=True, **how)
+        parsed = parse(text, parsing_timeout=seconds, raise_on_error=True, **where)
+        equal = verify(expected, parsed, timeout_seconds=seconds, raise_on_error=True, **how)
     except TimeoutException:
         return None
     except Exception:  # sympy has no class of its own for what it cannot compare

@@ -44,8 +44,8 @@ NO_NEW_PRIVS, SET_SECCOMP, FILTER = 38, 22, 2
 def machine() -> "tuple[int, int]":
     """The kernel's number of this machine and its column above. Raises OSError for another one."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
-        found = f"{sys.platform} on {platform.machine()}"
-        raise OSError(f"expected Linux on x86-64 or arm64 for its sandbox, got {found}")
+        came = f"{sys.platform} on {platform.machine()}"
+        raise OSError(f"expected Linux on x86-64 or arm64 for its sandbox, got {came}")
     return MACHINES[platform.machine()]
 
 

@@ -190,8 +190,8 @@ class RolloutCache:
             for new, old in zip(grown, layer.own, strict=False):
                 new[:, :, : self.time] = old
             layer.own = grown[0].to(v.dtype), grown[1]
-        for kept, new in zip(layer.own, (k, v), strict=True):
-            kept[:, :, self.time] = new.transpose(0, 1)
+        for cached, new in zip(layer.own, (k, v), strict=True):
+            cached[:, :, self.time] = new.transpose(0, 1)
         own_k, own_v = (x[:, :, : self.time + 1] for x in layer.own)
         return own_k, own_v
 

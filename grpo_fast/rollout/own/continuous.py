@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_fast.errors import NonFiniteLogits
+from grpo_fast.errors import NonFiniteLogits, require
 from grpo_fast.rollout.engine import (
     EOS,
     LENGTH,
@@ -42,8 +42,8 @@ class ContinuousOptions(BaseModel):
 
 @functools.cache
 def config_fields() -> frozenset[str]:
-    """What the installed transformers' ContinuousBatchingConfig takes: 5.17 knows a page as a
-    block, and no auto_switch_to_flash.
+    """Parameters of the installed ContinuousBatchingConfig; transformers 5.17 calls a page a block
+    and has no auto_switch_to_flash.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -64,21 +64,20 @@ class ContinuousEngine(Engine):
     def __init__(self, policy: Any, options: Any) -> None:
         self.policy, self.version = policy, 0
         self.options = getattr(options, "continuous", None) or ContinuousOptions()
-        cpu = policy.device.type == "cpu"
-        if cpu and None in (self.options.pages, self.options.max_batch_tokens):
-            expected = "expected pages and max_batch_tokens on a CPU, whose memory is not asked"
-            raise ValueError(f"rollout.continuous: {expected}, got {self.options}")
-        if policy.autocast is not None:  # it belongs to a thread, and the batches run in another
-            came = f"got {policy.autocast}"
-            raise ValueError(f"model.autocast: expected none beside continuous batching, {came}")
+        is_sized = None not in (self.options.pages, self.options.max_batch_tokens)
+        expected = "pages and max_batch_tokens on a CPU, whose memory is not asked"
+        fits = policy.device.type != "cpu" or is_sized
+        require(fits, "rollout.continuous", expected, self.options)
+        # Autocast belongs to a thread, and the batches run in another.
+        dtype, expected = policy.autocast, "none beside continuous batching"
+        require(dtype is None, "model.autocast", expected, dtype)
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
     def sample(self, request: Request) -> list[Completion]:
         sampling, seed, places = request.sampling, request.seed, request.places
-        if sampling.min_p > 0:
-            raise ValueError(f"min_p: continuous batching knows none, got {sampling.min_p}")
+        require(sampling.min_p == 0, "min_p", "0 with continuous batching", sampling.min_p)
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
         rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]

@@ -56,12 +56,12 @@ def decode(
     places = torch.tensor(cache.lengths, device=device).repeat_interleave(repeats)
     ended = torch.zeros(len(numbers), dtype=torch.bool, device=device)
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
-    found = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
+    decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
     every = LOOK_EVERY.get(device.type, 16)
     for t in range(length):
         drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
-        found.tokens[rows, t], found.logps[rows, t] = drawn.tokens, drawn.logps
-        found.kept.add(rows, t, drawn)
+        decoded.tokens[rows, t], decoded.logps[rows, t] = drawn.tokens, drawn.logps
+        decoded.kept.add(rows, t, drawn)
         ended |= torch.isin(drawn.tokens, eos) & stop_at_eos
         if t + 1 == length:
             break
@@ -75,7 +75,7 @@ def decode(
                 rows, places, ended, new = (x[stay] for x in (rows, places, ended, new))
         hidden = forward(policy, new, places + t, cache)
         cache.time += 1
-    return found
+    return decoded
 
 
 def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) -> Tensor:

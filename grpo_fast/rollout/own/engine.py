@@ -131,11 +131,11 @@ def compare(policy: Any) -> str | None:
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
     ]
     options = Sampling(max_new_tokens=3, temperature=0)
-    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3), stop_at_eos=False)
+    decoded = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3), stop_at_eos=False)
     policy.lm.set_attn_implementation(policy.generation_attn)
     worst = 0.0
     for prompt, tokens, logps in zip(
-        [prompts[0], *prompts], found.tokens, found.logps, strict=True
+        [prompts[0], *prompts], decoded.tokens, decoded.logps, strict=True
     ):
         ids = torch.tensor([[*prompt, *tokens.tolist()]], device=policy.device)
         logits = policy.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

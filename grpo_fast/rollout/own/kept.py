@@ -34,11 +34,11 @@ class KeptIds:
         """Of each completion, cut to its length; None where nothing was truncated."""
         if not self.ids:
             return [None] * len(lengths)
-        order = torch.cat(self.rows).argsort(stable=True)
+        order = torch.cat(self.rows).argsort(stable=True)  # stable: by time within a row
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
-        found: list[Kept | None] = []
+        sets: list[Kept | None] = []
         for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
-            found.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
-        return found
+            sets.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
+        return sets

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from grpo_fast.attention import Head, head_of
+from grpo_fast.errors import require
 
 
 class SampledModel:
-    """What `TransformersEngine` asks of a transformers causal LM, or of a peft model around one.
+    """A transformers causal LM, or a peft model around one, as `TransformersEngine` uses it.
 
     Args:
         tokenizer: of its prompts; None: they are token ids, and `eos_ids` are given.
@@ -33,15 +34,12 @@ class SampledModel:
     ) -> None:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         configs = getattr(model, "peft_config", {}).values()
-        if any(config.is_prompt_learning for config in configs):
-            raise ValueError(
-                "model: peft's prompt learning changes the inputs, which ours does not"
-            )
+        changes_inputs = any(config.is_prompt_learning for config in configs)
+        require(not changes_inputs, "model", "inputs as they are", "peft's prompt learning")
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
         if eos_ids is None:
-            if tokenizer is None:
-                raise ValueError("tokenizer: expected the model's, got None")
+            require(tokenizer is not None, "tokenizer", "the model's", None)
             self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
         else:
             self.eos_ids = frozenset(eos_ids)
@@ -99,10 +97,9 @@ def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
     eos: set[int] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
-    if not all(type(token) is int and token >= 0 for token in eos):
-        raise ValueError(f"eos_token_id: expected token ids, got {', '.join(map(repr, eos))}")
-    if not eos:
-        raise ValueError("tokenizer: has no EOS token, so no completion could end")
+    are_ids = all(type(token) is int and token >= 0 for token in eos)
+    require(are_ids, "eos_token_id", "token ids", ", ".join(map(repr, eos)))
+    require(eos, "tokenizer", "an EOS token, which ends completions", "none")
     pad = tokenizer.pad_token_id
     return frozenset(eos), min(eos) if pad is None else pad
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import EngineError, NonFiniteLogits
+from grpo_fast.errors import EngineError, NonFiniteLogits, require
 from grpo_fast.rollout.engine import (
     EOS,
     LENGTH,
@@ -148,7 +148,7 @@ class Asked(NamedTuple):
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
-    def completions(self, found: Choices, count: int, where: str) -> list[Completion]:
+    def completions(self, answer: Choices, count: int, where: str) -> list[Completion]:
         """The completions of a prompt, in the order of their seeds.
 
         Raises:
@@ -157,32 +157,28 @@ class Asked(NamedTuple):
             NonFiniteLogits: a log-probability that is no number.
             ValueError: vLLM's max_model_len cut a completion off.
         """
-        choices = sorted(found.choices, key=lambda choice: choice.index)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
             raise ServerError(f"{where}: the server left a completion unfinished")
         indices = [choice.index for choice in choices]
-        if indices != list(range(count)):
-            raise BadAnswer(f"{where}: expected completions 0 to {count - 1}, got {indices[:8]}")
+        fits = indices == list(range(count))
+        require(fits, where, f"completions 0 to {count - 1}", indices[:8], BadAnswer)
         return [self._completion(choice, where) for choice in choices]
 
     def _completion(self, choice: Choice, where: str) -> Completion:
         ids, limit = choice.token_ids, self.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
-        if not ids or len(ids) > limit or ends[:1] not in ([], [len(ids) - 1]):
-            came = f"{len(ids)} with {len(ends)} EOS"
-            raise BadAnswer(
-                f"{where}: expected 1 to {limit} tokens up to the first EOS, got {came}"
-            )
-        if max(ids) >= self.vocab_size:
-            expected = f"token ids below the embedding's {self.vocab_size} rows"
-            raise BadAnswer(f"{where}: expected {expected}, got {max(ids)}")
+        expected, came = f"1 to {limit} tokens up to the first EOS", f"{len(ids)}, EOS at {ends}"
+        fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
+        require(fits, where, expected, came, BadAnswer)
+        expected = f"token ids below the embedding's {self.vocab_size} rows"
+        require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
         self._check_weights(choice, where)
-        if choice.finish_reason != ("stop" if ends else "length"):
-            ending = repr(choice.finish_reason[:40])
-            raise BadAnswer(f"{where}: finish reason {ending} with {len(ends)} EOS")
-        if not ends and len(ids) < limit:
-            expected = "expected room for a prompt and rollout.max_new_tokens"
-            raise ValueError(f"{where}: max_model_len: {expected}, it cut off after {len(ids)}")
+        reason, came = "stop" if ends else "length", repr(choice.finish_reason[:40])
+        require(choice.finish_reason == reason, where, f"finish reason {reason}", came, BadAnswer)
+        expected = "room for a prompt and rollout.max_new_tokens"
+        is_whole = ends or len(ids) == limit
+        require(is_whole, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
         logps, kept = self._logps(choice, where), self._kept(choice, where)
         return Completion(ids, logps, EOS if ends else LENGTH, self.version, kept)
 
@@ -190,35 +186,34 @@ class Asked(NamedTuple):
         spans = choice.weight_versions or []
         edges = [0, *(span.end for span in spans)]
         is_whole = edges == sorted(edges) and edges[-1] == len(choice.token_ids)
-        if [span.start for span in spans] != edges[:-1] or not is_whole:
-            raise BadAnswer(f"{where}: expected to be told the weights of every token")
-        others = [repr(span.version[:40]) for span in spans if span.version != self.label]
-        if others:
-            came = f"got some by {others[0]}"
-            raise StaleWeights(f"{where}: expected completions by the weights {self.label}, {came}")
+        fits = is_whole and [span.start for span in spans] == edges[:-1]
+        require(fits, where, "the weights of every token", f"those up to {edges}", BadAnswer)
+        other = next((span.version[:40] for span in spans if span.version != self.label), None)
+        expected = f"completions by the weights {self.label}"
+        require(other is None, where, expected, f"some by {other!r}", StaleWeights)
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
         ids = [token.token_id for token in choice.content]
-        if ids != choice.token_ids:
-            expected = f"expected a log-probability of each of the {len(choice.token_ids)} tokens"
-            raise BadAnswer(f"{where}: {expected}, got {len(ids)}, or those of others")
+        expected = f"a log-probability of each of the {len(choice.token_ids)} tokens"
+        came = f"{len(ids)}, or those of others"
+        require(ids == choice.token_ids, where, expected, came, BadAnswer)
         logps = [token.logprob for token in choice.content]
         if not all(logp > CLAMPED for logp in logps):
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, says {where}")
-        if max(logps) > ROUNDING:
-            raise BadAnswer(f"{where}: expected log-probabilities up to 0, got {max(logps):.3g}")
+        came = f"{max(logps):.3g}"
+        require(max(logps) <= ROUNDING, where, "log-probabilities up to 0", came, BadAnswer)
         return torch.tensor(logps, dtype=torch.float32)
 
     def _kept(self, choice: Choice, where: str) -> Kept | None:
         ids, rows = choice.token_ids, choice.sampling_mask
         if rows is None or not self.sampling.wants_kept:
             return None
-        if len(rows) != len(ids) or not all(
+        fits = len(rows) == len(ids) and all(
             token in row and len(set(row)) == len(row) and max(row) < self.vocab_size
             for token, row in zip(ids, rows, strict=True) if row
-        ):  # fmt: skip
-            expected = "expected every token among those that it was drawn from"
-            raise BadAnswer(f"{where}: {expected}, each of them once, in the vocabulary")
+        )  # fmt: skip
+        expected = "every token among those that it was drawn from, each once, in the vocabulary"
+        require(fits, where, expected, "others", BadAnswer)
         kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
         return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
 

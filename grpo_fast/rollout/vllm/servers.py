@@ -62,8 +62,8 @@ class VLLMServers(Engine):
                 log.warning("%s is waited for", link.server.url)
             while not link.server.is_up():
                 if time.monotonic() > deadline:
-                    found = f"found none within {self.options.patience:.3g} s"
-                    raise ServerError(f"{link.server.url}: expected a vLLM server, {found}")
+                    waited = f"found none within {self.options.patience:.3g} s"
+                    raise ServerError(f"{link.server.url}: expected a vLLM server, {waited}")
                 time.sleep(PAUSE_S)
             link.check(self.policy)
 

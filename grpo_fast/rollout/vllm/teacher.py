@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.rollout.vllm.answers import (
     CLAMPED,
     FAST,
@@ -75,32 +76,32 @@ class TeacherServer:
         until = time.monotonic() + self.options.patience
         while True:
             try:
-                found = call(limit=BODY + limit * len(sample[0]))
-                return self._rows(found.prompt_logprobs, *sample)
+                answer = call(limit=BODY + limit * len(sample[0]))
+                return self._rows(answer.prompt_logprobs, *sample)
             except ServerError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(PAUSE_S)
 
     def _rows(self, said: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
-        K, rows = self.topk, []
-        if len(said) != len(ids):
-            raise self._bad(f"a row for each of {len(ids)} tokens", len(said))
+        K, V, rows = self.topk, self.vocab_size, []
+        fits, expected = len(said) == len(ids), f"a row for each of {len(ids)} tokens"
+        require(fits, self.where, expected, len(said), BadAnswer)
         for token, row in zip(ids[start:], said[start:], strict=True):
             # The token comes on top of the likeliest where it is none of them.
-            if row is None or token not in row or len(row) not in (K, K + 1):
-                raise self._bad(f"every token and the {K} likeliest ids", row and len(row))
-            if max(row) >= self.vocab_size:
-                raise self._bad(f"a teacher of the student's {self.vocab_size} ids", max(row))
+            fits = row is not None and token in row and len(row) in (K, K + 1)
+            expected = f"every token and the {K} likeliest ids"
+            require(fits, self.where, expected, row and len(row), BadAnswer)
+            fits, expected = max(row) < V, f"a teacher of the student's {V} ids"
+            require(fits, self.where, expected, max(row), BadAnswer)
             first = [token, *(i for i in row if i != token)]
             pairs = [(i, row[i].logprob) for i in first] + [(0, -torch.inf)] * (K + 1 - len(row))
-            rows.append(pairs[: self.vocab_size])
-        found = torch.tensor(rows, dtype=torch.float64)
-        logps = found[..., 1]
-        if not (logps <= ROUNDING).all() or not (logps.exp().sum(1) <= 1 + ROUNDING).all():
-            raise self._bad("log-probabilities, which sum to 1 at most", "others, or NaN")
+            rows.append(pairs[:V])
+        scores = torch.tensor(rows, dtype=torch.float64)
+        logps = scores[..., 1]
+        sums = logps.exp().sum(1)
+        are_logps = (logps <= ROUNDING).all() and (sums <= 1 + ROUNDING).all()
+        expected = "log-probabilities, which sum to 1 at most"
+        require(are_logps, self.where, expected, "others, or NaN", BadAnswer)
         logps[logps <= CLAMPED] = -torch.inf  # vLLM writes a number for it
-        return found
-
-    def _bad(self, expected: str, came: object) -> BadAnswer:
-        return BadAnswer(f"{self.where}: expected {expected}, got {came}")
+        return scores

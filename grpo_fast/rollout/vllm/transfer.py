@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_fast.errors import require
+
 BUCKET = 1 << 28  # bytes that are gathered and sent at a time; a larger tensor goes alone
 Named = list[tuple[str, Tensor]]
 Result = TypeVar("Result")
@@ -73,16 +75,16 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
     """
     ours = {n.replace(".base_layer", ""): sorted(p.shape) for n, p in lm.state_dict().items()}
     path: list[str] = []
-    found: dict[str, tuple[Any, Any]] = {}  # name → theirs, ours
+    shapes: dict[str, tuple[Any, Any]] = {}  # name → theirs, ours
     for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
         numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of layers all alike
         path = [*path[: len(depth) // 2 - 1], numbers[0] if numbers else name]
         if numbers:
             parent = ".".join(path[:-1])
-            count = max(int(numbers[-1]) + 1, found.get(parent, (0, 0))[0])
+            count = max(int(numbers[-1]) + 1, shapes.get(parent, (0, 0))[0])
             below = (n.removeprefix(f"{parent}.") for n in ours if n.startswith(f"{parent}."))
             own = {n.partition(".")[0] for n in below}
-            found[parent] = count, len(own)
+            shapes[parent] = count, len(own)
         size = Counter({key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", text)})
         divided = "in_features" if text.startswith("RowParallel") else "output_features"
         size[divided] *= size.get("tp_size", 1)
@@ -91,11 +93,10 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
         here = ours.get(".".join((*path, "weight")), ())
         # Of few key heads each part of a QKVParallelLinear has a copy.
         if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
-            found[".".join(path)] = theirs, here
-    for name, (there, here) in found.items():
-        if there != here and here:
-            other = f"{url} has another: {name} is {there} there, {here} here"
-            raise ValueError(f"rollout.vllm.urls: expected a server of this run's model, {other}")
+            shapes[".".join(path)] = theirs, here
+    for name, (there, here) in shapes.items():
+        other = f"another at {url}: {name} is {there} there, {here} here"
+        require(there == here or not here, "rollout.vllm.urls", "this run's model", other)
 
 
 # ----------------------------------------------------------------------------------------- groups
@@ -111,10 +112,10 @@ class GlooGroup:
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         limit = timedelta(seconds=seconds)
-        given: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
+        listening: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
         self.store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
-            **given,
+            **listening,
         )  # fmt: skip
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((address, 9))

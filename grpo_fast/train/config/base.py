@@ -9,6 +9,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from grpo_fast.errors import require as require
+
 
 def home_path(path: str) -> str:
     """`path` with its `~` written out. Raises ValueError where that stands for no home folder."""
@@ -37,12 +39,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
-
-
-def require(fits: Any, name: str, expected: str, came: Any) -> None:
-    """Raise a ValueError naming the setting, what was expected and what came, unless it fits."""
-    if not fits:
-        raise ValueError(f"{name}: expected {expected}, came {came}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_fast.kernels import route, workspace
+from grpo_fast.kernels import route
 from tests.loss_cases import Fused
 
 torch.set_num_threads(1)
@@ -20,14 +20,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network: what it shows woul
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """Every `empty` of torch, in Python and C++, comes filled with NaN (floats) or the largest
     integer.
 
     torch's own switch does this under deterministic algorithms; an output slot that a kernel
-    forgets shows up as NaN. Our buffers, which are exempt from it, are not here.
+    forgets shows up as NaN.
     """
-    monkeypatch.setattr(workspace, "EXEMPT", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

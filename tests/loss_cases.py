@@ -23,12 +23,8 @@ from tests import oracle_inputs, oracles
 
 LOSSES = tuple(oracles.ORACLES)
 AGGREGATIONS = (
-    "sequence_mean",
-    "token_mean_local",
-    "fixed_length",
-    "token_mean_global",
-    "sequence_sum",
-)
+    "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
+)  # fmt: skip
 SEQUENCE_LOSSES = tuple(
     x
     for x in LOSSES

@@ -100,19 +100,9 @@ def oracle_from_logits(
     """
     raw = as_double(logits).requires_grad_()
     out = _from_rows(
-        raw[mask],
-        ids,
-        advantages,
-        options,
-        mask,
-        old,
-        ref,
-        sampling,
-        num_items,
-        num_completions,
-        temperature,
-        kept,
-    )
+        raw[mask], ids, advantages, options, mask, old, ref, sampling, num_items, num_completions,
+        temperature, kept,
+    )  # fmt: skip
     out.logits_grad = grad_or_zero(out.loss, raw)
     return out
 
@@ -127,19 +117,9 @@ def oracle_from_hidden(
     rows = h[mask] @ W.T
     rows = rows if b is None else rows + b
     out = _from_rows(
-        rows,
-        ids,
-        advantages,
-        options,
-        mask,
-        old,
-        ref,
-        sampling,
-        num_items,
-        num_completions,
-        temperature,
-        kept,
-    )
+        rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions,
+        temperature, kept,
+    )  # fmt: skip
     out.hidden_grad, out.weight_grad = grad_or_zero(out.loss, h), grad_or_zero(out.loss, W)
     out.bias_grad = None if b is None else grad_or_zero(out.loss, b)
     return out

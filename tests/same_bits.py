@@ -200,13 +200,9 @@ def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
         alone = grpo_fast.linear_logps(hidden, weight, ids, softcap=8.0, backend=backend)
         given = grpo_fast.logits_logps(case.logits, ids, backend=backend)
     return {
-        "lp": lp,
-        "h": h,
-        "hidden": hidden.grad,
-        "weight": weight.grad,
-        "alone": alone,
+        "lp": lp, "h": h, "hidden": hidden.grad, "weight": weight.grad, "alone": alone,
         "given": given,
-    }
+    }  # fmt: skip
 
 
 def cases(engine: str) -> Cases:

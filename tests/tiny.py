@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
 # What makes each family worth a test of its own.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},  # the plain case, grouped-query attention

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
 from grpo_fast import LossConfig
 from grpo_fast.loss import autograd, operators
-from grpo_fast.loss.arguments import Given, Options
+from grpo_fast.loss.arguments import BatchInputs, Options
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     def _call(self, hidden: Tensor, weight: Tensor) -> None:
         shape = (8, self.rows // 8) if self.mask else (self.rows,)
-        given = Given(
+        inputs = BatchInputs(
             new(*shape, dtype=torch.int64), new(8, dtype=torch.float32),
             completion_mask=new(*shape, dtype=torch.bool) if self.mask else None,
             cu_seqlens=None if self.mask else new(9, dtype=torch.int32),
@@ -67,7 +67,7 @@ class Case(NamedTuple):
             ids = new(self.rows * SET_SIZE, dtype=torch.int32)
             offsets = new(self.rows + 1, dtype=torch.int64)
         options = Options([*self.wants, False], "triton", support_ids=ids, support_offsets=offsets)
-        batch = operators.build(known, tensors, options, config, given)
+        batch = operators.build(known, tensors, options, config, inputs)
         result = known.run(*tensors, batch=batch, options=options)
         for gradient in result.gradients:
             if gradient.numel():

@@ -179,6 +179,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.train.collect.prompts import PromptQueue
     from grpo_fast.train.config.recipes import load_recipe
     from grpo_fast.train.loop import build_collector, make_step
+    from grpo_fast.train.models.reference import Reference
     from grpo_fast.train.update.trainer import Trainer
 
     config = load_recipe("gsm8k-tiny", [
@@ -189,7 +190,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
         name=f"{__name__}:reward", label="reward", weight=1.0, options={}, path=None, timeout=60.0,
         in_process=True,
     )  # fmt: skip
-    trainer = Trainer(config, policy)
+    trainer = Trainer(config, policy, Reference(policy, config.reference))
     queue = PromptQueue([Example(text, None, None) for text in texts])
     engine, rewards = build_engine(policy, config.rollout), build_rewards([made])
     collector = build_collector(config, policy, engine, rewards, queue)

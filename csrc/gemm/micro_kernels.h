@@ -41,28 +41,29 @@ struct PanelProduct {
   float* c;
   int64_t c_stride;
   bool add;
+  bool is_narrow = false;  // no more than half of the panel's columns are there
 };
 
-template <int kCount, class T>
+template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
-  Floats sums[kCount][kVectors] = {};
+  Floats sums[kCount][kAcross] = {};
   const T* a = p.a + first * p.stride;
   const uint32_t* panel = p.panel;
   for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += kPerWord<T>) {
-    Words b[kVectors];
+    Words b[kAcross];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) b[v] = read<Words>(panel + v * kLanes);
+    for (int v = 0; v < kAcross; ++v) b[v] = read<Words>(panel + v * kLanes);
 #pragma GCC unroll 6
     for (int row = 0; row < kCount; ++row) {
       const Words x = Words{} + read<uint32_t>(a + row * p.stride);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = dot(T{}, x, b[v], sums[row][v]);
+      for (int v = 0; v < kAcross; ++v) sums[row][v] = dot(T{}, x, b[v], sums[row][v]);
     }
   }
 #pragma GCC unroll 6
   for (int row = 0; row < kCount; ++row)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kAcross; ++v) {
       float* to = p.c + (first + row) * p.c_stride + v * kLanes;
       store(to, p.add ? load(to) + sums[row][v] : sums[row][v]);
     }
@@ -74,20 +75,26 @@ struct Vectors {
   // between(part, parts) is called after each part of the rows.
   template <class T, class Between>
   static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
+    p.is_narrow ? run<kVectors / 2>(p, rows, between) : run<kVectors>(p, rows, between);
+  }
+  static void release() {}
+
+ private:
+  template <int kAcross, class T, class Between>
+  static void run(const PanelProduct<T>& p, int64_t rows, const Between& between) {
     int64_t row = 0;
     for (; row + kRows <= rows; row += kRows) {
-      multiply_rows<kRows>(p, row);
+      multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
     switch (rows - row) {
-      case 5: return multiply_rows<5>(p, row);
-      case 4: return multiply_rows<4>(p, row);
-      case 3: return multiply_rows<3>(p, row);
-      case 2: return multiply_rows<2>(p, row);
-      case 1: return multiply_rows<1>(p, row);
+      case 5: return multiply_rows<5, kAcross>(p, row);
+      case 4: return multiply_rows<4, kAcross>(p, row);
+      case 3: return multiply_rows<3, kAcross>(p, row);
+      case 2: return multiply_rows<2, kAcross>(p, row);
+      case 1: return multiply_rows<1, kAcross>(p, row);
     }
   }
-  static void release() {}
 };
 
 // c (m, n) fp32 += or = a (m, k) * b (k, n); the trailing bool says that b is in VNNI order.

@@ -19,6 +19,7 @@ namespace grpo_fast {
 constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below, waking threads costs more than they give
+constexpr int64_t kFewRows = 96;  // of a: blocks may be lower, and each packs its panels itself
 constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
 
 struct Block {
@@ -72,6 +73,7 @@ struct Blocks {
 
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns) {
+    const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     int64_t most_rows = p.a.k_down ? 96 : p.b.k_down ? 256 : 512;
     int64_t most_columns = !p.b.k_down ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
@@ -80,7 +82,7 @@ struct Blocks {
       columns = fixed_columns ? fixed_columns : evened(p.n, most_columns, kPanel);
       across = (p.n + columns - 1) / columns;
       count = (p.m + rows - 1) / rows * across;
-      const bool narrow = fixed_columns || most_columns <= kPanel, low = most_rows <= 96;
+      const bool narrow = fixed_columns || most_columns <= kPanel, low = most_rows <= least_rows;
       if (count >= 2 * threads || (narrow && low)) return;
       (!narrow && (low || most_columns >= most_rows) ? most_columns : most_rows) /= 2;
     }
@@ -148,6 +150,7 @@ struct Worker {
                                   : i + 1 < count ? p.panel(slice, first + i + 1)
                                                   : p.panel(slice_then, then.column / kPanel);
       product.c = sums + i * kPanel;
+      product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
@@ -200,7 +203,7 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns);
   const int64_t panels = p.slices() * p.panels();
   uint32_t* shared = nullptr;
-  if (blocks.count > blocks.across && panels * kPanelWords <= kSharedWords) {
+  if (p.m > kFewRows && blocks.count > blocks.across && panels * kPanelWords <= kSharedWords) {
     shared = scratch<uint32_t>(Purpose::kShared, panels * kPanelWords);
     in_parallel(panels, [&](std::atomic<int64_t>& next) {
       for (int64_t i; (i = next.fetch_add(1)) < panels;)

@@ -16,7 +16,7 @@ from grpo_fast.attention.model import (
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
-from grpo_fast.kernels.cpu.layers import fast_layers
+from grpo_fast.kernels.cpu.modules import fast_layers
 
 __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",

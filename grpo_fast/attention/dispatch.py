@@ -125,27 +125,24 @@ def self_test(attention: Attention, kind: Kind) -> float:
     tokens; NaN if one is NaN.
 
     Two trees of three levels, down to a single token: at every distance some ancestor has no
-    descendant there. A plain segment. With two query heads for each key head calls are merged; with
-    eight, keys are copied.
+    descendant there. A plain segment. Two query heads for each key head.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    rule, errors = Rule(kind.head_dim**-0.5, *limits), list[Tensor]()
+    rule, results = Rule(kind.head_dim**-0.5, *limits), []
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
     runs: list[tuple[Attention, str, torch.dtype]] = [
-        (attention, kind.device, kind.dtype),
-        (reference.attend, "cpu", torch.float64),
-    ]
-    for heads, kv_heads in ((4, 2), (8, 1)):
-        generator, results = torch.Generator().manual_seed(0), []
-        shapes = [(sum(lengths), n, kind.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-        *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
-        for function, device, dtype in runs:
-            leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-            out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
-            gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
-            results.append([out.detach(), *gradients])
-        pairs = zip(*results, strict=True)
-        errors += [(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]
+        (attention, kind.device, kind.dtype), (reference.attend, "cpu", torch.float64)
+    ]  # fmt: skip
+    for function, device, dtype in runs:
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
+        gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
+        results.append([out.detach(), *gradients])
+    pairs = zip(*results, strict=True)
+    errors = [(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]
     return float(torch.stack(errors).max())
 
 
@@ -190,10 +187,9 @@ def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
 
 
 def _partial(
-    takes: Callable[[Kind], bool], name: str, forward: Callable, backward: Callable, **options: bool
+    takes: Callable[[Kind], bool], name: str, forward: Callable, backward: Callable
 ) -> Provider:
-    kernel = Kernel(name, forward, backward, **options)
-    return Provider(name, takes, partial(attend, kernel=kernel))
+    return Provider(name, takes, partial(attend, kernel=Kernel(name, forward, backward)))
 
 
 PROVIDERS = (
@@ -210,7 +206,7 @@ PROVIDERS = (
     _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
-             "flash_cpu", torch_cpu.forward, torch_cpu.backward, takes_copies=False),
+             "flash_cpu", torch_cpu.forward, torch_cpu.backward),
     # any device, window and softcap: explicit scores in chunks of queries
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

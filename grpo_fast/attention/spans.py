@@ -63,9 +63,9 @@ class Spans:
         return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
 
     @cached_property
-    def blocks(self) -> list[Block]:
-        """Spans of similar shape stacked, longest first, for kernels that take equal lengths
-        (CPUs); keys without queries are left out.
+    def blocks(self) -> list[tuple[Rows, Rows]]:
+        """Spans of similar shape stacked to one padded block of queries and one of keys, longest
+        first, for kernels that take equal lengths (CPUs); keys without queries are left out.
         """
         sides = [(lengths, (0, *accumulate(lengths))) for lengths in (self.queries, self.keys)]
         stacks: list[list[int]] = []
@@ -74,11 +74,12 @@ class Spans:
             if not stacks or not self._fits(span, stacks[-1][0]):
                 stacks.append([])
             stacks[-1].append(span)
-        return [
-            Block(*(Rows.of([(firsts[s], lengths[s]) for s in sorted(stack)], self.cu_q.device)
-                    for lengths, firsts in sides))
-            for stack in stacks
-        ]  # fmt: skip
+        blocks = []
+        for stack in stacks:
+            runs = ([(firsts[s], lengths[s]) for s in sorted(stack)] for lengths, firsts in sides)
+            queries, keys = (Rows.of(x, self.cu_q.device) for x in runs)
+            blocks.append((queries, keys))
+        return blocks
 
     def _fits(self, span: int, longest: int) -> bool:
         """Padding stands at the end of both queries and keys, where only causal order keeps it out
@@ -89,13 +90,6 @@ class Spans:
             return len(shapes) == 1
         is_similar = self.queries[span] >= BLOCK_FILL * self.queries[longest]
         return is_similar and len({keys - queries for queries, keys in shapes}) == 1
-
-
-class Block(NamedTuple):
-    """N spans stacked to one padded block of queries and one of keys."""
-
-    queries: Rows
-    keys: Rows
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Trie:
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
         """The nodes next below one that become segments."""
-        found, stack = list[int](), self.children[above][::-1]
+        nodes, stack = list[int](), self.children[above][::-1]
         while stack:
             node = stack.pop()
             below = self.children[node]
@@ -118,8 +118,8 @@ class Trie:
             if below and (len(below) == 1 or saved < merge_cost * self.below[node]):
                 stack += below[::-1]
             else:
-                found.append(node)
-        return found
+                nodes.append(node)
+        return nodes
 
     def packs(self, budget: int) -> list[list[int]]:
         """Distribute the sequences over rows of at most `budget` distinct tokens: best fit, largest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
@@ -62,7 +62,7 @@ def load_examples(
         raise DatasetError(f"split: expected 'train' or 'test', got {split!r}")
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task(split=split, seed=seed, **_given(data, *task.options, "n_train", "n_test"))
+        return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))
     if data.task in LISTED:
         return listed_examples(data.task)
     if data.task == TRACES:  # both splits: nobody is asked
@@ -72,18 +72,20 @@ def load_examples(
     raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {data.task!r}")
 
 
-def task_symbols(data: DataSource) -> list[str]:
-    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted."""
+def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) -> list[str]:
+    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted.
+
+    examples: those of both splits, where they are loaded already.
+    """
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task.vocabulary(**_given(data, *task.options))
-    words: set[str] = set()
-    for split in ("train", "test"):
-        for example in load_examples(data, split=split, seed=0):
-            words |= words_of(example)
-    return sorted(words)
+        return task.vocabulary(**_options_of(data, *task.options))
+    if examples is None:
+        train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
+        examples = [*train, *test]
+    return sorted({word for example in examples for word in words_of(example)})
 
 
-def _given(data: DataSource, *names: str) -> dict[str, int]:
-    given = {name: getattr(data, name, None) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+def _options_of(data: DataSource, *names: str) -> dict[str, int]:
+    options = {name: getattr(data, name, None) for name in names}
+    return {name: value for name, value in options.items() if value is not None}

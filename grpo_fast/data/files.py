@@ -147,8 +147,8 @@ def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:
-        found = ", ".join(map(repr, fields)) or "none"
-        raise DatasetError(f"{where}: expected a field 'prompt' or 'question', found {found}")
+        names = ", ".join(map(repr, fields)) or "none"
+        raise DatasetError(f"{where}: expected a field 'prompt' or 'question', found {names}")
     prompt, answer, solution = fields[name], fields.get("answer"), fields.get("solution")
     _check_prompt(prompt, f"{where}: field {name!r}")
     if type(answer) in (int, float):

@@ -24,13 +24,25 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
             check_fields(value, allow_code)
 
 
-def check_files(path: str | None) -> None:
+def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
+    """The fields of a model's config.json, as `check_fields` lets them pass.
+
+    Raises transformers' own errors for a path that is no model's.
+    """
+    from transformers import PreTrainedConfig
+
+    fields = PreTrainedConfig.get_config_dict(path)[0]
+    check_fields(fields, allow_code)
+    return fields
+
+
+def check_files(path: str) -> None:
     """Raise a ValueError for a file in a model's folder that may have no end, as a pipe.
 
     Before a hub id is loaded: whether there is a hub.
     """
-    if path is not None and not Path(path).exists():
+    if not Path(path).exists():
         is_offline()
-    for file in Path(str(path)).glob("*"):
+    for file in Path(path).glob("*"):
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")

@@ -88,7 +88,7 @@ def read_traces(
 
     Raises DatasetError, which names the record (by `names`, else `traces[3]`) and the node.
     """
-    seen: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
+    by_id: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
     for number, record in enumerate(records):
         name = names[number] if names is not None else f"traces[{number}]"
         need(isinstance(record, Mapping), name, "a trace", type(record).__name__)
@@ -101,13 +101,13 @@ def read_traces(
             expected = "the fields of a trace of verifiers"
             raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
         key = repr(record.get("id", number))
-        if key in seen:
-            first, others, _ = seen[key]
+        if key in by_id:
+            first, others, _ = by_id[key]
             same = [(a.ids, a.mask) for a in nodes] == [(b.ids, b.mask) for b in others]
             need(same, name, f"the nodes of {first}, which has the same id {key}", "others")
             continue
-        seen[key] = name, nodes, trace
-    return [trace for _, _, trace in seen.values()]
+        by_id[key] = name, nodes, trace
+    return [trace for _, _, trace in by_id.values()]
 
 
 def _trace(name: str, record: Mapping[str, Any], nodes: list[_Node]) -> RecordedTrace:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.data import escape_control, load_examples
-from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.data import escape_control
+from grpo_fast.data.splits import Splits
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose
 from grpo_fast.doctor.recompute import BAND
 from grpo_fast.doctor.selftest import Check, self_checks
@@ -131,12 +131,10 @@ def examine_engine(asked: Words) -> Diagnosis:
     """Sample some prompts of the configuration with its engine, and explain the difference."""
     config, own = asked.config, asked.own
     torch.manual_seed(config.seed)
-    plain = config.data.model_copy(update={"shots_tokens": None})
-    questions = load_examples(plain, split="train", seed=config.seed)
-    policy = load_policy(config.model, build_tokenizer(config.model, config.data, questions))
-    counted = token_counter(policy.tokenizer)
-    examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    prompts = [example.prompt for example in examples[: own.n]]
+    splits = Splits(config.data, config.seed)
+    policy = load_policy(config.model, build_tokenizer(config.model, splits))
+    examples = splits.with_shots(policy.tokenizer).train[: own.n]
+    prompts = [example.prompt for example in examples]
     earlier = asked.previous_config()
     previous = None if earlier is None else load_policy(earlier, policy.tokenizer)
     with build_engine(policy, config.rollout) as engine:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.reference import final_logits
-from grpo_fast.kernels.support_reference import by_length
+from grpo_fast.kernels.reference import by_length, final_logits
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitRule
 

@@ -6,10 +6,12 @@ cpu/rows.py (C++) and gpu/rows.py (Triton) have the same doors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, pick
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
@@ -38,12 +40,23 @@ def row_logps(
     rule: LogitRule,
     *,
     return_entropy: bool,
+    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
     """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
 
     logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row
-    with a NaN or +inf among its logits has lse and logp NaN.
+    with a NaN or +inf among its logits has lse and logp NaN. With `offsets` the target ids are
+    places within the rows.
     """
+    if offsets is not None:
+        sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
+        for here, at in by_length(offsets):
+            own = target_ids[here], rule.rows(here)
+            stats = row_logps(logits[0, at], *own, return_entropy=return_entropy)
+            for to, x in zip(sums, stats, strict=True):
+                if x is not None:
+                    to[here] = x
+        return sums[0], sums[1], sums[2] if return_entropy else None
     z, _ = final_logits(logits, rule)
     lse, logps, entropy = row_statistics(z, target_ids, return_entropy=return_entropy)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
@@ -79,6 +92,14 @@ def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
+def by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
+    lengths = offsets.diff()
+    for k in lengths.unique().tolist():
+        here = (lengths == k).nonzero().squeeze(1)
+        yield here, offsets[here, None] + torch.arange(k, device=here.device)
+
+
 def row_grad_(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,) int64
@@ -88,6 +109,7 @@ def row_grad_(
     rule: LogitRule,
     *,
     out: Tensor | None = None,  # (C, V)
+    offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:  # (C, V)
     """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
 
@@ -95,6 +117,12 @@ def row_grad_(
     1 - p is -expm1(logp), so nothing cancels when the model is certain. A target outside [0, V) is
     in none of these columns.
     """
+    if offsets is not None:
+        for here, at in by_length(offsets):
+            own, (g, g_entropy) = pick(here, *stats), pick(here, grad_logps, grad_entropy)
+            ids, rows = target_ids[here], logits[0, at]
+            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, rule.rows(here))
+        return logits
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, rule)

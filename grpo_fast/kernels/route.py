@@ -68,16 +68,11 @@ class Route(NamedTuple):
     product: str
 
     def __str__(self) -> str:
-        stored = (
-            "logits"
-            if self.exponentials is None
-            else f"exponentials in {str(self.exponentials)[6:]}"
-        )
-        way = (
-            "row kernels"
-            if self.kernels.head_logps is None
-            else f"kernels from hidden, {stored} stored"
-        )
+        way, stored = "row kernels", "logits"
+        if self.exponentials is not None:
+            stored = f"exponentials in {str(self.exponentials)[6:]}"
+        if self.kernels.head_logps is not None:
+            way = f"kernels from hidden, {stored} stored"
         return f"{self.backend} backend, {way}, products: {self.product}"
 
 
@@ -87,8 +82,7 @@ def rows_route(backend: str, logits: Tensor) -> Route:
     Raises:
         ValueError: an unknown backend, or one that cannot run here, with the reason.
     """
-    name = _resolved(backend, logits)
-    return _said(name, None, "torch")
+    return _route(_resolved(backend, logits), "torch")
 
 
 def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route:
@@ -97,24 +91,17 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     A shard of the vocabulary takes row kernels: those that start from hidden estimate a row's sum
     by its target's logit, which most shards do not have.
     """
-    name = _resolved(backend, weight)
+    name, is_16_bits = _resolved(backend, weight), weight.dtype == torch.bfloat16
     is_own = own_product(weight)
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
-        return _said(name, None, product)
-    stored: torch.dtype | None = None
+        return _route(name, product)
     if name == "triton":
-        stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None
-        return _said(name, "from hidden", product, stored)
-    if (
-        name == "cpu"
-        and is_own
-        and weight.shape[0] >= FROM_HIDDEN
-        and loader.load("linear") is None
-    ):
-        stored = POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
-        return _said(name, "from hidden", product, stored)
-    return _said(name, None, product)
+        return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
+    if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
+        if loader.load("linear") is None:
+            return _route(name, product, "cpu", POSITIVE16 if is_16_bits else torch.float32)
+    return _route(name, product)
 
 
 @functools.cache
@@ -126,7 +113,7 @@ def support_doors(backend: str) -> Any:
     logger.info("grpo_fast: rows with a support: %s", name)
     if not folder:
         return support_reference
-    return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
+    return _module(f"{folder}.support")
 
 
 @functools.cache
@@ -135,7 +122,7 @@ def divergence_doors(backend: str) -> Any:
     name = "gpu.divergence" if backend == "triton" else "divergence_reference"
     if backend == "cpu" and loader.load("divergence") is None:
         name = "cpu.divergence"
-    return importlib.import_module(f"grpo_fast.kernels.{name}")
+    return _module(name)
 
 
 def own_product(x: Tensor) -> bool:
@@ -221,32 +208,28 @@ def unavailable(backend: str, device_type: str) -> str | None:
 
 
 @functools.cache
-def _said(
-    backend: str, start: str | None, product: str, stored: torch.dtype | None = None
+def _route(
+    backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """The route with its doors; logged when it is first taken."""
-    folder = {"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend]
-    rows = importlib.import_module(f"grpo_fast.kernels.{folder}")
+    """The route with its doors, logged when it is first taken; `from_hidden`: the folder of the
+    kernels that start there.
+    """
+    rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
-    if start is not None:
-        folder = "cpu" if backend == "cpu" else "gpu"
-        head = importlib.import_module(f"grpo_fast.kernels.{folder}.linear")
-        weights = (
-            head
-            if backend == "cpu"
-            else importlib.import_module("grpo_fast.kernels.gpu.exponentials")
-        )
-        kernels = kernels._replace(
-            head_logps=head.head_logps, head_exponentials=weights.head_exponentials
-        )
+    if from_hidden:
+        head = _module(f"{from_hidden}.linear")
+        exponentials = _module("gpu.exponentials") if backend == "triton" else head
+        doors = head.head_logps, exponentials.head_exponentials
+        kernels = kernels._replace(head_logps=doors[0], head_exponentials=doors[1])
     if backend == "triton":
-        coefficients, gradients = (
-            importlib.import_module(f"grpo_fast.kernels.gpu.{name}")
-            for name in ("coefficients", "gradients")
-        )
         kernels = kernels._replace(
-            row_coefficients=coefficients.row_coefficients, gradients=gradients
+            row_coefficients=_module("gpu.coefficients").row_coefficients,
+            gradients=_module("gpu.gradients"),
         )
     route = Route(backend, kernels, stored, product)
     logger.info("grpo_fast: %s", route)
     return route
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"grpo_fast.kernels.{name}")

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.workspace import unset
-
 
 class Support(NamedTuple):
     """The kept sets of a sampler that truncates (top-p, top-k), S_t for each target.
@@ -65,9 +63,7 @@ class SupportRows(NamedTuple):
     """Rows of logits that exist only where the sampler looked: R of the T active rows."""
 
     own: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
-    others: (
-        Tensor | None
-    )  # (T - R,) int64: the rows with the whole vocabulary; None: there are none
+    others: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
     ids: Tensor  # (nnz,) int64, columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
     places: Tensor  # (R,) int64: where the row's target stands in it, from 0
@@ -86,7 +82,7 @@ class SupportRows(NamedTuple):
         if self.own is None:
             return own
         assert self.others is not None and others is not None
-        merged = unset(own.new_empty, len(own) + len(others))
+        merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
 
 

@@ -1,8 +1,8 @@
 """Rows of logits that exist only in a sampler's support, in plain torch: the readable reference.
 
-The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do.
-Rows of equal length make a matrix, which the row kernels of reference.py know; products take the
-rows of W that a block of ids names. cpu/support.py and gpu/support.py have the same doors.
+The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do;
+row kernels take them by their `offsets`. Products take the rows of W that a block of ids names.
+cpu/support.py and gpu/support.py have the same doors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, pick, scaled_rows
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.kernels.types import LogitRule, add_rows_, scaled_rows
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
 BLOCK_ELEMENTS = 4 << 20
@@ -30,40 +29,11 @@ def target_places(
     """(R,) the place of each target in its row, or -1; 0-d an id that a row has twice, or -1."""
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
-    found = torch.where(ids == target_ids[rows], places, -1)
-    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, found, "amax")
+    places = torch.where(ids == target_ids[rows], places, -1)
+    of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
     keys = (rows * vocab_size + ids).sort().values
     again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
-    return found, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
-
-
-def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
-    """(lse, logps, entropy) of every row, fp32 (R,); see reference.row_logps."""
-    sums = [unset(raw.new_empty, len(rows.places), dtype=torch.float32) for _ in range(3)]
-    for here, at in by_length(rows.offsets):
-        stats = reference.row_logps(
-            raw[at], rows.places[here], rule.rows(here), return_entropy=return_entropy
-        )
-        for to, x in zip(sums, stats, strict=True):
-            if x is not None:
-                to[here] = x
-    return sums[0], sums[1], sums[2] if return_entropy else None
-
-
-def row_grad_(
-    raw: Tensor,  # (nnz,)
-    rows: SupportRows,
-    stats: RowStats,
-    grad_logps: Tensor,  # (R,)
-    grad_entropy: Tensor | None,  # (R,)
-    rule: LogitRule,
-) -> Tensor:  # (nnz,)
-    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy."""
-    for here, at in by_length(rows.offsets):
-        g, g_entropy = pick(here, grad_logps, grad_entropy)
-        own = rows.places[here], pick(here, *stats), g, g_entropy, rule.rows(here)
-        raw[at] = reference.row_grad_(raw[at], *own)
-    return raw
+    return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
 
 
 def head_rows(
@@ -81,10 +51,13 @@ def head_rows(
     `return_slopes` what a loss needs for dH, which is its dL/dlogp times these.
     """
     raw, slopes = _logits(hidden, index, weight, bias, rows), None
-    stats = row_logps(raw, rows, rule, return_entropy=return_entropy)
+    places, offsets = rows.places, rows.offsets
+    stats = reference.row_logps(
+        raw[None], places, rule, return_entropy=return_entropy, offsets=offsets
+    )
     if return_slopes:
-        ones = torch.ones_like(stats[1])
-        slopes = head_hidden(row_grad_(raw.clone(), rows, stats, ones, None, rule), weight, rows)
+        own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, rule
+        slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
 
 
@@ -92,7 +65,7 @@ def _logits(
     hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
 ) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    raw = unset(weight.new_empty, len(rows.ids), dtype=dtype)
+    raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(raw), weight):
         h, w = hidden[sources[block]].to(dtype), weight[rows.ids[block]].to(dtype)
@@ -128,14 +101,6 @@ def head_weight(
         add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
     if sums is not out:  # a narrower dW is rounded once
         out.copy_(sums)
-
-
-def by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
-    lengths = offsets.diff()
-    for k in lengths.unique().tolist():
-        here = (lengths == k).nonzero().squeeze(1)
-        yield here, offsets[here, None] + torch.arange(k, device=here.device)
 
 
 def _blocks(count: int, like: Tensor) -> Iterator[slice]:

@@ -35,7 +35,7 @@ class TeacherHead(NamedTuple):
 
 
 class TeacherTopK(NamedTuple):
-    """What an inference server says of every row: K ids and their log-probabilities.
+    """An inference server's answer for every row: K ids and their log-probabilities.
 
     With `has_tail` all other ids are one more category: its mass is what the K leave of 1, but no
     less than `floor`, the resolution of a sum of the server's numbers. Without it the logps must
@@ -56,7 +56,7 @@ Teacher = TeacherHead | TeacherTopK
 
 
 class DivergenceTerm(NamedTuple):
-    """What `linear_grpo_loss(divergence=)` adds: coef·Σ_t w_t·D_t, under the loss's own weights.
+    """The term of `linear_grpo_loss(divergence=)`: coef·Σ_t w_t·D_t, by the loss's own weights.
 
     The teacher has one row for each target, in the layout of target_ids; `coef` is a number >= 0.
     """
@@ -79,7 +79,7 @@ class Divergence(NamedTuple):
 
 
 class DivergenceRows(NamedTuple):
-    """What a row kernel says of every row, (C,) fp64."""
+    """A row kernel's sums over every row, (C,) fp64."""
 
     values: Tensor
     centers: Tensor  # Σ_j slope_j

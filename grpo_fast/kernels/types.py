@@ -148,12 +148,12 @@ class Dominant(NamedTuple):
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Those of some of `count` rows, which are numbered anew."""
+        """The elements in some of `count` rows, which are numbered anew."""
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """Those in some columns, whose numbers stay."""
+        """The elements in some columns, whose numbers stay."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
@@ -181,7 +181,7 @@ class Coefficients(NamedTuple):
     rest: Dominant | None = None  # of elements that the product rounds
 
     def select(self, rows: Tensor) -> Coefficients:
-        """Those of some rows, padded again."""
+        """The coefficients of some rows, padded again."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
         rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
         return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)

@@ -1,6 +1,5 @@
-"""Memory of ours: that torch does not fill what we write; copies to the host that nobody waits for;
-how large the workspace of the chunk loop may be, on which pages it lies, where it waits for the
-next call.
+"""Memory of ours: copies to the host that nobody waits for; how large the workspace of the chunk
+loop may be, where it waits for the next call; zeros that nobody has to write.
 """
 
 from __future__ import annotations
@@ -11,47 +10,17 @@ import math
 import mmap
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic as _deterministic
 
-# Buffers of this many bytes get huge pages, or pages that are zeros (the values of MADV_* are part
-# of Linux's interface).
-HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8 << 20, 2 << 20, 14, 23
-
-
+# Zeros of this many bytes come from pages that are zeros (MADV_POPULATE_WRITE is part of Linux's
+# interface).
+ZERO_PAGES_FROM, MADV_POPULATE_WRITE = 8 << 20, 23
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
-
-# False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
-# has written.
-EXEMPT = True
-_switch = threading.Lock()
-deterministic: Any = _deterministic  # its module hides the attribute behind a property
-
-
-def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """`empty(*args, **options)`, of which we write every element before we read it.
-
-    Under `torch.use_deterministic_algorithms(True)` torch fills what is empty, which would cost a
-    sweep over each of our buffers in each call. Its switch is of the whole process: it is off for
-    the allocation alone, and one thread at a time puts back what it found. Memory that a thread of
-    somebody else's asks for at that very moment may come unfilled.
-    """
-    if not (EXEMPT and torch.are_deterministic_algorithms_enabled()):
-        return empty(*args, **options)
-    with _switch:
-        before = deterministic.fill_uninitialized_memory
-        deterministic.fill_uninitialized_memory = False
-        try:
-            return empty(*args, **options)
-        finally:
-            deterministic.fill_uninitialized_memory = before
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -59,24 +28,24 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     threads, and that nobody fills again.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < HUGE_FROM or sys.platform != "linux":
+    if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     x = torch.frombuffer(pages, dtype=dtype).view(*shape)
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
-        length = min(HUGE_FROM, size - start)
+        length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
         _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(take, range(0, size, HUGE_FROM)))
+        list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
     return x
 
 
 def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """A copy of x on the host, and the event that says when it is there."""
-    host = unset(torch.empty, x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(x.device))  # x may lie on another than the current one
@@ -118,7 +87,7 @@ _spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, columns), unset, on the device of `like`."""
+    """(rows, columns), not filled, on the device of `like`."""
     kept = None
     if _spare and like.is_cpu:
         try:
@@ -126,12 +95,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
         except IndexError:
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
-        return on_huge_pages(unset(like.new_empty, (rows, columns), dtype=dtype))
-    return (
-        kept
-        if kept.shape == (rows, columns)
-        else kept.view(-1)[: rows * columns].view(rows, columns)
-    )
+        return like.new_empty((rows, columns), dtype=dtype)
+    return kept.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
@@ -146,22 +111,6 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 def drop_workspace() -> None:
     """Give the kept workspace back to the allocator."""
     _spare.clear()
-
-
-def on_huge_pages(buffer: Tensor) -> Tensor:
-    """Ask for 2 MiB pages under a large CPU buffer: page faults cost 10% of a small loss."""
-    size = buffer.numel() * buffer.element_size()
-    if (
-        buffer.device.type == "cpu"
-        and size >= HUGE_FROM
-        and sys.platform == "linux"
-        and type(buffer) is Tensor
-    ):
-        start = -(-buffer.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        length = (buffer.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
-        # A hint: failure is no error.
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
-    return buffer
 
 
 @functools.cache

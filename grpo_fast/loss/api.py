@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
-from grpo_fast.loss.arguments import Given, Options, RowOptions, sets
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.divergence import checked_term
@@ -143,11 +143,11 @@ def grpo_loss(
     raise_pending()
     checks.given_logps(logps, entropy, config)
     tensors = logps.reshape(-1), None if entropy is None else entropy.reshape(-1)
-    given = Given(
+    inputs = BatchInputs(
         logps, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
-    return call.loss("given_logps", tensors, Options([True, True]), config, given)
+    return call.loss("given_logps", tensors, Options([True, True]), config, inputs)
 
 
 @call.outside_of_graphs("group", "divergence")
@@ -231,11 +231,11 @@ def linear_grpo_loss(
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
         own = backend, validate, hidden_rows, grad_filter, *sets(support)
         options = Options(wanted, *own, shard, divergence=term)
-        given = Given(
+        inputs = BatchInputs(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
         )  # fmt: skip
-        return call.loss("linear", tensors, options, config, given, ranks=ranks)
+        return call.loss("linear", tensors, options, config, inputs, ranks=ranks)
 
 
 @call.outside_of_graphs("inplace")
@@ -273,11 +273,11 @@ def logits_grpo_loss(
         checks.inplace(logits, *tensors)
     own = backend, validate, None, None, *sets(support)
     options = Options(wants_gradient(logits), *own, inplace=inplace)
-    given = Given(
+    inputs = BatchInputs(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
-    return call.loss("logits", tensors, options, config, given)
+    return call.loss("logits", tensors, options, config, inputs)
 
 
 def _head_tensors(

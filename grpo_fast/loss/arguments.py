@@ -13,7 +13,7 @@ from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.aggregation import Total
 
 
-class Given(NamedTuple):
+class BatchInputs(NamedTuple):
     """The arguments of a loss beside its tensors and its config."""
 
     like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
@@ -78,7 +78,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
-        """Those of a call whose weight or logits have so many columns on this process."""
+        """The targets of a call whose weight or logits have `columns` on this process."""
         vocabulary = columns if options.shard is None else options.shard.vocabulary
         ids, offsets = options.support_ids, options.support_offsets
         support = None if ids is None or offsets is None else Support(ids, offsets)

@@ -17,18 +17,11 @@ from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
-from grpo_fast.loss.arguments import Given, Targets
+from grpo_fast.loss.arguments import BatchInputs, Targets
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
-
-# An infinite ref_logp has an infinite KL, whose gradient is finite.
-FINITE = (
-    ("advantages", "finite numbers", "NaN or inf"),
-    ("old_logps", "numbers at the active tokens", "NaN"),
-    ("ref_logps", "finite numbers at the active tokens", "NaN or inf"),
-)
 
 
 class TokenBatch(NamedTuple):
@@ -42,22 +35,25 @@ class TokenBatch(NamedTuple):
     def build(
         cls,
         config: LossConfig,
-        given: Given,
-        targets: Targets | None = None,  # None: `given.like` holds logps
+        inputs: BatchInputs,
+        targets: Targets | None = None,  # None: `inputs.like` holds logps
         validate: str = "auto",
     ) -> TokenBatch:
         """From arguments whose shapes checks.py has seen; their values are checked here."""
-        places = _places(given, validate)
-        tokens = _tokens(places, config, given, validate)
+        places = _places(inputs, validate)
+        tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
             temperature = places.owned(temperature)
-        _check_values(tokens, temperature, validate)
+        values.numbers(
+            validate, advantages=tokens.advantages, old_logps=tokens.old_logps,
+            ref_logps=tokens.ref_logps, temperature=temperature,
+        )  # fmt: skip
         rule = LogitRule(config.logit_scale, config.softcap, temperature)
         if targets is None:
             return cls(places.rows(places.segments, rule), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
-        ids = places.picked(given.like)
+        ids = places.picked(inputs.like)
         ids = values.ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
         return cls(places.rows(ids, rule, targets, validate), tokens, config)
 
@@ -87,7 +83,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.owned(rule.temperature)
-        values.check_values(values.temperatures(temperatures, ""), "auto")
+        values.numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -105,21 +101,16 @@ class _Places(NamedTuple):
     lengths: Tensor  # (B,) int64, active tokens
     segments: Tensor  # (T,) int64
 
-    def picked(self, x: Tensor) -> Tensor:
-        """The active ones of (N,) whole numbers, in memory of their own."""
+    def picked(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The active ones of (N,) numbers, in memory of their own."""
         x = x.detach().reshape(-1)
         if self.kept is None:
-            return x.to(torch.int64, copy=True)
-        return x.index_select(0, self.kept).to(torch.int64)
+            return x.to(dtype, copy=True)
+        return x.index_select(0, self.kept).to(dtype)
 
     def owned(self, x: Any) -> Any:
         """The active ones of (N,) numbers in fp32, in memory of their own; None of None."""
-        if x is None:
-            return None
-        x = x.detach().reshape(-1)
-        if self.kept is None:
-            return x.to(torch.float32, copy=True)
-        return x.index_select(0, self.kept).float()
+        return None if x is None else self.picked(x, torch.float32)
 
     def rows(
         self,
@@ -142,11 +133,11 @@ class _Places(NamedTuple):
         return rows._replace(hidden_index=predicting, repeats=True)
 
 
-def _places(given: Given, validate: str) -> _Places:
-    like = given.like
-    count = like.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-    index = _active_index(given.completion_mask, validate)
-    lengths, segments = _segments(like, given.cu_seqlens, count, validate)
+def _places(inputs: BatchInputs, validate: str) -> _Places:
+    like = inputs.like
+    count = like.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    index = _active_index(inputs.completion_mask, validate)
+    lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
         lengths = torch.bincount(segments, minlength=count)
@@ -182,15 +173,15 @@ def _segments(
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
-def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) -> Tokens:
-    advantages = given.advantages
-    items, by_prompt = given.num_items_in_batch, config.aggregation == "prompt_mean"
+def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+    advantages = inputs.advantages
+    items, by_prompt = inputs.num_items_in_batch, config.aggregation == "prompt_mean"
     if not by_prompt:
         items = _total("num_items_in_batch", items, places, validate)
     elif isinstance(items, Tensor):
         items = values.prompt_items(items.detach().to(places.lengths.device), validate)
     completions = _total(
-        "num_completions_in_batch", given.num_completions_in_batch, places, validate
+        "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
@@ -204,8 +195,8 @@ def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) ->
     else:
         per_token = places.owned(advantages)
     return Tokens(
-        per_token, weights, share, places.lengths, places.segments, places.owned(given.old_logps),
-        places.owned(given.ref_logps), places.owned(given.sampling_logps),
+        per_token, weights, share, places.lengths, places.segments, places.owned(inputs.old_logps),
+        places.owned(inputs.ref_logps), places.owned(inputs.sampling_logps),
     )  # fmt: skip
 
 
@@ -213,14 +204,3 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
     if isinstance(value, Tensor):
         value = value.detach().reshape(()).to(places.lengths.device)
     return values.total(name, value, validate)
-
-
-def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """Refuse active tokens whose values are not finite."""
-    flags = []
-    for name, expected, odd in FINITE:
-        if (x := getattr(tokens, name)) is not None:
-            flags += values.finite(name, x, expected, odd)
-    if isinstance(temperature, Tensor):
-        flags += values.temperatures(temperature, " at the active tokens")
-    values.check_values(flags, validate)

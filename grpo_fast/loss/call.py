@@ -15,10 +15,10 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
-from grpo_fast.loss.arguments import Given, Options, RowOptions
-from grpo_fast.loss.batch import TokenBatch
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.refusals import wrong
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,9 +37,9 @@ def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
             if name or not names:
                 if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
                     if name is None:
-                        raise checks.wrong(function.__name__, "a call outside of a graph", "one in")
+                        raise wrong(function.__name__, "a call outside of a graph", "one in")
                     expected = f"{parameters[name].default} in a graph of torch.compile"
-                    raise checks.wrong(name, expected, type(keywords[name]).__name__)
+                    raise wrong(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
                     return untraced(function)(*args, **keywords)
             return function(*args, **keywords)
@@ -69,7 +69,7 @@ class LossOutput:
     entropy: Tensor | None
     divergence: Tensor | None
     _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
-    _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
+    _more: dict[str, Tensor] = dataclasses.field(repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -77,9 +77,7 @@ class LossOutput:
         """0-d fp32 tensors by TRL's names on the loss's device; computed when first read."""
         if not self._metrics:
             entropy = None if self.entropy is None else self.entropy.reshape(-1)
-            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy))
-            if self._filtered is not None:
-                self._metrics.update(zip(FILTER_METRICS, self._filtered.unbind(), strict=True))
+            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy) | self._more)
         return self._metrics
 
 
@@ -88,16 +86,16 @@ def loss(
     tensors: tuple[Tensor | None, ...],
     options: Options,
     config: LossConfig,
-    given: Given,
+    inputs: BatchInputs,
     ranks: Agreement = ALONE,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
-    checks.tokens(config, given, has_logits=name != "given_logps")
+    checks.tokens(config, inputs, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
-        outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
+        outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
     else:
         known = operators.LOSSES[name]
-        batch = operators.build(known, tensors, options, config, given)
+        batch = operators.build(known, tensors, options, config, inputs)
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
             numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
@@ -108,24 +106,17 @@ def loss(
         else:
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
-    (value, logps, entropy, filtered, *others), like = outputs, given.like
-    divergence = others[0] if others else None
+    (value, logps, entropy, filtered, *others), like = outputs, inputs.like
+    divergence, more = (others[0] if others else None), {}
+    if filtered is not None:
+        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        metrics = partial(_with_mean, batch, divergence)
-    entropy, divergence = (
-        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
+        total = divergence.detach().sum(dtype=torch.float64).float()
+        more["divergence"] = total / max(len(batch.rows.target_ids), 1)
+    logps, entropy, divergence = (
+        None if x is None else _shaped(detached(x), like) for x in (logps, entropy, divergence)
     )
-    logps = _shaped(detached(logps), like)
-    return LossOutput(value, logps, entropy, divergence, metrics, filtered)
-
-
-def _with_mean(
-    batch: TokenBatch, divergence: Tensor, logps: Tensor, entropy: Tensor | None
-) -> dict[str, Tensor]:
-    """The metrics of a batch, and the mean divergence of its active tokens."""
-    total = divergence.detach().sum(dtype=torch.float64).float()
-    mean = total / max(len(batch.rows.target_ids), 1)
-    return {**batch.metrics(logps, entropy), "divergence": mean}
+    return LossOutput(value, logps, entropy, divergence, metrics, more)
 
 
 def logps(

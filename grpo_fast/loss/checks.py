@@ -12,13 +12,13 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
-from grpo_fast.loss.arguments import Given
+from grpo_fast.loss.arguments import BatchInputs
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.objective.refusals import choice, number
+from grpo_fast.objective.refusals import choice, number, wrong
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -34,10 +34,6 @@ KINDS = {  # by the words of a refusal
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-
-
-def wrong(name: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def tensor(
@@ -164,8 +160,8 @@ def prompt_items(value: Any, count: int, config: LossConfig) -> None:
         raise wrong(name, f"None or {what},", got)
 
 
-def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
-    """The tensors of a loss per token and per completion, in the layout of `given.like`.
+def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
+    """The tensors of a loss per token and per completion, in the layout of `inputs.like`.
 
     Args:
         has_logits: the config's temperature is read.
@@ -175,8 +171,8 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         expected = f"one of {list(KL_ESTIMATORS)}"
         got = f"{config.kl_estimator!r}, which linear_divergence computes"
         raise wrong("kl_estimator", expected, got)
-    like, advantages, cu_seqlens = given.like, given.advantages, given.cu_seqlens
-    like_logps("completion_mask", given.completion_mask, like, MASK)
+    like, advantages, cu_seqlens = inputs.like, inputs.advantages, inputs.cu_seqlens
+    like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensor("advantages", advantages, beside=("the logps", like))
@@ -184,20 +180,20 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
         raise wrong("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
-        like_logps(name, getattr(given, name), like)
+        like_logps(name, getattr(inputs, name), like)
     of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
-    if given.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
+    if inputs.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
         expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
         raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
-    if config.uses_reference and given.ref_logps is None:
+    if config.uses_reference and inputs.ref_logps is None:
         raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
-    if given.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
+    if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
         raise wrong("ref_logps", f"{expected} from old_logps", "a tensor")
     for name in ("num_items_in_batch", "num_completions_in_batch"):
-        value = getattr(given, name)
+        value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
@@ -218,32 +214,32 @@ def options(
 
 
 def support(
-    given: Any, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
+    sets: Any, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
     """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
-    if given is None:
+    if sets is None:
         return
-    if not isinstance(given, Support):
-        raise wrong("support", "None or a Support(ids, offsets)", type(given).__name__)
-    refuse("support", target_ids, given.ids)
+    if not isinstance(sets, Support):
+        raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
+    refuse("support", target_ids, sets.ids)
     if is_shard:
         raise wrong("support", "None beside group, which does not know it", "a Support")
     if grad_filter is not None:
         raise wrong("grad_filter", "None beside support", grad_filter)
     beside = ("target_ids", target_ids)
-    tensor("support.ids", given.ids, IDS, beside=beside)
-    if given.ids.dim() != 1:
-        raise wrong("support.ids", "shape (nnz,)", tuple(given.ids.shape))
+    tensor("support.ids", sets.ids, IDS, beside=beside)
+    if sets.ids.dim() != 1:
+        raise wrong("support.ids", "shape (nnz,)", tuple(sets.ids.shape))
     meaning, shape = "(T+1,), one set for each target,", (target_ids.numel() + 1,)
-    tensor("support.offsets", given.offsets, OFFSETS, shape, meaning, beside)
+    tensor("support.offsets", sets.offsets, OFFSETS, shape, meaning, beside)
 
 
-def inplace(given: Tensor, flat: Tensor) -> None:
+def inplace(x: Tensor, flat: Tensor) -> None:
     """Logits that may be written over: flat is a view of them, and its rows share no memory."""
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
-    if flat.data_ptr() != given.data_ptr() or shares:
+    if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
-        raise ValueError(f"logits: {expected}, got strides {given.stride()}")
+        raise ValueError(f"logits: {expected}, got strides {x.stride()}")
 
 
 def is_config(config: object) -> None:

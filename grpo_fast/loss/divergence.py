@@ -19,7 +19,7 @@ from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.refusals import choice, number
+from grpo_fast.objective.refusals import choice, number, wrong
 
 # What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
 MOST = 1 + 1e-3
@@ -134,8 +134,7 @@ def divergence_loss(
         else:
             term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
             sweep = DivergenceHead(*head, **term)
-            gradients = sweep.divergence_gradients(wanted)
-            each = sweep.values
+            gradients, each = sweep.sweep(wanted), sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
 
@@ -148,13 +147,13 @@ def checked_term(
     support: Support | None,
     grad_filter: float | None,
 ) -> DivergenceTerm | None:
-    """What a loss adds, with a flat teacher; None of None."""
+    """The divergence term of a loss, checked, with a flat teacher; None of None."""
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):
-        raise checks.wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
+        raise wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
     if grad_filter is not None:
-        raise checks.wrong("grad_filter", "None beside divergence", grad_filter)
+        raise wrong("grad_filter", "None beside divergence", grad_filter)
     checked_kind(term.kind, term.beta)
     number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
     has_support = support is not None
@@ -176,10 +175,10 @@ def checked_teacher(
     if isinstance(teacher, TeacherTopK):
         if has_support or is_shard:
             beside = "support" if has_support else "group"
-            raise checks.wrong("teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
+            raise wrong("teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
-        raise checks.wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+        raise wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         _is_frozen(f"teacher.{name}", x)
     teacher = teacher._replace(
@@ -190,7 +189,7 @@ def checked_teacher(
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
     if len(teacher.weight) != len(weight):
         got = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
-        raise checks.wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
+        raise wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
     return teacher._replace(hidden=hidden)
@@ -204,7 +203,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     if ids.shape != logps.shape or not 0 < K <= vocab:
         expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
-        raise checks.wrong("teacher.ids", expected, ids.shape[1])
+        raise wrong("teacher.ids", expected, ids.shape[1])
     is_one = logps > -torch.inf
     sums = logps.double().exp().sum(1)
     # An empty place stands for no id: each gets a number of its own below 0.
@@ -228,7 +227,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 def _is_frozen(name: str, x: Any) -> None:
     if isinstance(x, Tensor) and x.requires_grad:
         got = "one that requires a gradient; detach it"
-        raise checks.wrong(name, "a tensor without a gradient", got)
+        raise wrong(name, "a tensor without a gradient", got)
 
 
 def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
@@ -236,7 +235,7 @@ def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
     checks.tensor(name, x, kind, beside=("hidden", like))
     if tuple(x.shape[:-1]) != tuple(like.shape):
         expected = f"one row for each of the student's, {tuple(like.shape)}"
-        raise checks.wrong(name, expected, tuple(x.shape))
+        raise wrong(name, expected, tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
 
@@ -270,5 +269,5 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
-    check_values(values.finite("weights", own, "finite numbers", "NaN or inf"), "auto")
+    values.numbers("auto", weights=own)
     return own

@@ -12,7 +12,6 @@ from grpo_fast.kernels.head.loop import concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, pick
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -79,7 +78,7 @@ class LogitsSweep:
 
     def _written(self) -> Tensor:
         if self.out is None:
-            self.out = unset(torch.empty_like, self.logits, memory_format=torch.contiguous_format)
+            self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:

@@ -7,7 +7,7 @@ there).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,19 +16,22 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
-from grpo_fast.loss.arguments import Given, Options, RowOptions, Targets
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, handed_over, kept_gradients
 from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.loss.checks import wrong
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
+from grpo_fast.objective.refusals import wrong
 
 BATCH = ", ".join(
-    [f"Tensor{'' if name in ('like', 'advantages') else '?'} {name}" for name in Given._fields]
+    [
+        f"Tensor{'' if name in ('like', 'advantages') else '?'} {name}"
+        for name in BatchInputs._fields
+    ]
     + ["Tensor? temperature, str config"]
 )
-SAMPLING = Given._fields.index("sampling_logps")  # its place in such a row
+SAMPLING = BatchInputs._fields.index("sampling_logps")  # its place in such a row
 SETS = "Tensor? support_ids, Tensor? support_offsets"
 OPTIONS = (
     f"bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter, {SETS}"
@@ -82,20 +85,20 @@ def carried(options: Options | RowOptions, count: int) -> tuple:
 
 
 def build(
-    loss: LossPass, tensors: tuple, options: Options, config: LossConfig, given: Given
+    loss: LossPass, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
     """The batch of a loss with these tensors."""
     vocab_size, targets = loss.vocab(tensors), None
     if vocab_size is not None:
         targets = Targets.of(vocab_size, len(tensors[0]), options)
-    return TokenBatch.build(config, given, targets, options.validate)
+    return TokenBatch.build(config, inputs, targets, options.validate)
 
 
 def compiled_loss(
-    name: str, tensors: tuple, options: Options, config: LossConfig, given: Given
+    name: str, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
     """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics of these."""
-    row = _row(config, given)
+    row = _row(config, inputs)
     known = carried(options, NUM_OPTIONS)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered = outputs[:4]
@@ -112,31 +115,35 @@ def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]
     return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options, NUM_ROW_OPTIONS))[:2]
 
 
-def _row(config: LossConfig, given: Given) -> list:
+def _row(config: LossConfig, inputs: BatchInputs) -> list:
     """The arguments of BATCH."""
 
     def tensor(x: Any) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x
-        return torch.full((), float(x), dtype=torch.float64, device=given.like.device)
+        return torch.full((), float(x), dtype=torch.float64, device=inputs.like.device)
 
-    given = given._replace(like=given.like.detach())
+    inputs = inputs._replace(like=inputs.like.detach())
     temperature = config.temperature if isinstance(config.temperature, Tensor) else None
-    return [*(tensor(x) for x in given), temperature, config.key]
+    return [*(tensor(x) for x in inputs), temperature, config.key]
 
 
-def _unpacked(row: tuple) -> tuple[LossConfig, Given]:
-    *given, temperature, key = row
+def _unpacked(row: tuple) -> tuple[LossConfig, BatchInputs]:
+    *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
-    return config, Given(*given)
+    return config, BatchInputs(*inputs)
 
 
 def _metrics(
     row: list, config: LossConfig, logps: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
-    names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
+    names = _names(config, row, entropy)
     return dict(zip(names, torch.ops.grpo_fast.metrics(logps, entropy, *row).unbind(), strict=True))
+
+
+def _names(config: LossConfig, row: Sequence[Any], entropy: Tensor | None) -> list[str]:
+    return metric_names(config, row[SAMPLING] is not None, entropy is not None)
 
 
 def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
@@ -146,9 +153,7 @@ def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
 
 
 def metrics_fake(logps, entropy, *row):
-    config = LossConfig.from_key(row[-1])
-    names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
-    return logps.new_empty(len(names))
+    return logps.new_empty(len(_names(LossConfig.from_key(row[-1]), row, entropy)))
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:

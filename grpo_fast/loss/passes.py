@@ -117,7 +117,7 @@ def _with_divergence(
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
-    """What weights gave that were multiplied by `unit`: gradients in `dtype`, each with its own."""
+    """Take `unit` out of the loss; gradients in `dtype`, each beside a unit of its own."""
     kept = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in kept])
     gradients = tuple(x for x, _ in kept)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import support_doors
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.workspace import on_its_way
-from grpo_fast.loss.checks import wrong
 from grpo_fast.objective.aggregation import Total
+from grpo_fast.objective.refusals import wrong
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
 NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
@@ -90,6 +91,31 @@ def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
     return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
 
 
+def is_positive(x: Tensor) -> Tensor:
+    return (x > 0) & torch.isfinite(x)
+
+
+# By argument: what is expected, what it is otherwise, and where it holds. An infinite ref_logp has
+# an infinite KL, whose gradient is finite.
+RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
+    "advantages": ("finite numbers", "NaN or inf", torch.isfinite),
+    "old_logps": ("numbers at the active tokens", "NaN", lambda x: ~x.isnan()),
+    "ref_logps": ("finite numbers at the active tokens", "NaN or inf", torch.isfinite),
+    "temperature": ("finite numbers > 0 at the active tokens", "others", is_positive),
+    "weights": ("finite numbers", "NaN or inf", torch.isfinite),
+}
+
+
+def numbers(validate: str, **tensors: Any) -> None:
+    """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
+    checks = []
+    for name, x in tensors.items():
+        if isinstance(x, Tensor):
+            expected, odd, holds = RULES[name]
+            checks.append(elements(x, ~holds(x), f"{name}: expected {expected}", odd))
+    check_values(checks, validate)
+
+
 # ---- one kind of value each
 
 
@@ -102,8 +128,7 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
         if not 0 < number < math.inf:
             raise wrong(name, "a number > 0", number)
         return number
-    bad = ~((value > 0) & torch.isfinite(value))
-    check_values([(bad, f"{name}: expected a number > 0")], validate)
+    check_values([(~is_positive(value), f"{name}: expected a number > 0")], validate)
     return value.double()
 
 
@@ -149,19 +174,6 @@ def ids(
         message += f", got {kind} from {low.item()} to {high.item()}"
     check_values([((low < 0) | (high >= end), message)], validate)
     return x.clamp(0, end - 1) if told_late(x, validate) else x
-
-
-def finite(name: str, x: Tensor, expected: str, odd: str) -> list[Check]:
-    """No NaN or inf (odd = "NaN or inf"), or no NaN; a sum finds one in one operation."""
-    if x.device.type == "cpu" and math.isfinite(x.sum().item()):
-        return []
-    is_odd = x.isnan() if odd == "NaN" else ~torch.isfinite(x)
-    return [elements(x, is_odd, f"{name}: expected {expected}", odd)]
-
-
-def temperatures(x: Tensor, where: str) -> list[Check]:
-    bad = ~((x > 0) & torch.isfinite(x))
-    return [elements(x, bad, f"temperature: expected finite numbers > 0{where}", "others")]
 
 
 def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.refusals import choice, kind_of, number
+from grpo_fast.objective.refusals import choice, kind_of, number, wrong
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
 # leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
@@ -187,9 +187,7 @@ def group_advantages(
 
     Args:
         rewards: (N*G,) float; for mode "gdpo" K of them, (K, N*G).
-        mode: a name of `MODES`: "rewards", "baseline", "centered", "normalized", "max", "max_code",
-            "batch", "rloo", "rloo_normalized", "maxrl", "gdpo", "reinforce_pp_baseline", "opo",
-            "passk".
+        mode: a name of `MODES` (formulas: README.md beside this file).
         group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
             the others find a group of equal rewards in it.
         clip_low, clip_high: bounds of the advantages, <= 0 and >= 0; None: none.
@@ -213,10 +211,8 @@ def group_advantages(
     if count % group_size:
         raise ValueError(f"group_size: expected a divisor of {count} rewards, got {group_size}")
     if rewards.is_complex() or torch.isinf(rewards).any():
-        raise ValueError(
-            "rewards: expected finite values (or NaN for a completion without a verdict), got "
-            f"{rewards.dtype if rewards.is_complex() else 'inf'}"
-        )
+        expected = "finite values (or NaN for a completion without a verdict)"
+        raise wrong("rewards", expected, rewards.dtype if rewards.is_complex() else "inf")
     check_group_size(mode, group_size)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
     weights = cast(Sequence[float], options.get("weights") or ())

@@ -38,7 +38,7 @@ class RowTerms(NamedTuple):
         return RowTerms(*(None if x is None else function(x) for x in self))
 
     def rows(self, index: slice) -> RowTerms:
-        """Those of some rows."""
+        """The terms of some rows."""
         return self.map(lambda x: x[index])
 
 

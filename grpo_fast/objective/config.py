@@ -14,7 +14,7 @@ from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
-from grpo_fast.objective.refusals import choice, number
+from grpo_fast.objective.refusals import choice, number, wrong
 
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),
@@ -197,21 +197,16 @@ class LossConfig:
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if isinstance(self.temperature, Tensor):
             if not self.temperature.is_floating_point():
-                raise ValueError(
-                    "temperature: expected a float or a float tensor, got dtype "
-                    f"{self.temperature.dtype}"
-                )
+                got = f"dtype {self.temperature.dtype}"
+                raise wrong("temperature", "a float or a float tensor", got)
         else:
             number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
 
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
         if self.importance_sampling_level not in objective.levels:
-            raise ValueError(
-                f"importance_sampling_level: loss_type {self.loss_type!r} expects one of "
-                f"{list(objective.levels)}, "
-                f"got {self.importance_sampling_level!r}"
-            )
+            expected = f"one of {list(objective.levels)} beside loss_type {self.loss_type!r}"
+            raise wrong("importance_sampling_level", expected, repr(self.importance_sampling_level))
         for name, aggregation in (("max_completion_length", "fixed_length"),
                                   ("group_size", "prompt_mean")):  # fmt: skip
             if self.aggregation == aggregation and getattr(self, name) is None:
@@ -220,7 +215,7 @@ class LossConfig:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 expected = f"{default} beside kl_estimator {self.kl_estimator!r}"
-                raise ValueError(f"{name}: expected {expected}, got {value}")
+                raise wrong(name, expected, value)
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
@@ -236,7 +231,7 @@ class LossConfig:
             expected = (
                 f"'old/sampling' beside loss_type {self.loss_type!r}, whose weight has the rest"
             )
-            raise ValueError(f"corrections.ratio: expected {expected}, got {of_current[0].ratio!r}")
+            raise wrong("corrections.ratio", expected, repr(of_current[0].ratio))
 
     @property
     def params(self) -> tuple[float, ...]:

@@ -106,7 +106,7 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """(T,) what the tokens are weighed by, of a kind that weighs."""
+        """(T,) by what the tokens are weighed by, of a kind that weighs."""
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -117,26 +117,26 @@ class Correction:
 DEFAULT = (Correction("truncate", high=3.0),)
 
 
-def corrections_of(given: Any) -> tuple[Correction, ...]:
+def corrections_of(value: Any) -> tuple[Correction, ...]:
     """One correction or several, as objects or as their fields, as the tuple that a config holds.
 
     Raises:
         ValueError: something else, or two that weigh.
     """
-    one = isinstance(given, (Correction, Mapping))
-    listed = (given,) if one else () if given is None else given
+    one = isinstance(value, (Correction, Mapping))
+    listed = (value,) if one else () if value is None else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
-        raise ValueError(f"corrections: expected Corrections or their fields, got {given!r}")
-    found = []
+        raise ValueError(f"corrections: expected Corrections or their fields, got {value!r}")
+    corrections = []
     for x in listed:
         names = {f.name for f in dataclasses.fields(Correction)}
         if not isinstance(x, Correction) and not (isinstance(x, Mapping) and set(x) <= names):
             raise ValueError(
                 f"corrections: expected a Correction or its {sorted(names)}, got {x!r}"
             )
-        found.append(x if isinstance(x, Correction) else Correction(**x))
-    weighing = [(x.kind, x.level) for x in found if x.weighs]
+        corrections.append(x if isinstance(x, Correction) else Correction(**x))
+    weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     if len(weighing) > 1:
         expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
         raise ValueError(f"corrections: expected {expected}, got kinds and levels {weighing}")
-    return tuple(found)
+    return tuple(corrections)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective.advantages import normalized
-from grpo_fast.objective.refusals import kind_of, number
+from grpo_fast.objective.refusals import kind_of, number, wrong
 
 
 def gae(
@@ -38,24 +38,18 @@ def gae(
         ValueError: shapes that differ; gamma or lam outside [0, 1].
     """
     if not isinstance(rewards, Tensor) or rewards.dim() != 2:
-        raise ValueError(f"rewards: expected a tensor of shape (B, L), got {kind_of(rewards)}")
+        raise wrong("rewards", "a tensor of shape (B, L)", kind_of(rewards))
     for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
         if not isinstance(x, Tensor) or x.shape != rewards.shape:
-            raise ValueError(
-                f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
-                f"{kind_of(x)}"
-            )
+            expected = f"the shape of rewards, (B, L) = {tuple(rewards.shape)}"
+            raise wrong(name, expected, kind_of(x))
     count, length = rewards.shape
-    if following is not None and not (
-        isinstance(following, Tensor) and following.shape == (count,)
-    ):
-        raise ValueError(f"following: expected shape (B,) = ({count},), got {kind_of(following)}")
+    if following is not None and getattr(following, "shape", None) != (count,):
+        raise wrong("following", f"shape (B,) = ({count},)", kind_of(following))
     number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     if isinstance(lam, Tensor):
         if lam.shape != (count,) or not ((lam >= 0) & (lam <= 1)).all():
-            raise ValueError(
-                f"lam: expected (B,) = ({count},) numbers in [0, 1], got {kind_of(lam)}"
-            )
+            raise wrong("lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
         decay: Any = gamma * lam.double()[:, None]
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -102,11 +96,9 @@ def process_advantages(
         ValueError: another shape, infinite rewards, a group_size that is no divisor.
     """
     if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.isinf().any():
-        raise ValueError(f"rewards: expected finite ones of shape (N*G, L), got {kind_of(rewards)}")
+        raise wrong("rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
     if not group_size >= 1 or len(rewards) % group_size:
-        raise ValueError(
-            f"group_size: expected a divisor of {len(rewards)} completions, got {group_size}"
-        )
+        raise wrong("group_size", f"a divisor of {len(rewards)} completions", group_size)
     # One row for all rewards of a group: the mean of the group's, not the mean of means.
     grouped = rewards.double().reshape(len(rewards) // group_size, -1)
     steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()

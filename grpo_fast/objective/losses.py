@@ -159,13 +159,9 @@ class Objective(NamedTuple):
 CLIP = ("epsilon_low", "epsilon_high")
 PPO = Objective(ppo_clip, (*CLIP, "delta"), clips="ppo")
 CISPO = Objective(
-    cispo,
-    ("ratio_min", "ratio_max"),
-    "token_mean_global",
-    slope_of="logp",
-    clips="cispo",
+    cispo, ("ratio_min", "ratio_max"), "token_mean_global", slope_of="logp", clips="cispo",
     raw_epsilon_high=5.0,
-)
+)  # fmt: skip
 SAPO = Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg"))
 VESPO_PARAMS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 KIMI = Objective(

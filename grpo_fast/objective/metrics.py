@@ -88,22 +88,14 @@ def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> l
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
     names = [
-        "policy_loss",
-        "ratio/mean",
-        "ratio/min",
-        "ratio/max",
-        "approx_kl",
-        "active_tokens",
+        "policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens",
         "skipped_rows",
-    ]
+    ]  # fmt: skip
     names += ["entropy"] if has_entropy else []
     names += ["kl", "kl_guarded"] if config.uses_reference else []
     if objective.clips == "ppo":
-        names += [
-            f"clip_ratio/{side}_{how}"
-            for side in ("low", "high", "region")
-            for how in ("mean", "min", "max")
-        ]
+        sides, extents = ("low", "high", "region"), ("mean", "min", "max")
+        names += [f"clip_ratio/{side}_{how}" for side in sides for how in extents]
     names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(
         str(objective.clips), []
     )
@@ -127,8 +119,8 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)
     size = torch.where(spread > 0, mean(weights).square() / spread, 0.0)
-    found = mean((weights == 0).float()), mean(clipped), size
-    return dict(zip(CORRECTION_METRICS, found, strict=True))
+    values = mean((weights == 0).float()), mean(clipped), size
+    return dict(zip(CORRECTION_METRICS, values, strict=True))
 
 
 def mean(x: Tensor) -> Tensor:

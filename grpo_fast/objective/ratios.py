@@ -66,7 +66,7 @@ def importance_ratio(
 
 
 class Corrected(NamedTuple):
-    """What the config's corrections make of the tokens' policy term."""
+    """Weights and masks of the policy term, by the config's corrections."""
 
     weights: Tensor | None = None  # (T,) None: 1
     kept: Tensor | None = None  # (T,) bool, None: all
@@ -80,7 +80,7 @@ class Corrected(NamedTuple):
 
 
 def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Corrected:
-    """What the config's corrections say of these tokens; no gradient flows through it."""
+    """The config's corrections of these tokens; no gradient flows through them."""
     result = Corrected()
     for correction in config.corrections:
         if not correction.is_read(tokens):

@@ -1,4 +1,4 @@
-"""What a wrong option is refused by: a ValueError that names it."""
+"""Refusals of wrong options: a ValueError that names the option."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.objective.losses import FP32_MAX
+
+
+def wrong(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def choice(name: str, value: Any, choices: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
-from grpo_fast.data.model_files import check_fields, check_files
+from grpo_fast.data.model_files import check_files, read_fields
 from grpo_fast.errors import require
 
 
@@ -111,11 +111,11 @@ def positions(model: Any) -> float:
 
 
 def _load(path: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
         check_files(path)
-        check_fields(PreTrainedConfig.get_config_dict(path)[0])
+        read_fields(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             path, output_loading_info=True, dtype=torch.float32, trust_remote_code=False

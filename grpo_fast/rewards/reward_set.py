@@ -18,9 +18,11 @@ import reprlib
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.data import escape_control
@@ -36,6 +38,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
+Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
 
 
 class WeightedReward(NamedTuple):
@@ -61,6 +64,15 @@ class RewardResult(NamedTuple):
     def failures(self) -> dict[str, int]:
         """Name → samples lost in this call."""
         return {name: reasons.total() for name, reasons in self.reasons.items()}
+
+
+@dataclass
+class RewardsState:
+    """The state of a RewardSet: samples that it has lost, by function."""
+
+    failed_total: dict[str, Lost]
+    recent: dict[str, list[tuple[Lost, Lost]]]  # of the latest calls: lost, asked
+    last_error: dict[str, str]
 
 
 class RewardSet:
@@ -124,22 +136,19 @@ class RewardSet:
         per_token = _per_token(scored, lists.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The failures so far, in plain lists and numbers, for a checkpoint."""
+    def state_dict(self) -> RewardsState:
+        """The failures so far, for a checkpoint."""
         with self._lock:
-            recent = {name: [list(pair) for pair in calls] for name, calls in self._recent.items()}
-            lost, errors = dict(self.failed_total), dict(self._last_error)
-        return {"failed_total": lost, "recent": recent, "last_error": errors}
+            recent = {name: list(calls) for name, calls in self._recent.items()}
+            return RewardsState(dict(self.failed_total), recent, dict(self._last_error))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: RewardsState) -> None:
         with self._lock:
-            self.failed_total, self._last_error = (
-                {name: state[key][name] for name in self.names}
-                for key in ("failed_total", "last_error")
-            )
             for name, calls in self._recent.items():
+                self.failed_total[name] = state.failed_total[name]
+                self._last_error[name] = state.last_error[name]
                 calls.clear()
-                calls.extend((failed, asked) for failed, asked in state["recent"][name])
+                calls.extend(state.recent[name])
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]

@@ -1,15 +1,14 @@
-"""The parts of a run: its start, its inputs, its collector."""
+"""The parts of a run: its inputs, its collector, its warm start."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from grpo_fast.data import TRACES, Example, load_examples
+from grpo_fast.data import TRACES
+from grpo_fast.data.splits import Splits
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import Engine
@@ -22,53 +21,27 @@ from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.folder import FolderLock
-from grpo_fast.train.runs.resume import Start, find_start
+from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def entered(config: RunConfig) -> Iterator[Start]:
-    """Lock the folder of a run, then look for its start: rank 0 does, for all."""
-    with distributed.together():
-        is_there = distributed.is_main() and os.path.isdir(config.output_dir)
-        lock = FolderLock(config.output_dir) if is_there else None
-
-    def start_of_main() -> list[Any]:
-        start = find_start(config, log.warning)
-        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:4]]
-
-    try:
-        checkpoint, (metrics, prompts), again, prints = distributed.from_main(start_of_main)
-        place = None if checkpoint is None else Path(checkpoint)
-        yield Start(place, (metrics, prompts), again, prints, lock)
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-def load_inputs(
-    config: RunConfig, start: Start
-) -> tuple[RewardSet, Sequence[Example], dict[str, str]]:
-    """Rewards, the training set, and the fingerprints of all that a run depends on.
+def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
+    """Rewards, data, and the fingerprints of all that a run depends on.
 
     Raises ValueError where a rank, or the checkpoint of the start, has others.
     """
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
-        plain = config.data.model_copy(update={"shots_tokens": None})
-        questions = load_examples(plain, split="train", seed=config.seed)
-        # Of examples that are made when asked for, all alike, the first is checked.
-        known = questions if isinstance(questions, list) else questions[:1]
-        check_examples(rewards, known, "training")
-        prints = fingerprints(config, questions)
+        splits = Splits(config.data, config.seed)
+        check_examples(rewards, splits.listed, "training")
+        prints = splits.fingerprints() | fingerprints(config)
     check_ranks(config, prints)
     if start.checkpoint is not None:
         for name in check_resumed(start.fingerprints, prints, config.resume_allow):
             log.warning("the run goes on with another %s than it began with", name)
-    return rewards, questions, prints
+    return rewards, splits, prints
 
 
 def kernels_of(policy: Policy) -> dict[str, Any]:
@@ -98,15 +71,13 @@ def is_dealt_to(kind: str | None) -> bool:
     return kind in SHARDED and not distributed.is_main()
 
 
-def start_warm(
-    config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
-) -> None:
+def start_warm(config: RunConfig, policy: Policy, splits: Splits, log: Callable[..., Any]) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
     is_dealt = is_dealt_to(config.distributed)  # inside `alone` every rank is the main one
     alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
     with distributed.together(), alone:
         if not is_dealt:
-            warm_start(policy, questions, config.warm_start, seed=config.seed, log=log)
+            warm_start(policy, splits.train, config.warm_start, seed=config.seed, log=log)
 
 
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from grpo_fast.data import load_examples
-from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rollout import build_engine, check_prompts
 from grpo_fast.train.build import (
     agreement,
     build_collector,
-    entered,
     is_dealt_to,
     kernels_of,
     load_inputs,
@@ -27,19 +23,13 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.reference import check_reference
+from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import (
-    closing_lines,
-    kernels_line,
-    memory_line,
-    sampler_line,
-    support_line,
-)
+from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lines
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.resume import Start, enter_folder
+from grpo_fast.train.runs.resume import Start, enter_folder, entered
 from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
@@ -64,44 +54,52 @@ def train(config: RunConfig) -> dict[str, Any]:
         return _train(config, start)
 
 
+def _be_deterministic() -> None:
+    """The same bits in every run, without torch's fill of empty memory: it would be one more sweep
+    over each buffer of the loss.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        _be_deterministic()
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
     with distributed.together():
-        tokenizer = build_tokenizer(config.model, config.data, questions)
+        tokenizer = build_tokenizer(config.model, questions)
         policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config.distributed))
+        another = load_another(config.reference, config.model, policy)
     if config.distributed not in SHARDED:
         distributed.align([policy.model])
-    check_reference(config.reference, config.model, policy.tokenizer)
-    counted = token_counter(policy.tokenizer)
-    examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    listed = examples if isinstance(examples, list) else examples[:1]
-    check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
-    evaluate = build_evaluation(config, policy, rewards)
+    splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
+    check_prompts(policy, [example.prompt for example in splits.listed], longest)
+    evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
+    report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
+    if start.checkpoint is None:
+        enter_folder(config, start, report)
     with (
-        open_report(config, start) as report,
+        report,
         build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model, agreement(policy)),
         distributed.answered(),
     ):
-        if config.rollout.wants_kept:
-            report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
             start_warm(config, policy, questions, report.log)
-        trainer = Trainer(config, policy, load_critic(config.critic, config.model, policy))
-        report.note(kernels_line(kernels := kernels_of(policy)))
-        collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
+        reference = Reference(policy, config.reference, another)
+        critic = load_critic(config.critic, config.model, policy)
+        trainer = Trainer(config, policy, reference, critic)
+        collector = build_collector(config, policy, engine, rewards, PromptQueue(splits.train))
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
             run.load(start.checkpoint)
-            with distributed.together():
-                report.begin()
+            enter_folder(config, start, report)
             report.note(f"goes on from {start.checkpoint}")
-        report.note(sampler_line(config.rollout.engine, engine.fallback))
+        kernels = kernels_of(policy)
+        report.note(*opening_lines(config.rollout, kernels, engine.fallback))
         with run.saved_when_it_ends():
             for step in run.steps():
                 make_step(step, collector, trainer, run.rest)
@@ -113,22 +111,8 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         report.finish(summary)
         if config.log.save_model:
             save_models(trainer, report.folder)
-        say_where(report, config, summary)
+        report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
     return summary
-
-
-def say_where(report: RunReport, config: RunConfig, summary: dict[str, Any]) -> None:
-    has_code = config.model.trust_remote_code or any(":" in each.name for each in config.rewards)
-    for line in (memory_line(summary), *closing_lines(report.folder, has_code)):
-        report.note(line)
-
-
-def open_report(config: RunConfig, start: Start) -> RunReport:
-    with distributed.together():
-        return RunReport(
-            config.output_dir, config, enter=partial(enter_folder, config.output_dir, start),
-            lengths=start.lengths, is_resumed=start.checkpoint is not None, step=start.step,
-        )  # fmt: skip
 
 
 def make_step(

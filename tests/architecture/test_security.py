@@ -28,13 +28,9 @@ CALLS = {
     *(f"torch.distributed.{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")),
 }
 ARGUMENTS = {
-    ("shell", True),
-    ("weights_only", False),
-    ("trust_remote_code", True),
-    ("allow_pickle", True),
-    ("safe_serialization", False),
-    ("use_safetensors", False),
-}
+    ("shell", True), ("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True),
+    ("safe_serialization", False), ("use_safetensors", False),
+}  # fmt: skip
 # (file, what): why it may stand there
 ALLOWED = {
     ("grpo_fast/rewards/workers/sandbox.py", "exec"): "an answer's code, below the seccomp filter",
@@ -105,13 +101,9 @@ def test_what_is_allowed_is_still_there(file, what):
 @pytest.mark.parametrize(
     "source",
     [
-        "eval('1')",
-        "from builtins import exec as run; run('1')",
-        "import builtins; builtins.eval('1')",
-        "from os import system; system('ls')",
-        "import pickle",
-        "def f():\n    from pickle import loads",
-        "import yaml as y; y.load(text)",
+        "eval('1')", "from builtins import exec as run; run('1')",
+        "import builtins; builtins.eval('1')", "from os import system; system('ls')",
+        "import pickle", "def f():\n    from pickle import loads", "import yaml as y; y.load(text)",
         "import torch; torch.load(path)",
         "from torch import load; load(path, weights_only=allowed)",
         "import torch; torch.load(path, weights_only=False)",
@@ -119,10 +111,9 @@ def test_what_is_allowed_is_still_there(file, what):
         "import torch.distributed as dist; dist.broadcast_object_list(x)",
         "subprocess.run(line, shell=True)",
         "AutoModel.from_pretrained(path, trust_remote_code=True)",
-        "from sympy.parsing import sympy_parser",
-        "numpy.load(path, allow_pickle=True)",
+        "from sympy.parsing import sympy_parser", "numpy.load(path, allow_pickle=True)",
     ],
-)
+)  # fmt: skip
 def test_the_scan_finds(source):
     assert list(hits(source))
 
@@ -149,16 +140,10 @@ UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
     *("<<", "<<a", ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```"),
     *(
-        "vendor_id",
-        "vendor_id ",
-        "vendor_id\n",
-        "vendor_id :",
-        "\u2212",
-        "\u0661",
-        "\x00",
+        "vendor_id", "vendor_id ", "vendor_id\n", "vendor_id :", "\u2212", "\u0661", "\x00",
         "\ud800",
     ),
-)
+)  # fmt: skip
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:

@@ -23,7 +23,7 @@ REASON = loader.load("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
 
 CSRC = Kernel("csrc", csrc.forward, csrc.backward)
-FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False)
+FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
 EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 LAYOUTS = {  # lengths of segments; of the first ones, how many completions look on each; or parents
     "single tokens": ([1, 1, 1], [1]),

@@ -6,10 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from grpo_fast.attention import TreeLayout, dispatch, pack_groups
+from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.kernels import explicit, flex, torch_cpu, tree
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.reference import visible
@@ -17,7 +15,7 @@ from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule
 from tests.attention.layouts import two_levels
 
-FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False)
+FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
 EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 LAYOUTS = {
     "one segment": ([7], []),
@@ -138,40 +136,6 @@ def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
-def a_comb(turns, tokens):
-    """A conversation that branches at every turn."""
-    return TreeLayout.of(
-        [tokens] * (2 * turns + 1),
-        parents=[-1, 0, 0, *[2 * s for s in range(1, turns) for _ in range(2)]],
-    )
-
-
-def test_a_tree_copies_keys_where_that_moves_fewer_bytes_and_few_are_copied():
-    pays = tree._copies_pay
-    comb, heads = a_comb(8, 4), [(kv_heads, 8) for kv_heads in (1, 2, 4, 8)]
-    copied, merged = 4 * (1 + 2 * sum(range(2, 10))), 2 * 4 * sum(range(1, 9))
-    assert comb.total + sum(comb.prefixes) == copied and comb.total == 68
-    assert [pays(comb, h, kv) for kv, h in heads] == [
-        1.5 * kv * copied < h * merged and kv * copied <= 2 * h * 68 for kv, h in heads
-    ] == [True, True, False, False]  # fmt: skip
-    assert pays(a_comb(20, 4), 8, 1) and not pays(a_comb(40, 4), 8, 1)  # too many copies
-    assert not pays(two_levels([1, 9, 9], [2]), 64, 1)  # one merge
-    # 63 rows of keys for 3 merged rows of queries
-    assert not pays(TreeLayout.of([20, 1, 1], parents=[-1, 0, 1]), 8, 1)
-    spans = []
-
-    def forward(q, k, v, *rest):
-        spans.append(rest[0])
-        return EXPLICIT.forward(q, k, v, *rest)
-
-    kernel = EXPLICIT._replace(forward=forward)
-    qkv, _ = inputs_of(comb, heads=8, kv_heads=1)
-    attend(*qkv, comb, Rule(0.4), kernel=kernel)
-    assert len(spans) == 1 and max(spans[0].keys) == 36
-    attend(*qkv, comb, Rule(0.4), kernel=kernel._replace(takes_copies=False))
-    assert len(spans) == 1 + 9
-
-
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     qkv, grad = inputs_of(layout, torch.bfloat16)
@@ -179,38 +143,6 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
     pieces = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4)),
-        min_size=1,
-        max_size=4,
-    ),
-    st.sampled_from(RULES),
-)
-def test_any_groups_give_the_same_shared_and_packed(sizes, rule):
-    """Tokens with rows of their own in q, k and v: what predicts a completion token is the same in
-    both layouts.
-    """
-    numbers = iter(range(10_000))
-    groups = [
-        ([next(numbers) for _ in range(p)], [[next(numbers) for _ in range(c)] for c in cs])
-        for p, cs in sizes
-    ]
-    generator = torch.Generator().manual_seed(5)
-    tables = [
-        torch.randn(next(numbers), heads, 8, generator=generator, dtype=torch.float64)
-        for heads in (4, 2, 2)
-    ]
-    outputs = []
-    for shared in (True, False):
-        pack = pack_groups(groups, shared=shared)
-        q, k, v = (table[pack.input_ids[0]] for table in tables)
-        out = dispatch.packed_rows_attention(q, k, v, pack.layout, **rule._asdict())
-        outputs.append(out[pack.predicting])
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
 
 
 def test_flash_cpu_refuses_keys_in_front_of_the_queries():

@@ -24,7 +24,7 @@ from grpo_fast.attention import (
     plan_trees,
     register,
 )
-from grpo_fast.attention.kernels import torch_cpu, tree
+from grpo_fast.attention.kernels import torch_cpu
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
@@ -144,28 +144,20 @@ def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
             assert_close(gradients(model, loss), wanted)
 
 
-def test_copied_keys_and_merged_calls_are_one_sample_at_a_time(everything_in_fp64, monkeypatch):
-    """Deep trees with eight query heads for a key head: by both ways, gradients recomputed too."""
+def test_deep_trees_with_eight_query_heads_for_a_key_head(everything_in_fp64, monkeypatch):
+    """One sample at a time says the same, with gradients recomputed, too."""
     explicit = next(p for p in dispatch.PROVIDERS if p.name == "explicit")
     monkeypatch.setattr(dispatch, "choose", lambda kind: explicit)
     model = tiny_model("llama", num_attention_heads=8, num_key_value_heads=1, head_dim=8).double()
-    rng, copied = random.Random(3), []
-    monkeypatch.setattr(
-        TreeLayout, "copies", lambda *x, of=TreeLayout.copies: copied.append(1) or of(*x)
-    )
+    rng = random.Random(3)
     for samples in (comb(9), comb(4), random_samples(rng, depth=7), random_samples(rng, depth=7)):
         samples = [([i % VOCABULARY for i in ids], trained) for ids, trained in samples]
-        pack, count = pack_tree(samples, merge_cost=0), len(copied)
+        pack = pack_tree(samples, merge_cost=0)
         expected = by_sample(model, samples)
         wanted = gradients(model, expected.sin().sum())
-        for most in (tree.MOST_COPIES, 0):
-            monkeypatch.setattr(tree, "MOST_COPIES", most)
-            logps = by_tree(model, pack)
-            assert_close({"logps": logps}, {"logps": expected})
-            assert_close(gradients(model, logps.sin().sum()), wanted)
-            is_first, count = len(copied) > count, len(copied)
-            assert is_first == (most > 0)
-        monkeypatch.setattr(tree, "MOST_COPIES", 2)
+        logps = by_tree(model, pack)
+        assert_close({"logps": logps}, {"logps": expected})
+        assert_close(gradients(model, logps.sin().sum()), wanted)
         enable_checkpointing(model.train())
 
 
@@ -311,7 +303,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
     total, rule = 8 * depth, Rule(0.3)
     given_ = [torch.randn(total, n, 16, generator=generator).bfloat16() for n in (4, 2, 2, 4)]
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
-    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False), []
+    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward), []
 
     def run(attention, layout, dtype):
         *qkv, grad = (x.to(dtype) for x in given_)

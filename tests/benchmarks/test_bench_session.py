@@ -19,7 +19,6 @@ from benchmarks.gpu import (
     forward,
     gemms,
     kernel_times,
-    lacking,
     parts,
     predict,
     report,
@@ -63,14 +62,6 @@ def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeyp
     (tmp_path / "wheels" / "pydantic.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "wheels"))
     assert session.main(["--dry"]) == 0 and "starts" in capsys.readouterr().out
-
-
-def test_what_the_machine_lacks_is_carried():
-    """Of the packages that are taken away, what a part cannot do without."""
-    script = SCRIPT.with_name("wheels.sh").read_text()
-    carried = script.partition("small=(")[2].partition(")")[0].replace("-", "_").split()
-    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "trl"}
-    assert needed <= set(carried) <= set(lacking.PACKAGES)
 
 
 def test_wheels_are_unpacked_onto_the_path(tmp_path):
@@ -158,11 +149,6 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
     assert session.main(["--part", "good"]) == 0 and "done before" in capsys.readouterr().out
 
 
-def test_a_command_that_is_not_there_fails_its_part(small, capsys):
-    assert session.run(["no-such-sanitizer"], 5, {}, print) == 127
-    assert "no-such-sanitizer is not on the PATH" in capsys.readouterr().out
-
-
 @pytest.fixture
 def three_calls(small, monkeypatch):
     """A smoke test that the file `broken` breaks, and one part of each call."""
@@ -189,13 +175,6 @@ def test_calls_follow_each_other_and_each_begins_with_the_smoke_test(three_calls
     assert "this is 2" in capsys.readouterr().out
 
 
-def test_the_third_call_takes_up_what_is_left(three_calls, small, capsys):
-    assert session.main(["--call", "1"]) == 0
-    assert session.main(["--call", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.index("this is 1") < shown.index("this is 2") < shown.index("this is 3")
-
-
 def test_a_failed_smoke_test_stops_the_session_unless_forced(three_calls, small, capsys):
     three_calls.touch()
     assert session.main([]) == 3
@@ -203,14 +182,6 @@ def test_a_failed_smoke_test_stops_the_session_unless_forced(three_calls, small,
     assert "stopped: smoke failed" in shown and "this is" not in shown
     assert session.main(["--force"]) == 1, "the failure stays one"
     assert "this is 1" in capsys.readouterr().out
-
-
-def test_a_benchmark_of_trainers_has_its_own_option_for_the_report():
-    for part in parts.parts().values():
-        for command in part.commands if part.measures else []:
-            module = command[command.index("-m") + 1]
-            wanted = "--json" if module.startswith("benchmarks.trainers") else "--out"
-            assert session.option_for(command) == wanted
 
 
 @pytest.mark.parametrize("module", [smoke, gemms, kernel_times, forward, sparse])
@@ -227,14 +198,6 @@ def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
 def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
     monkeypatch.setitem(smoke.CHECKS, "head", lambda device: (error, "by hand"))
     assert smoke.main(["--device", "cpu"]) == 1 and "head: WRONG" in capsys.readouterr().out
-
-
-def test_the_smoke_test_fails_where_a_kernel_raises(monkeypatch, capsys):
-    def broken(device):
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setitem(smoke.CHECKS, "head", broken)
-    assert smoke.main(["--device", "cpu"]) == 1 and "no kernel image" in capsys.readouterr().out
 
 
 def test_tests_are_dealt_out_to_processes(tmp_path, monkeypatch, capsys):

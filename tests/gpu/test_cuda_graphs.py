@@ -190,14 +190,9 @@ def test_what_is_selected_away(monkeypatch, return_entropy):
         results = list(results) if return_entropy else [results]
         found = torch.autograd.grad(sum((x * (1 + i)).sum() for i, x in enumerate(results)), leaves)
         loss = linear_grpo_loss(
-            *leaves,
-            target_ids,
-            advantages,
-            config,
-            cu_seqlens=cu_seqlens,
-            num_items_in_batch=9,
+            *leaves, target_ids, advantages, config, cu_seqlens=cu_seqlens, num_items_in_batch=9,
             backend="torch",
-        ).loss
+        ).loss  # fmt: skip
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()

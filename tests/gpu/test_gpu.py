@@ -148,15 +148,6 @@ def test_logits(vocab, dtype):
     )
 
 
-def test_twice_the_same_bits():
-    positional, keywords = make_batch(896, 32000, torch.bfloat16)
-    config = config_of("dapo", beta=0.05)
-    first, second = (
-        run(linear_grpo_loss, positional, keywords, config, DEVICE, BACKEND) for _ in range(2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
     """(logps, dH, dW) of a token-level loss on whatever device the tensors are."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
@@ -165,14 +156,9 @@ def linear_gradients(hidden, weight, target_ids, advantages, backend, **options)
     )
     cu_seqlens = torch.tensor([0, len(target_ids)], device=hidden.device)
     result = linear_grpo_loss(
-        *leaves,
-        target_ids,
-        advantages,
-        config,
-        cu_seqlens=cu_seqlens,
-        num_items_in_batch=1000,
+        *leaves, target_ids, advantages, config, cu_seqlens=cu_seqlens, num_items_in_batch=1000,
         backend=backend,
-    )
+    )  # fmt: skip
     result.loss.backward()
     return result.logps, *(x.grad for x in leaves)
 
@@ -188,19 +174,12 @@ def problem(n: int, h: int, v: int) -> tuple:
 # rows.
 @pairs(
     n__h__v=[
-        (1, 64, 1),
-        (1, 8, 2),
-        (33, 64, 127),
-        (128, 64, 256),
-        (129, 72, 257),
-        (300, 100, 2047),
-        (257, 128, 2049),
-        (130, 896, 4104),
-        (65, 60, 50257),
+        (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
+        (257, 128, 2049), (130, 896, 4104), (65, 60, 50257),
     ],
     softcap=[None, 20.0],
     workspace=["1024", "0"],
-)
+)  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
     """The bf16 path without d-logits, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
@@ -260,19 +239,6 @@ def test_a_row_does_not_depend_on_its_batch(entropy):
         assert torch.equal(part, logps[index])
     with torch.no_grad():
         assert torch.equal(linear_logps(hidden, weight, target_ids, backend=BACKEND), logps)
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
-def test_a_thousand_times_the_same_bits(loss_type):
-    """dW, dH and logps under a second stream that keeps the GPU busy: no race, no atomic."""
-    inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
-    noise, side = torch.randn(2048, 2048, device=DEVICE), torch.cuda.Stream()
-    first = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
-    for _ in range(1000):
-        with torch.cuda.stream(side):
-            noise = (noise @ noise).tanh()
-        again = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_deterministic_algorithms_change_no_bit():

@@ -79,15 +79,11 @@ def old_logps(tensors, tokens, support, config) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [
-        (896, torch.bfloat16),
-        (897, torch.bfloat16),
-        (4096, torch.float16),
-        (8192, torch.bfloat16),
-        (9000, torch.bfloat16),
-        (2048, torch.float32),
+        (896, torch.bfloat16), (897, torch.bfloat16), (4096, torch.float16), (8192, torch.bfloat16),
+        (9000, torch.bfloat16), (2048, torch.float32),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_against_fp64(width, dtype, name):
     hidden, weight, tokens, support = problem(width, dtype, some_dense=True)
     old = old_logps((hidden, weight), tokens, support, CONFIGS[name]) + 0.1

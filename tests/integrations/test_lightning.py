@@ -98,16 +98,11 @@ def check(module, make_optimizer, reference, batches, inner_iterations, step) ->
     optimizer = make_optimizer(twin)
     expected = [
         tutorial_step(
-            twin,
-            reference,
-            batch,
-            optimizer,
-            group_size=4,
-            inner_iterations=inner_iterations,
+            twin, reference, batch, optimizer, group_size=4, inner_iterations=inner_iterations,
             max_grad_norm=1.0,
         )
         for batch in batches
-    ]
+    ]  # fmt: skip
     logged = step(batches)
     assert len(logged) == len(expected)
     for mine, theirs in zip(logged, expected, strict=True):

@@ -114,11 +114,7 @@ def folders(tmp_path_factory):
 
 
 def compare(one: Any, other: Any, tolerance: float) -> None:
-    for a, b in zip(one.state.log_history, other.state.log_history, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if not any(word in key for word in ("runtime", "per_second", "flos", "time")):
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=tolerance / 50), key
+    cases.compare_logs(one.state.log_history, other.state.log_history, tolerance, tolerance / 50)
     weights = one.model.state_dict()
     for name, weight in other.model.state_dict().items():
         torch.testing.assert_close(weight, weights[name], rtol=tolerance, atol=tolerance / 10)

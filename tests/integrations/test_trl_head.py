@@ -293,11 +293,7 @@ def test_runs_of_other_trainers(tmp_path_factory, tmp_path, build, options, monk
     theirs.train(), ours.train()
     assert len(calls) == (2 if build is sft else 4)  # policy and reference
     tolerance = 3e-2 if options.get("bf16") else 1e-4
-    for a, b in zip(theirs.state.log_history, ours.state.log_history, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if not any(word in key for word in ("runtime", "per_second", "flos", "time")):
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=tolerance / 50), key
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, tolerance / 50)
     weights = theirs.model.state_dict()
     for name, tensor in ours.model.state_dict().items():
         torch.testing.assert_close(

@@ -22,7 +22,6 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 if not cases.GSM8K.exists():
     print(f"GSM8K is absent ({cases.GSM8K.name}): made-up prompts")
 
-TIMES = ("step_time", "runtime", "per_second", "total_flos")
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
 # Two micro-batches per step and two iterations: old logps come from TRL's scoring pass, ratios
 # leave 1.
@@ -108,27 +107,11 @@ def compare_runs(
     theirs, ours = runs
     assert ours.fast_path["loss"].startswith(loss), ours.fast_path
     assert ours.fast_path["forward"].startswith(forward), ours.fast_path
-    compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
     state = theirs.model.state_dict()
     for name, tensor in ours.model.state_dict().items():
         assert torch.allclose(tensor.float(), state[name].float(), rtol=0, atol=weights), name
     return theirs.state.log_history
-
-
-def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_zero: float) -> None:
-    assert len(theirs) == len(ours)
-    for a, b in zip(theirs, ours, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if any(word in key for word in TIMES):
-                continue
-            if a[key] is None or b[key] is None:
-                assert a[key] is b[key], key
-            else:
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=near_zero), (
-                    key,
-                    a["step"],
-                )
 
 
 def reached(log: list[dict], key: str) -> float:
@@ -179,19 +162,12 @@ PLAIN = {
     "entropy_bonus": {"loss_type": "grpo", "entropy_coef": 0.05},
     "entropy_bonus_dapo": {"loss_type": "dapo", "entropy_coef": 0.05, "beta": 0.02},
     "adaptive_entropy": {
-        "loss_type": "dapo",
-        "use_adaptive_entropy": True,
-        "entropy_coef": 0.02,
-        "entropy_target": 4.8,
-        "entropy_coef_delta": 0.01,
-        "entropy_coef_max": 0.1,
+        "loss_type": "dapo", "use_adaptive_entropy": True, "entropy_coef": 0.02,
+        "entropy_target": 4.8, "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
     },
     "truncated_masked": {"loss_type": "dapo", "mask_truncated_completions": True, "beta": 0.02},
     "synced_reference": {
-        "loss_type": "grpo",
-        "beta": 0.1,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 2,
+        "loss_type": "grpo", "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2,
         "ref_model_mixup_alpha": 0.6,
     },
     "checkpointing": {"loss_type": "dapo", "gradient_checkpointing": True},
@@ -208,7 +184,7 @@ PLAIN = {
         "num_generations": 2,
         "beta": 0.02,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -285,14 +261,9 @@ def test_bf16_weights_are_as_close_as_bf16_allows(model_path, tmp_path):
     # digit.
     options = {**MOVING, "max_steps": 2, "num_iterations": 1}
     compare_runs(
-        model_path,
-        tmp_path,
-        dtype=torch.bfloat16,
-        tolerance=3e-2,
-        near_zero=2e-3,
-        weights=2e-2,
+        model_path, tmp_path, dtype=torch.bfloat16, tolerance=3e-2, near_zero=2e-3, weights=2e-2,
         **options,
-    )
+    )  # fmt: skip
 
 
 def test_bf16_autocast(model_path, tmp_path):

@@ -15,7 +15,6 @@ pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 cases = importlib.import_module("tests.integrations.trl_cases")
 tools = importlib.import_module("tests.integrations.trl_tools")
-compare_logs = importlib.import_module("tests.integrations.test_trl_parity").compare_logs
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
@@ -109,7 +108,7 @@ def test_greedy_runs_are_trls(model_path, tmp_path, options):
     if "ends" in options and 40 != options.get("max_completion_length"):
         assert len({len(ids) for _, found in ours.drawn for ids in found}) > 1
     low = 0.02 if options.get("bf16") or "dtype" in options else 1e-4
-    compare_logs(
+    cases.compare_logs(
         theirs.state.log_history, ours.state.log_history, low, 5e-3 if low > 1e-3 else 1e-5
     )
     assert ours.model.training == theirs.model.training
@@ -211,7 +210,7 @@ def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
     assert (type(ours._sampling()) is not str) == (how == "attribute")
     said = {"attribute": "fast_rollouts is False", "generate": "model.generate is not"}[how]
     assert said in ours.fast_path["rollouts"]
-    compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-6)
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-6)
 
 
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
@@ -282,7 +281,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
         assert torch.equal(a["completion_ids"], b["completion_ids"])
         assert torch.equal(a["tool_mask"], b["tool_mask"]) and b["tool_mask"].min() == 0
     assert ours.state.log_history[0]["tools/call_frequency"] == 1
-    compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
 # -------------------------------------------------------------------------------------------
@@ -364,7 +363,7 @@ def test_without_replay_the_objective_is_trls(model_path, tmp_path):
         completions = cases.Injected(260)
         runs.append(cases.trainer(made, model_path, tmp_path, completions=completions, top_k=5))
         runs[-1].train()
-    compare_logs(*(trainer.state.log_history for trainer in runs), 1e-4, 1e-6)
+    cases.compare_logs(*(trainer.state.log_history for trainer in runs), 1e-4, 1e-6)
     off = build(type("Off", (fast.FastGRPOTrainer,), {"replay_support": False}), model_path,
                 tmp_path, top_k=5, max_steps=1)  # fmt: skip
     off.train()

@@ -20,7 +20,6 @@ import transformers
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
-compare_logs = importlib.import_module("tests.integrations.test_trl_parity").compare_logs
 two_trl = importlib.import_module("tests.integrations.two_trl")
 two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
@@ -109,7 +108,7 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
     assert len({result["tokens"] for result in results}) == 2 or name in two_trl.RESUMED
     for result in results:
         assert result["wrapped"] == "DistributedDataParallel"
-        compare_logs(*result["logs"], LOGS, 1e-6)
+        trl_cases.compare_logs(*result["logs"], LOGS, 1e-6)
     paths = [result["path"] for result in results]
     if name == "gspo":
         assert all(path["loss"].startswith("TRL's on our logps") for path in paths)
@@ -164,4 +163,6 @@ def test_their_own_code_gives_the_same_with_our_loss(ranks, case):
     assert len({result["tokens"] for result in results}) == 2
     for result in results:
         assert result["wrapped"].startswith("FSDP" if "verl" in case else "Distributed")
-        compare_logs(*([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6)
+        trl_cases.compare_logs(
+            *([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6
+        )

@@ -325,13 +325,9 @@ def test_plugin_in_a_worker_process():
     }
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=120,
-    )
+        [sys.executable, "-c", WORKER], env=os.environ | env, capture_output=True, text=True,
+        cwd=root, timeout=120,
+    )  # fmt: skip
     assert result.stdout.split() == [ours.__name__, head.__name__], result.stderr[-2000:]
 
 

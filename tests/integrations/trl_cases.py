@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
@@ -18,6 +19,23 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
+TIMES = ("step_time", "runtime", "per_second", "total_flos")
+
+
+def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_zero: float) -> None:
+    assert len(theirs) == len(ours)
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            if any(word in key for word in TIMES):
+                continue
+            if a[key] is None or b[key] is None:
+                assert a[key] is b[key], key
+            else:
+                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=near_zero), (
+                    key,
+                    a["step"],
+                )
 
 
 def prompts(count: int) -> list[str]:

@@ -1,5 +1,5 @@
-"""A model's layers on a CPU: numbers and gradients of linear ones and RMSNorms, and when they stay
-torch's.
+"""A model's layers on a CPU: numbers and gradients of linear ones, norms, SwiGLU and rotary
+embeddings, and when they stay torch's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.layers import fast_layers, linear, rms_norm
+from grpo_fast.kernels.cpu import gemm, layers, loader, modules
+from grpo_fast.kernels.cpu.layers import linear, rms_norm, rotary, swiglu
+from grpo_fast.kernels.cpu.modules import fast_layers
 
 pytestmark = pytest.mark.skipif(
-    gemm.unavailable(torch.float32) or loader.load("norm"), reason="no C++ kernels here"
+    gemm.unavailable(torch.float32) or loader.load("layers"), reason="no C++ kernels here"
 )
 
 
@@ -26,13 +27,18 @@ def calls(monkeypatch):
     """Our product is taken on every CPU; the list of its output shapes."""
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
     route._gemm_choice.cache_clear()
-    counted, product = [], gemm.mm_
+    counted = []
 
-    def mm_(a, b, out, **options):
-        counted.append(tuple(out.shape))
-        return product(a, b, out, **options)
+    def counting(product):
+        def run(*arguments):
+            out = product(*arguments)
+            counted.append(tuple(out.shape))
+            return out
 
-    monkeypatch.setattr(layers.gemm, "mm_", mm_)
+        return run
+
+    monkeypatch.setattr(layers.gemm, "mm_", counting(gemm.mm_))
+    monkeypatch.setattr(layers, "_product", counting(layers._product))
     yield counted
     route._gemm_choice.cache_clear()
 
@@ -165,7 +171,7 @@ def test_norms_of_another_formula_keep_their_own():
     fast_layers(model)
     model = copy.deepcopy(model)
     x = draw(9, 16)
-    assert torch.equal(model(x), other(x)) and not layers._agreeing[GemmaLikeRMSNorm]
+    assert torch.equal(model(x), other(x)) and not modules._agreeing[GemmaLikeRMSNorm]
     x[3, 2] = torch.nan
     rows = rms_norm(x, other.weight.detach(), 0.1).isnan().all(1)
     assert rows.nonzero().flatten().tolist() == [3]
@@ -180,3 +186,129 @@ def test_a_norms_gradient_does_not_depend_on_threads():
         found.append(torch.autograd.grad(rms_norm(*given, 1e-6), given, up))
     torch.set_num_threads(1)
     assert all(map(torch.equal, *found))
+
+
+def check_gradients(ours, exact, names, up):
+    """Outputs and gradients of two runs on the same numbers, the second in fp64."""
+    out, expected = ours(*names), exact(*[x.double() for x in names])
+    for a, b in zip(out, expected, strict=True):
+        assert (a - b).abs().max() < 1e-6 * max(1, b.abs().max())
+    wanted = [x for x in names if x.requires_grad]
+    learned = [i for i, x in enumerate(expected) if x.requires_grad]
+    gradients, expected = (
+        torch.autograd.grad(
+            [result[i] for i in learned], wanted, [up[i].to(result[i].dtype) for i in learned]
+        )
+        for result in (out, expected)
+    )
+    for a, b in zip(gradients, expected, strict=True):
+        assert (a - b).abs().max() < 2e-6 * max(1, b.abs().max())
+
+
+@pytest.mark.parametrize("frozen", ["", "gate", "up"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 16), (2, 70, 33)])
+def test_swiglu(shape, frozen, poisoned_memory):
+    gate = draw(*shape).mul(4).requires_grad_(frozen != "gate")
+    value = draw(*shape, seed=1).requires_grad_(frozen != "up")
+    up = draw(*shape[::-1], seed=2).permute(*range(len(shape))[::-1])
+    check_gradients(lambda *x: [swiglu(*x)], lambda g, u: [F.silu(g) * u], [gate, value], [up])
+    assert type(swiglu(gate, value).grad_fn).__name__ == "_SwiGLUBackward"
+    assert torch.equal(swiglu(gate.detach(), value.detach()), swiglu(gate, value))
+
+
+def test_swiglu_at_the_ends_of_its_range():
+    gate = torch.tensor([-1e4, -100, -88, -1e-30, 0, 1e-30, 88, 100, 1e4, torch.inf, torch.nan])
+    gate = gate.requires_grad_()
+    y = swiglu(gate, torch.full_like(gate, 2.0).detach())
+    (slopes,) = torch.autograd.grad(y.sum(), gate)
+    z = gate.detach().double().requires_grad_()
+    expected = F.silu(z) * 2
+    (exact,) = torch.autograd.grad(expected.sum(), z)
+    assert torch.allclose(y[:-2].double(), expected[:-2], rtol=1e-6, atol=1e-35)
+    assert torch.allclose(slopes[:-2].double(), exact[:-2], rtol=1e-6, atol=1e-35)
+    assert y[-2] == torch.inf and y[-1].isnan() and slopes[-1].isnan()
+
+
+def turned_halves(q, k, cos, sin):
+    """By complex numbers: a pair (low, high) times (cos + i sin), where both halves' angles are
+    the same; transformers' formula in general.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return [x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)]
+
+
+@pytest.mark.parametrize("frozen", ["", "q", "k"])
+@pytest.mark.parametrize(("heads", "width"), [((3, 1), 2), ((4, 2), 32), ((2, 2), 54)])
+@pytest.mark.parametrize(("batch", "angles"), [(1, 1), (2, 1), (2, 2)])
+def test_rotary(batch, angles, heads, width, frozen, poisoned_memory):
+    q, k = (draw(batch, 7, n, width, seed=n).transpose(1, 2) for n in heads)  # as models have them
+    q, k = q.requires_grad_(frozen != "q"), k.requires_grad_(frozen != "k")
+    cos, sin = draw(angles, 7, width, seed=8), draw(angles, 7, width, seed=9)
+    up = [draw(*x.shape[::-1], seed=4).permute(3, 2, 1, 0) for x in (q, k)]
+    assert layers.can_turn(q, k, cos, sin)
+    check_gradients(rotary, turned_halves, [q, k, cos, sin], up)
+    assert rotary(q, k, cos, sin)[0].transpose(1, 2).is_contiguous()
+
+
+def test_what_rotary_does_not_take():
+    q, k, cos, sin = draw(2, 4, 7, 8), draw(2, 2, 7, 8), draw(2, 7, 8), draw(2, 7, 8)
+    assert layers.can_turn(q, k, cos, sin)
+    for wrong in (
+        (q.double(), k.double(), cos.double(), sin.double()),
+        (q, k, cos.clone().requires_grad_(), sin),
+        (q[..., :7], k[..., :7], cos[..., :7], sin[..., :7]),
+        (q, k, cos[..., :4], sin[..., :4]),  # turns a part of the columns
+        (q, k[:, :, :6], cos, sin),
+        (q[0], k[0], cos, sin),
+    ):
+        assert not layers.can_turn(*wrong)
+
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "fast"),
+    [
+        ("Llama", ["MLP", "Attention", "RMSNorm"]),
+        ("Mistral", ["MLP", "Attention", "RMSNorm"]),
+        ("Qwen2", ["MLP", "Attention", "RMSNorm"]),
+        ("Qwen3", ["MLP", "Attention", "RMSNorm"]),
+        ("Gemma2", ["Attention", "RMSNorm"]),  # GELU; its norms are judged when they run
+        ("Cohere", ["MLP"]),  # turns neighbours, not halves
+        ("Phi3", ["Attention", "RMSNorm"]),  # gate and up in one matrix
+    ],
+)
+def test_families(family, fast):
+    """Logits and gradients of a model and its plain copy; the classes that compute by ours."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
+    torch.manual_seed(1)
+    plain = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = copy.deepcopy(plain)
+    fast_layers(model)
+    chosen = {type(m).__name__ for m in model.modules() if "forward" in vars(m)} - {"Linear"}
+    assert chosen == {family + name for name in fast}
+    ids = torch.arange(60).view(2, 30) % 64
+    for one in (model, plain):
+        one(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max() < 1e-5
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() <= 1e-5 * q.grad.abs().max(), name
+    hooked = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: hooked.append("mlp"))
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: hooked.append("down"))
+    copy.deepcopy(model)(input_ids=ids)
+    assert hooked == ["down", "mlp"]
+
+
+def test_a_forward_of_somebody_elses_stays():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    theirs = model[0].forward = lambda x: x.new_zeros(len(x), 16)
+    fast_layers(model)
+    assert model[0].forward is theirs and "forward" in vars(model[1])

@@ -30,8 +30,7 @@ ARCHITECTURES = [
 ]
 KERNELS = (
     "slice join target units row_logps row_grad row_loss row_divergence scale coefficients times "
-    "write_hidden scaled_hidden add_targets gather_columns column_product support_head "
-    "support_logps support_grad sums"
+    "write_hidden scaled_hidden add_targets gather_columns column_product support_head sums"
 )
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 

@@ -5,19 +5,12 @@ a bound.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import deterministic
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import grpo_fast
-from grpo_fast.attention import TreeLayout
-from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.kernels import workspace as memory
-from tests.loss_cases import BACKENDS
 
 WEIGHT = torch.zeros(7, 3)
 
@@ -118,118 +111,3 @@ def test_what_is_kept_counts_as_memory_of_a_measured_call():
     assert memory._spare
     measured = [measure.peak_memory(call, "cpu")["workspace_mib"] for _ in range(2)]
     assert all(abs(mib - 64) < 8 for mib in measured)
-
-
-# ---- memory that torch would fill
-# -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def filling():
-    """The user's `torch.use_deterministic_algorithms(True)`: what is empty comes filled."""
-    torch.use_deterministic_algorithms(True)
-    assert deterministic.fill_uninitialized_memory
-    yield
-    deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(False)
-
-
-class Filled(TorchDispatchMode):
-    """Notes the sizes of what torch allocates and fills."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if "empty" in str(function) and deterministic.fill_uninitialized_memory:
-            self.sizes.append(out.numel())
-        return out
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_buffer_of_a_loss_is_filled(filling, dtype, backend):
-    """Nothing above some vectors over the tokens."""
-    tokens, hidden_size, vocab = 6, 64, 512
-    hidden, weight = (torch.ones(n, hidden_size, dtype=dtype) for n in (tokens, vocab))
-    ids, cu = torch.arange(tokens), torch.tensor([0, tokens])
-    for name in ("logits", "linear"):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        with Filled() as filled:
-            if name == "linear":
-                out = grpo_fast.linear_grpo_loss(
-                    *leaves, ids, torch.ones(1), grpo_fast.LossConfig(), cu_seqlens=cu,
-                    backend=backend,
-                )  # fmt: skip
-            else:
-                logits = torch.zeros(tokens, vocab, dtype=dtype, requires_grad=True)
-                out = grpo_fast.logits_grpo_loss(
-                    logits, ids, torch.ones(1), grpo_fast.LossConfig(), cu_seqlens=cu,
-                    backend=backend,
-                )  # fmt: skip
-            out.loss.backward()
-        assert max(filled.sizes, default=0) < tokens * hidden_size, name
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_no_buffer_of_the_attention_is_filled(filling, softcap):
-    q, k, v = (torch.ones(40, heads, 16, requires_grad=True) for heads in (2, 1, 1))
-    layout = TreeLayout.of([25, 15])
-    packed_rows_attention(q, k, v, layout, scale=1.0, softcap=softcap)  # its self-test, once
-    with Filled() as filled:
-        packed_rows_attention(q, k, v, layout, scale=1.0, softcap=softcap).sum().backward()
-    assert max(filled.sizes, default=0) < v.numel()
-
-
-def test_the_switch_is_put_back(filling):
-    def empty(*shape):
-        seen.append(deterministic.fill_uninitialized_memory)
-        return torch.empty(*shape)
-
-    def failing():
-        raise MemoryError
-
-    seen: list[bool] = []
-    for found in (True, False):
-        deterministic.fill_uninitialized_memory = found
-        assert memory.unset(empty, 2, 3).shape == (2, 3)
-        with pytest.raises(MemoryError):
-            memory.unset(failing)
-        assert deterministic.fill_uninitialized_memory is found
-    assert seen == [False, False]
-
-
-def test_threads_put_back_what_was_there_before_all_of_them(filling):
-    """The second begins while the first is at it, and the first ends while the second is."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    def slow():
-        inside.set()
-        go_on.wait(10)
-        return torch.empty(1)
-
-    def slower():
-        first.join(10)
-        return torch.empty(1)
-
-    first = threading.Thread(target=memory.unset, args=(slow,))
-    second = threading.Thread(target=memory.unset, args=(slower,))
-    first.start()
-    inside.wait(10)
-    second.start()
-    second.join(0.2)
-    go_on.set()
-    first.join()
-    second.join()
-    assert deterministic.fill_uninitialized_memory
-
-
-def test_without_the_users_switch_nothing_is_switched(monkeypatch):
-    monkeypatch.setattr(memory, "_switch", None)
-    assert memory.unset(torch.empty, 2, dtype=torch.float64).dtype == torch.float64
-
-
-def test_the_fixture_that_poisons_memory_reaches_ours(poisoned_memory):
-    assert memory.unset(torch.empty, 5).isnan().all() and take(3, 7).isnan().all()

@@ -26,13 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 # ----------------------------------------------------------
 # on policy
 @pairs(
-    backend=BACKENDS,
-    dtype=DTYPES,
-    layout=LAYOUTS,
-    function=["linear", "logits"],
-    level=["token", "sequence"],
-    kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
-)
+    backend=BACKENDS, dtype=DTYPES, layout=LAYOUTS, function=["linear", "logits"],
+    level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
+)  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
     """old and ref computed by linear_logps / logits_logps from the same rows, in another pass and
     another packing.
@@ -89,16 +85,9 @@ def rows_of(hidden, weight, ids, A, old, index, backend, *, entropy_coef=0.0, le
         loss_type="dapo", epsilon_low=50.0, epsilon_high=50.0, entropy_coef=entropy_coef
     )
     out = grpo_fast.linear_grpo_loss(
-        h,
-        w,
-        ids[index],
-        A[index],
-        config,
-        old_logps=old[index],
-        cu_seqlens=cu,
-        num_items_in_batch=1000,
-        backend=backend,
-    )
+        h, w, ids[index], A[index], config, old_logps=old[index], cu_seqlens=cu,
+        num_items_in_batch=1000, backend=backend,
+    )  # fmt: skip
     out.loss.backward()
     return out.logps, h.grad
 

@@ -168,22 +168,3 @@ def test_refusals():
             grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=bad)
     with pytest.raises(ValueError, match="hidden: expected shape \\(R, H\\)"):
         loss_of(LossConfig(), hidden[None], weight, ids, advantages, tokens, hidden_rows=ROWS)
-
-
-def test_in_a_compiled_step():
-    hidden, weight, ids, advantages, tokens = problem()
-
-    config = LossConfig()
-
-    def step(h, w, rows):
-        return loss_of(
-            config, h, w, ids, advantages, tokens, hidden_rows=rows, backend="torch"
-        ).loss
-
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, ROWS)
-    expected = step(hidden, weight, ROWS)
-    assert torch.equal(found, expected)
-    for one, other in zip(
-        gradients(found, hidden, weight), gradients(expected, hidden, weight), strict=True
-    ):
-        assert torch.equal(one, other)

@@ -10,7 +10,7 @@ import torch
 
 import grpo_fast
 from grpo_fast.loss import batch, values
-from grpo_fast.loss.arguments import Given
+from grpo_fast.loss.arguments import BatchInputs
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 
 T, B = 9, 3
@@ -76,8 +76,8 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
 def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
     """Every completion's sum is one over some of the T tokens: nothing else is read."""
     mask = torch.arange(T) % 2 == 0 if has_mask else None
-    given = Given(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
-    tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), given).tokens
+    inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
+    tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
     active = T if mask is None else int(mask.sum())
     total = tokens.completion_sum(torch.ones(active)).sum()
     assert tokens.lengths.sum() <= active and total == tokens.lengths.sum()

@@ -199,16 +199,6 @@ def test_empty_packed_batches(function, cu, backend):
     assert out.loss.item() == 0 and out.logps.shape == (0,) and x.grad.shape == x.shape
 
 
-def test_logps_functions_of_nothing():
-    lp, H = grpo_fast.linear_logps(
-        torch.zeros(0, 4), torch.ones(7, 4), torch.zeros(0, dtype=torch.int64), return_entropy=True
-    )
-    assert lp.shape == H.shape == (0,)
-    assert grpo_fast.logits_logps(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64)).shape == (
-        0,
-    )
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", [[], [0], [4], [0, 4], [1, 2, 3]])
 def test_empty_completions_anywhere_count_in_b_and_nowhere_else(empty, backend):

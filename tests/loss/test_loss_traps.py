@@ -216,27 +216,6 @@ def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
         )
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean_global"])
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
-def test_trap_dapo_scale_when_micro_batches_and_generation_batches_differ(loss_type, aggregation):
-    """Elsewhere: mis-scaled. Here Σ over any split with the step's total is the whole step's
-    loss.
-    """
-    case = make_case(26, **options_for(loss_type, "token", aggregation))
-    total = int(case.mask.sum())
-    whole = run("linear", case)
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 5)):
-        piece = case.but(
-            hidden=case.hidden[rows], ids=case.ids[rows], mask=case.mask[rows],
-            advantages=case.advantages[rows], old=case.old[rows], ref=case.ref[rows],
-            num_items=total,
-        )  # fmt: skip
-        parts.append(run("linear", piece))
-    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), abs=1e-6)
-    assert relative_l2(sum(p.grads["weight"] for p in parts), whole.grads["weight"]) < 1e-6
-
-
 def test_trap_an_empty_completion_and_an_empty_batch_are_zero_not_nan():
     for loss_type, level in LOSS_LEVELS:
         case = make_case(27, **options_for(loss_type, level, beta=0.2, entropy_coef=0.1))

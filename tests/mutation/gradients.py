@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-GRADIENTS, ROWS, COEFFICIENTS = (
-    f"grpo_fast/kernels/gpu/{x}.py" for x in ("gradients", "target_rows", "coefficients")
-)
+GRADIENTS, ROWS = (f"grpo_fast/kernels/gpu/{x}.py" for x in ("gradients", "target_rows"))
 ACTIVITY, LOOP, CHUNKS, SUMS = (
     f"grpo_fast/kernels/head/{x}.py" for x in ("activity", "loop", "chunks", "gradients")
 )
@@ -36,12 +34,6 @@ MUTANTS = [
     Mutant("triton-targets-depth", ROWS,
            "depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)", "depth = tl.where(tl.max(places, 0) >= 0, BLOCK_T, 0)",
            "a row that is formed again sums its first block only", "triton_gradients"),
-    Mutant("triton-coefficients-nan", COEFFICIENTS,
-           "tl.where(lp != lp, lp, g)", "g",
-           "a NaN has a coefficient that hides it", "triton_gradients"),
-    Mutant("triton-coefficients-clamp", COEFFICIENTS,
-           "kl_slope = (kl_slope + kl) * ratio", "kl_slope = kl_slope * ratio",
-           "no gradient through the ratio that multiplies the KL", "triton_gradients"),
     Mutant("activity-weights", ACTIVITY,
            "(terms.advantages != 0) & (terms.policy_weights != 0)", "terms.policy_weights != 0",
            "rows without advantage are multiplied", "triton_gradients"),

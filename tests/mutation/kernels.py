@@ -7,9 +7,9 @@ from tests.mutation.mutants import Mutant
 ROW_SUMS, STATISTICS, CHUNK, GRADIENT, ROW_LOSS = (
     f"csrc/rows/{x}.h" for x in ("sums", "statistics", "chunk", "gradient", "loss")
 )
-ROWS, MATH, LINEAR, WEIGHTS, EPILOGUE, SCALE = (
+ROWS, MATH, LINEAR, WEIGHTS, EPILOGUE, SCALE, LEAVES = (
     f"grpo_fast/kernels/gpu/{x}.py"
-    for x in ("rows", "math", "linear", "exponentials", "epilogue", "scale")
+    for x in ("rows", "math", "linear", "exponentials", "epilogue", "scale", "coefficients")
 )
 TYPES, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("types", "head/chunks"))
 
@@ -83,17 +83,17 @@ TRITON = [
     Mutant("triton-skips-entropy", ROWS,
            "if (g == 0.0) & (g_entropy == 0.0):", "if g == 0.0:",
            "rows with an entropy coefficient alone are skipped", "triton_leaf"),
-    Mutant("triton-kl-times-ratio", ROWS,
+    Mutant("triton-kl-times-ratio", LEAVES,
            "kl_slope = (kl_slope + kl) * ratio", "kl_slope = kl_slope * ratio",
            "no gradient through the ratio that multiplies the KL", "triton_kl"),
     Mutant("triton-poison-multiplies", ROWS,
-           "g = tl.where(counts, g + nothing, 0.0)", "g = g + nothing",
+           "    g = tl.where(counts, g, 0.0)\n", "",
            "a masked row's NaN reaches its gradient", "triton_inert"),
-    Mutant("triton-nan-hidden", ROWS,
-           "g = tl.where(counts, g + nothing, 0.0)", "g = tl.where(counts, g, 0.0)",
+    Mutant("triton-nan-hidden", LEAVES,
+           "tl.where(lp != lp, lp, g)", "g",
            "an active row's NaN has no gradient", "triton_nan"),
-    Mutant("triton-nan-hidden-in-loss", ROWS,
-           "loss = tl.where(counts, loss + nothing, 0.0)", "loss = tl.where(counts, loss, 0.0)",
+    Mutant("triton-nan-hidden-in-loss", LEAVES,
+           "tl.where(lp != lp, lp, loss)", "loss",
            "an active row's NaN does not reach the loss", "triton_nan"),
     Mutant("triton-join-scale", LINEAR,
            "rest = rest * shrink + tl.sum(rest_s * shrink_s, 0)", "rest = rest * shrink + tl.sum(rest_s, 0)",

@@ -11,9 +11,9 @@ BATCH, VALUES, PASSES, AUTOGRAD, RANKS, CALL, OPERATORS = (
 RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"))
 
 MUTANTS = [
-    Mutant("batch-infinite-reference", BATCH,
-           '("ref_logps", "finite numbers at the active tokens", "NaN or inf")',
-           '("ref_logps", "finite numbers at the active tokens", "NaN")',
+    Mutant("batch-infinite-reference", VALUES,
+           '"ref_logps": ("finite numbers at the active tokens", "NaN or inf", torch.isfinite)',
+           '"ref_logps": ("finite numbers at the active tokens", "NaN", lambda x: ~x.isnan())',
            "an infinite KL has finite gradients", "refusals"),
     # ---- batch.py, and the rows that it makes
     Mutant("batch-no-mask", BATCH,
@@ -37,11 +37,11 @@ MUTANTS = [
            ")[places.segments]  # fmt: skip", ")[places.segments.clamp(max=0)]  # fmt: skip",
            "every token has the first completion's weight", "logps"),
     Mutant("batch-target-shift", BATCH,
-           "ids = places.picked(given.like)",
+           "ids = places.picked(inputs.like)",
            "ids = places._replace(kept=None if places.kept is None else (places.kept - 1).clamp(min=0)).picked(given.like)",
            "the target of the token before", "sweeps"),
     Mutant("batch-shared-memory", BATCH,
-           "return x.to(torch.float32, copy=True)", "return x.float()",
+           "return x.to(dtype, copy=True)", "return x.to(dtype)",
            "metrics read what the caller has written over its arguments", "metrics"),
     Mutant("batch-rows-that-repeat", BATCH,
            "predicting, repeats=True)", "predicting, repeats=False)",
@@ -76,7 +76,7 @@ MUTANTS = [
            "elements(x, x != kept, expected", "elements(x, x < 0, expected",
            "a mask of 2 or 0.5 is taken for one of 1", "refusals"),
     Mutant("values-temperature", VALUES,
-           "bad = ~((x > 0) & torch.isfinite(x))", "bad = ~((x >= 0) & torch.isfinite(x))",
+           "return (x > 0) & torch.isfinite(x)", "return (x >= 0) & torch.isfinite(x)",
            "a temperature of 0 is let through", "refusals"),
     # ---- passes.py
     Mutant("passes-masked-target", "grpo_fast/loss/logits.py",

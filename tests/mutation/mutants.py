@@ -53,7 +53,7 @@ SUITES: dict[str, str] = {
     "kept": "loss/test_kept_logits.py",
     "entropy_gradient": "loss/test_entropy_gradient.py",
     "metrics": "loss/test_loss_extras.py -k metrics",
-    "range": "loss/test_gradient_range.py -k 'not compiled'",
+    "range": "loss/test_gradient_range.py",
     "sharded": "integrations/test_sharded_heads.py -k 'of_one_process and 2'",
     "ranks": "integrations/test_lightning.py -k two_ranks",
     "two_processes": "integrations/test_two_processes.py -k 'ends_in_the_same and dapo'",

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("support-reference-duplicates", REFERENCE,
            "torch.where(keys[1:] == keys[:-1]", "torch.where(keys[1:] == keys[:-1] - 1",
            "torch does not see an id twice", "support_doors"),
-    Mutant("support-reference-places", REFERENCE,
+    Mutant("support-reference-places", "grpo_fast/kernels/reference.py",
            "offsets[here, None] + torch.arange(k", "offsets[here, None] + torch.arange(1, k + 1",
            "every row begins one place too late", "support_doors"),
     Mutant("support-reference-order", REFERENCE,

@@ -57,7 +57,7 @@ MUTANTS = [
            "nullcontext() if self.copy is not None else self.policy.without_adapter()",
            "nullcontext()", "LoRA's reference is the policy itself", "exact_kl_training"),
     Mutant("reference-path-ignored", REFERENCE,
-           "self.copy = _another(policy, config.path, model)", "self.copy = policy.frozen_copy()",
+           "if another is None and config.kind", "if config.kind",
            "the policy's own start in place of the model asked for", "exact_kl_training"),
     Mutant("reference-vocabulary-by-size", REFERENCE,
            "if ours == theirs:", "if len(ours) == len(theirs):",

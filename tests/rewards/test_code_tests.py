@@ -177,16 +177,12 @@ def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
+        ("x = 1", "x = 1"), ("```python\nx = 1\n```", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
         ("first\n```py\nx = 1\n```\nbetter:\n```Python\nx = 2\n```\nbye", "x = 2\n"),
-        ("```python\nx = 1", "x = 1"),
-        ("```python\nx = 1\n```\nand\n```python\nx = 3", "x = 3"),
-        ("```", ""),
-        ("", ""),
+        ("```python\nx = 1", "x = 1"), ("```python\nx = 1\n```\nand\n```python\nx = 3", "x = 3"),
+        ("```", ""), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_the_code_is_that_of_the_last_block(text, code):
     assert worker.code_of(text) == code
 

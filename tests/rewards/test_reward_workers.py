@@ -136,15 +136,10 @@ def test_options_that_a_function_does_not_take(build, here):
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
-        ("hang", "timeout"),
-        ("die", "died"),
-        ("raise", "error"),
-        ("short", "wrong_length"),
-        ("none", "not_a_number"),
-        ("nan", "not_a_number"),
-        ("text", "not_a_number"),
+        ("hang", "timeout"), ("die", "died"), ("raise", "error"), ("short", "wrong_length"),
+        ("none", "not_a_number"), ("nan", "not_a_number"), ("text", "not_a_number"),
     ],
-)
+)  # fmt: skip
 def test_each_loss_has_its_reason_and_costs_its_own_sample(build, completion, why):
     result = ask(build("moody", timeout=1), "good", completion, "good")
     assert result.total.isnan().tolist() == [False, True, False]

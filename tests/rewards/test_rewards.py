@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
 from decimal import Decimal
 
@@ -17,12 +16,10 @@ from grpo_fast.rewards import (
     RewardSet,
     WeightedReward,
     build_rewards,
-    import_function,
     scorer_for,
 )
 from grpo_fast.rewards.calling import parameters_of
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
-from grpo_fast.rewards.isolated import IsolatedReward
 from tests.reward_specs import spec
 
 
@@ -42,28 +39,13 @@ def one(function, weight=1.0, **keywords):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("18", "18"),
-        (" 18 ", "18"),
-        ("$18", "18"),
-        ("18.", "18"),
-        ("18.0", "18"),
-        ("18.50", "18.5"),
-        ("18%", "18"),
-        ("**18**", "18"),
-        ("**18.**", "18"),
-        ("**18**.", "18"),
-        ("1,080", "1080"),
-        ("18,", "18"),
-        ("-7", "-7"),
-        ("-$7", "-7"),
-        ("$-7", "-7"),
-        ("$1,234,567.89", "1234567.89"),
-        ("0" * 31 + "1", "1"),
-        ("-0", "0"),
-        ("0.1", "0.1"),
+        ("18", "18"), (" 18 ", "18"), ("$18", "18"), ("18.", "18"), ("18.0", "18"),
+        ("18.50", "18.5"), ("18%", "18"), ("**18**", "18"), ("**18.**", "18"), ("**18**.", "18"),
+        ("1,080", "1080"), ("18,", "18"), ("-7", "-7"), ("-$7", "-7"), ("$-7", "-7"),
+        ("$1,234,567.89", "1234567.89"), ("0" * 31 + "1", "1"), ("-0", "0"), ("0.1", "0.1"),
         ("9" * 32, "9" * 32),
     ],
-)
+)  # fmt: skip
 def test_numbers(text, value):
     assert parse_number(text) == Decimal(value)
 
@@ -71,31 +53,11 @@ def test_numbers(text, value):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "eighteen",
-        "18 eggs",
-        "1 8",
-        "5*3",
-        "1e5",
-        "1/2",
-        ".5",
-        "--1",
-        "+1",
-        "0x10",
-        "1.2.3",
-        "NaN",
-        "inf",
-        "-",
-        "$",
-        "9" * 33,
-        "1." + "0" * 32,
-        "\u0661\u0668",
-        "\uff11\uff18",
-        "\u00b2",
-        "\u22127",
-        "1_000",
+        "", "eighteen", "18 eggs", "1 8", "5*3", "1e5", "1/2", ".5", "--1", "+1", "0x10", "1.2.3",
+        "NaN", "inf", "-", "$", "9" * 33, "1." + "0" * 32, "\u0661\u0668", "\uff11\uff18", "\u00b2",
+        "\u22127", "1_000",
     ],
-)
+)  # fmt: skip
 def test_not_numbers(text):
     assert parse_number(text) is None
 
@@ -138,32 +100,10 @@ def test_strict_and_lenient(text, strict, lenient):
 @pytest.mark.parametrize(
     "unit",
     [
-        "1",
-        "-",
-        "1,",
-        "####",
-        "#### ",
-        "<answer>",
-        "</answer>",
-        "<answer>1</answer>",
-        "1.",
-        "1.1",
-        " ",
-        "$",
-        "*",
-        "%",
-        "\n",
-        "-1",
-        "-$",
-        ",",
-        "#",
-        "<",
-        "####\n",
-        "<<",
-        "1 ",
-        "\u0661",
+        "1", "-", "1,", "####", "#### ", "<answer>", "</answer>", "<answer>1</answer>", "1.", "1.1",
+        " ", "$", "*", "%", "\n", "-1", "-$", ",", "#", "<", "####\n", "<<", "1 ", "\u0661",
     ],
-)
+)  # fmt: skip
 def test_extraction_is_linear_on_64k_adversarial_characters(unit):
     text = (unit * (1 << 16))[: 1 << 16]
     for candidate in (text, text + "x", "#### " + text, f"<answer>{text}</answer>"):
@@ -258,39 +198,15 @@ def test_raising_costs_only_the_samples_that_raise(caplog):
     assert "boom" in caplog.text and "\x1b" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        lambda n: [1.0] * (n + 1),
-        lambda n: [],
-        lambda n: None,
-        lambda n: 1.0,
-        *(
-            lambda n, value=v: [value] * n
-            for v in (math.nan, math.inf, -math.inf, "1", None, 1e300, 10**400, [1, 2])
-        ),
-    ],
-)
-def test_nonsense_is_nan_and_counted(returned):
-    result = one(lambda *, prompts, completions, answers: returned(len(completions)))(
-        ["p"] * 3, ["a"] * 3, ["x"] * 3
-    )
-    assert result.total.isnan().all() and result.failures == {"f": 3}
-
-
-def test_tensors_bools_and_coroutines_are_fine():
+def test_a_coroutine_is_awaited_inside_a_loop_too():
     async def slow(*, prompts, completions, answers):
         await asyncio.sleep(0)
         return [True, 0.5]
-
-    assert one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist() == [1.0, 0.5]
 
     async def inside_a_loop():
         return one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
 
     assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
-    as_tensor = one(lambda *, prompts, completions, answers: torch.tensor([1.0, 2.0]))
-    assert as_tensor(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist() == [1.0, 2.0]
 
 
 def test_a_reward_of_weight_zero_is_watched_but_cannot_poison_the_sum():
@@ -334,49 +250,6 @@ def test_set_refuses_bad_arguments():
         build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
     with pytest.raises(ValueError, match="max_failures"):
         one(REWARDS["exact_match"], max_failures=2)
-
-
-def test_import_path(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text(
-        "def longest(*, prompts, completions, answers, unit=1):\n    return [len(c) / unit for c "
-        "in completions]\n"
-    )
-    (tmp_path / "broken_rewards.py").write_text("raise OSError('no disk')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    rewards = build_rewards([spec("own_rewards:longest", unit=2)])
-    assert rewards.names == ["longest"] and rewards(["p"], ["abcd"], ["x"]).total.tolist() == [2.0]
-    with pytest.raises(ValueError, match="expected a function 'nothing' in own_rewards"):
-        import_function("own_rewards:nothing")
-    with pytest.raises(ValueError, match="could not import 'broken_rewards'.*no disk"):
-        import_function("broken_rewards:f")
-    with pytest.raises(ValueError, match="could not import"):
-        import_function("no_such_module_here:f")
-
-
-def test_isolated_reward_survives_hanging_and_dying(tmp_path, monkeypatch):
-    (tmp_path / "wild_rewards.py").write_text(
-        "import os, time\n"
-        "def wild(*, prompts, completions, answers, scale=1):\n"
-        "    print('noise on stdout')\n"
-        "    if 'hang' in completions: time.sleep(60)\n"
-        "    if 'die' in completions: os._exit(3)\n"
-        "    if 'raise' in completions: raise ValueError('boom')\n"
-        "    return [float(len(c)) * scale for c in completions]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    rewards = build_rewards([spec("wild_rewards:wild", timeout=0.5, scale=2)], max_failures=1.0)
-    function = rewards.rewards[0].function
-    assert isinstance(function, IsolatedReward)
-    try:
-        assert rewards(["p"] * 2, ["ab", "\x1b\n…"], ["x"] * 2).total.tolist() == [4.0, 6.0]
-        result = rewards(["p"] * 4, ["a", "hang", "die", "raise"], ["x"] * 4)
-        assert result.total[0] == 2.0 and result.total.isnan().tolist() == [False, True, True, True]
-        assert rewards(["p"], ["abc"], ["x"]).total.tolist() == [6.0]  # and it goes on
-    finally:
-        function.close()
-    with pytest.raises(RuntimeError, match="expected a function 'tame'"):
-        IsolatedReward("wild_rewards:tame", timeout=5)(prompts=[], completions=[], answers=[])
-    assert "wild_rewards" not in sys.modules or not hasattr(sys.modules["wild_rewards"], "tame")
 
 
 def test_scorers():

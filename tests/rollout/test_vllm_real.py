@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.data import load_examples
+from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError, awake, build_engine
 from grpo_fast.rollout.vllm.answers import Reply, ServerError
 from grpo_fast.rollout.vllm.teacher import TeacherServer
@@ -46,8 +46,7 @@ PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
 
 def policy_of(family: str = "llama") -> Any:
     config = load_recipe("sort", [*SORT, f"model.config.model_type={family}"])
-    questions = load_examples(config.data, split="train", seed=0)
-    tokenizer = build_tokenizer(config.model, config.data, questions)
+    tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
     torch.manual_seed(0)
     policy = load_policy(config.model, tokenizer)
     spoil(policy)

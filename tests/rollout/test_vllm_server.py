@@ -67,6 +67,14 @@ def engine_of(policy: Policy, *servers: StandIn, **options: float) -> VLLMServer
     return VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
 
 
+@pytest.fixture
+def engine(policy: Policy, server: StandIn) -> VLLMServers:
+    """Of one server, which has the weights."""
+    made = engine_of(policy, server)
+    made.update(policy, 0)
+    return made
+
+
 def generate(policy, engine, prompts=PROMPTS, *, seed=1, group_size=3, places=None, **options):
     sampling = Sampling(**{"max_new_tokens": 6, **options})
     return rollouts.generate(
@@ -196,32 +204,26 @@ def test_prompts_are_dealt_to_all_servers(policy, servers):
     assert sorted(servers[0].prompts + servers[1].prompts) == sorted(rollout.prompt_ids[::3])
 
 
-def test_ends_of_completions(policy, server):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_ends_of_completions(policy, engine):
     rollout = generate(policy, engine, seed=2)
     eos = policy.tokenizer.eos_token_id
     assert any(rollout.truncated) and not all(rollout.truncated)
     assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
 
 
-def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server):
+def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server, engine):
     given = []
 
     def shuffled(answer):
         given.extend(choice["token_ids"] for choice in answer["choices"])
         answer["choices"] = answer["choices"][1:] + answer["choices"][:1]
 
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
     server.faults[GENERATE] = [shuffled]
     assert generate(policy, engine, PROMPTS[:1]).completion_ids == given
     assert given[0] != given[2]
 
 
-def test_greedy_completions(policy, server):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_greedy_completions(policy, engine):
     ours = generate(policy, None, temperature=0.0).completion_ids
     assert generate(policy, engine, temperature=0.0).completion_ids == ours
 
@@ -231,9 +233,7 @@ def with_kept(answer):
         choice["sampling_mask"] = [sorted({token, 1}) for token in choice["token_ids"]]
 
 
-def test_kept_tokens_where_the_server_names_them(policy, server):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_kept_tokens_where_the_server_names_them(policy, server, engine):
     server.faults[GENERATE] = [with_kept]
     kept = generate(policy, engine, PROMPTS[:1], top_k=2).kept[0]
     (ids,) = generate(policy, engine, PROMPTS[:1], top_k=2).completion_ids[:1]
@@ -244,10 +244,8 @@ def test_kept_tokens_where_the_server_names_them(policy, server):
     assert generate(policy, engine, PROMPTS[:1]).kept == [None] * 3  # nothing was truncated
 
 
-def test_it_is_said_once_that_kept_tokens_are_unknown(policy, server, caplog):
+def test_it_is_said_once_that_kept_tokens_are_unknown(policy, engine, caplog):
     say_that_kept_is_unknown.cache_clear()
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
     generate(policy, engine)
     assert "top_p" not in caplog.text
     for _ in range(2):
@@ -293,9 +291,7 @@ def test_a_server_killed_in_the_middle_and_restarted(policy, server):
     assert again.weight_versions == [5] * 12 and difference(policy, again) < 1e-5
 
 
-def test_a_server_that_started_anew_between_two_steps(policy, server, caplog):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_a_server_that_started_anew_between_two_steps(policy, server, engine, caplog):
     server.stop()
     server.start()
     spoil(policy)
@@ -316,9 +312,7 @@ def test_a_server_that_stays_away(policy, server):
     assert len(generate(policy, engine).texts) == 12
 
 
-def test_a_server_that_hangs(policy, server):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_a_server_that_hangs(policy, server, engine):
     engine.options.timeout = 0.3
     server.faults[GENERATE] = ["hang"] * 12
     start = time.monotonic()
@@ -383,12 +377,7 @@ def test_completions_by_other_weights_are_refused(policy, server, change, caplog
     assert isinstance(engine.links[0].error, StaleWeights)
 
 
-def test_weights_of_another_run_have_another_name(policy, server):
-    one, other = engine_of(policy, server), engine_of(policy, server)
-    assert one.version == other.version and one.label != other.label
-
-
-def test_a_completion_that_the_server_has_no_room_for(policy, server):
+def test_a_completion_that_the_server_has_no_room_for(policy, server, engine):
     def cut(answer):
         for choice in answer["choices"]:
             choice["token_ids"] = [5, 5]
@@ -396,19 +385,15 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server):
             choice["finish_reason"] = "length"
             choice["weight_versions"][0]["end"] = 2
 
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
     server.faults[GENERATE] = [cut]
     with pytest.raises(ValueError, match="max_model_len: .*an end after 2"):
         generate(policy, engine)
 
 
-def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server):
+def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server, engine):
     def aborted(answer):
         answer["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "logprobs": None}
 
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
     server.faults[GENERATE] = [aborted]
     assert len(generate(policy, engine).texts) == 12
 
@@ -498,9 +483,7 @@ def test_a_server_without_the_paths_is_told_how_to_start(policy, server, path, s
         build(policy, Options(urls=[server.url]))
 
 
-def test_what_the_server_refuses_is_quoted(policy, server):
-    engine = engine_of(policy, server)
-    engine.update(policy, 0)
+def test_what_the_server_refuses_is_quoted(policy, server, engine):
     server.faults[GENERATE] = [400]
     with pytest.raises(ValueError, match="400 told to say 400"):
         generate(policy, engine)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fast.data import load_examples
+from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
 from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.train import loop
@@ -30,8 +30,7 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 def servers(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
     config = config_of(tmp_path)
-    questions = load_examples(config.data, split="train", seed=0)
-    tokenizer = build_tokenizer(config.model, config.data, questions)
+    tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
     policy = load_policy(config.model, tokenizer)  # other random weights than the run's
     made = [StandIn(policy), StandIn(policy)]
     yield made

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.runs.resume import ANEW, enter_folder
+from grpo_fast.train.runs.resume import Start, enter_folder
 from grpo_fast.train.runs.stopping import Stopping
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
@@ -30,7 +29,10 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
 
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     """The report of a new run in this folder."""
-    return RunReport(folder, config, enter=partial(enter_folder, folder, ANEW), **options)
+    config = config.model_copy(update={"output_dir": str(folder)})
+    report = RunReport(folder, config.log, config.steps, **options)
+    enter_folder(config, Start(), report)
+    return report
 
 
 def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:

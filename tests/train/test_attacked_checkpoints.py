@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train import build, loop
+from grpo_fast.train import loop
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
@@ -501,7 +501,8 @@ def test_going_back_in_ones_own_folder(folder, monkeypatch):
 def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     """39: a run that is still being written is no start, whatever lies there now."""
     lock = FolderLock(folder)
-    monkeypatch.setattr(build, "find_start", lambda *_: pytest.fail("looked without the lock"))
+    find_start = resume.find_start
+    monkeypatch.setattr(resume, "find_start", lambda *_: pytest.fail("looked without the lock"))
     with pytest.raises(OutputFolderError, match="another process is writing"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     lock.release()
@@ -510,9 +511,9 @@ def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     def looking(config, say):
         with pytest.raises(OutputFolderError, match="another process is writing"):
             FolderLock(folder)
-        return resume.find_start(config, say)
+        return find_start(config, say)
 
-    monkeypatch.setattr(build, "find_start", looking)
+    monkeypatch.setattr(resume, "find_start", looking)
     run(folder, *WORDS, "resume=auto", "steps=3")
 
 

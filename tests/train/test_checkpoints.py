@@ -25,6 +25,7 @@ from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from tests.command_line import ROOT, invoke, refused
 from tests.tiny import tiny_folder
 from tests.train.resuming import Leave, config_of, result, run
+from tests.train.tiny_runs import questions
 
 SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
@@ -129,12 +130,7 @@ def test_a_run_that_is_left_again_and_again(tmp_path, monkeypatch):
 
 
 def test_an_adapter(tmp_path, monkeypatch):
-    folder, data = tiny_folder(tmp_path / "tiny", "llama"), tmp_path / "data"
-    data.mkdir()
-    for name in ("train", "test"):
-        rows = [{"question": f"What {name} is {i}?", "answer": f"#### {i}"} for i in range(8)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (data / f"{name}.jsonl").write_text(text)
+    folder, data = tiny_folder(tmp_path / "tiny", "llama"), questions(tmp_path / "data", 8, 8)
     words = [
         f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
         f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2",

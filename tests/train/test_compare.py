@@ -15,7 +15,7 @@ from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.experiments import compare as module
 from grpo_fast.train.experiments.compare import compare, plan_arms, table
 from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
 GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]

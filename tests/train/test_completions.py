@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import os
 import re
@@ -20,11 +19,14 @@ from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Rollout
+from grpo_fast.train import loop
 from grpo_fast.train.collect.collector import Collected
+from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import page
 from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, token_html
 from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
+from tests.train.tiny_runs import TINY_SORT, logged
 
 HOSTILE = (
     '</pre></i><script>document.title="owned"</script><img src="http://x/y.png" onerror=alert(1)>'
@@ -289,10 +291,6 @@ def test_a_browser_shows_the_page_and_runs_nothing(tmp_path):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_leaves_rows_and_page(tmp_path):
-    from grpo_fast.train import loop
-    from grpo_fast.train.config.recipes import load_recipe
-    from tests.train.test_train_loop import TINY_SORT
-
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "log.completions_every=2", "steps=5"]
     loop.train(load_recipe("sort", [*words, "log.completions=5"]))
     names = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
@@ -300,8 +298,7 @@ def test_a_run_leaves_rows_and_page(tmp_path):
     rows = parquet.read_table(tmp_path / "run" / "completions" / names[-1]).to_pylist()
     assert len(rows) == 8 and {r["step"] for r in rows} == {5} and rows[7]["group"] == 1
     assert all(len(r["tokens"]) == len(r["logps"]) == len(r["advantages"]) for r in rows)
-    metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert metrics[-1]["step"] == 5
+    assert logged(tmp_path / "run")[-1]["step"] == 5
     html = (tmp_path / "run" / "completions.html").read_text(encoding="utf-8")
     assert re.findall(r'<details id="s(\d+)"', html) == ["1", "2", "4", "5"]
     assert "Completions of run" in html and html.count("<article>") == 32
@@ -309,10 +306,6 @@ def test_a_run_leaves_rows_and_page(tmp_path):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path):
-    from grpo_fast.train import loop
-    from grpo_fast.train.config.recipes import load_recipe
-    from tests.train.test_train_loop import TINY_SORT
-
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
     loop.train(load_recipe("ppo-sort", words))
     path = tmp_path / "run" / "completions" / "step_000001.parquet"

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.update.precompute import teacher_advantages
 from tests.rollout.vllm_stand_in import StandIn
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, sort
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FROZEN, LR = "reference.kind=frozen", "optim.lr=1e-2"
 
 
 def run(folder, *overrides):
-    loop.train(load_recipe("sort", [*TINY_SORT, LR, *overrides, f"output_dir={folder}"]))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+    return sort(folder, LR, *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.loop import build_collector
 from grpo_fast.train.metrics.clock import Clock
 from tests.command_line import invoke, refused, write_recipe
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, logged
 
 NAN = math.nan
 
@@ -183,9 +183,8 @@ def test_groups_joined_and_selected_keep_all_that_belongs_to_them():
 def run(folder, *words):
     config = load_recipe("sort", [*TINY_SORT, *words, f"output_dir={folder}"])
     loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     asked = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line], asked
+    return [line for line in logged(folder) if "loss" in line], asked
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):

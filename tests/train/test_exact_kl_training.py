@@ -4,7 +4,6 @@ kind of reference, and what is refused.
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +11,14 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
-from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.reference import Reference, check_reference
+from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, sort
 
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -93,7 +90,8 @@ def weights_of(aggregation, lengths, longest):
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     """β·Σ w·KL + Σ w·(−A·lp), prompt by prompt, by autograd through the unpacked model."""
     policy = moved(load_policy(ModelConfig(path=folders[0])))
-    reference = Reference(policy, ReferenceConfig(kind="frozen", path=folders[1]))
+    kind = ReferenceConfig(kind="frozen", path=folders[1])
+    reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
     config = LossConfig(
         loss_type="reinforce", aggregation=aggregation, beta=0.3, kl_estimator="exact",
         temperature=0.8, max_completion_length=6,
@@ -144,7 +142,7 @@ def kinds(folders, tmp_path):
 def test_hidden_states_and_head_give_the_references_logps(folders, tmp_path, kind):
     model, config = kinds(folders, tmp_path)[kind]
     policy = load_policy(model)
-    reference = Reference(policy, config, model)
+    reference = Reference(policy, config, load_another(config, model, policy))
     moved(policy)
     start = load_policy(ModelConfig(path=config.path or folders[0]))
     (batch,) = a_batch(policy).micro_batches
@@ -174,23 +172,16 @@ def test_packing_again_hands_on_what_a_teacher_said(folders, name, shape):
             assert torch.equal(rows, before[i])
 
 
-def run(folder, *overrides):
-    config = load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"])
-    loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
-
-
 EXACT = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
 
 
 def test_a_run_with_a_synced_reference(tmp_path):
     """Copied after every second step: the next step begins at it, so its first pass has no KL."""
     synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1"]
-    rows = run(tmp_path / "a", *EXACT, *synced, "steps=5")
+    rows = sort(tmp_path / "a", *EXACT, *synced, "steps=5")
     assert [row["kl"] > 1e-9 for row in rows] == [False, True, False, True, False]
-    assert rows == run(tmp_path / "b", *EXACT, *synced, "steps=5")
-    several = run(tmp_path / "c", *EXACT, *synced, "steps=2", "inner_iterations=2")
+    assert rows == sort(tmp_path / "b", *EXACT, *synced, "steps=5")
+    several = sort(tmp_path / "c", *EXACT, *synced, "steps=2", "inner_iterations=2")
     assert several[0]["kl"] > 1e-9
 
 
@@ -203,8 +194,8 @@ def test_a_kl_in_the_reward_is_an_estimate():
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
     """β = 0: the gradient is that of the policy term alone, the KL is reported."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
-    rows = run(tmp_path / "a", *settings)
-    plain = run(tmp_path / "b", "optim.lr=1e-2")
+    rows = sort(tmp_path / "a", *settings)
+    plain = sort(tmp_path / "b", "optim.lr=1e-2")
     assert rows[0]["kl"] == 0 and rows[1]["kl"] > 0
     for one, other in zip(rows, plain, strict=True):
         assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
@@ -212,8 +203,8 @@ def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
 
 def test_accumulation_changes_nothing(tmp_path):
     frozen = [*EXACT, "reference.kind=frozen", "inner_iterations=2"]
-    whole = run(tmp_path / "whole", *frozen)
-    parts = run(tmp_path / "parts", *frozen, "tokens_per_microbatch=30")
+    whole = sort(tmp_path / "whole", *frozen)
+    parts = sort(tmp_path / "parts", *frozen, "tokens_per_microbatch=30")
     for one, other in zip(whole, parts, strict=True):
         for name in ("loss", "kl", "grad_norm", "policy_loss", "reward"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
@@ -224,23 +215,21 @@ def test_a_reference_with_another_vocabulary_is_refused(folders, tmp_path):
     config = ReferenceConfig(kind="frozen", path=folders[2])
     wanted = r"reference.path: expected the policy's vocabulary of \d+ tokens, came one of \d+"
     with pytest.raises(ValueError, match=wanted):
-        Reference(policy, config)
-    with pytest.raises(ValueError, match=wanted):
-        check_reference(config, ModelConfig(path=folders[0]), policy.tokenizer)
+        load_another(config, ModelConfig(path=folders[0]), policy)
     gone = ReferenceConfig(kind="frozen", path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"reference.path: expected a model.*nowhere"):
-        check_reference(gone, ModelConfig(path=folders[0]), policy.tokenizer)
+        load_another(gone, ModelConfig(path=folders[0]), policy)
 
 
 def test_a_vocabulary_of_the_same_size_with_other_ids_is_refused(folders):
-    vocabulary = load_policy(ModelConfig(path=folders[0])).tokenizer.get_vocab()
+    policy = load_policy(ModelConfig(path=folders[0]))
+    vocabulary = policy.tokenizer.get_vocab()
     one, other, *_ = vocabulary
     swapped = {**vocabulary, one: vocabulary[other], other: vocabulary[one]}
-    tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    policy.tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    config = ReferenceConfig(kind="frozen", path=folders[1])
     with pytest.raises(ValueError, match="where 2 of the policy's have no or another id"):
-        check_reference(
-            ReferenceConfig(kind="frozen", path=folders[1]), ModelConfig(path=folders[0]), tokenizer
-        )
+        load_another(config, ModelConfig(path=folders[0]), policy)
 
 
 def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tmp_path):
@@ -248,11 +237,11 @@ def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tm
     config = ReferenceConfig(kind="frozen", path=folders[1])
     policy.positions = 1000
     with pytest.raises(ValueError, match="reference.path: expected room for .* 1000 tokens"):
-        Reference(policy, config)
+        load_another(config, ModelConfig(path=folders[0]), policy)
     padded = load_policy(ModelConfig(path=folders[0]))
     padded.lm.resize_token_embeddings(320)
     with pytest.raises(ValueError, match="reference.path: expected a head of 320 rows"):
-        Reference(padded, config)
+        load_another(config, ModelConfig(path=folders[0]), padded)
 
 
 @pytest.mark.parametrize("kind", ["none", "synced"])

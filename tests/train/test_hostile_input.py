@@ -45,15 +45,6 @@ def test_a_missing_package_is_left_to_the_one_who_names_it(run, monkeypatch):
         invoke("eval", str(run))
 
 
-def test_a_tracebacks_text_is_escaped(run, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError(f"{ESCAPE}]0;boo\x07")
-
-    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
-    for words in ((), ("--debug",)):
-        assert ESCAPE not in invoke("eval", str(run), *words).stderr
-
-
 # ------------------------------------------------------------------------- tokenizer and template
 @pytest.mark.parametrize(
     ("template", "said"),

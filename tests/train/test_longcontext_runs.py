@@ -12,30 +12,14 @@ import torch
 
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.lines import memory_line
 from tests.tiny import tiny_folder
-
-TINY_SORT = [
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "data.n_test=16",
-    "steps=3",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "log.progress=false",
-    "log.save_model=false",
-    "loss.beta=0.05",
-    "reference.kind=frozen",
-    "optim.lr=0.01",
-]
+from tests.train.tiny_runs import logged, questions, sort
 
 
 def sort_run(folder, *overrides):
-    loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+    return sort(folder, "loss.beta=0.05", "reference.kind=frozen", "optim.lr=0.01", *overrides)
 
 
 GPU_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
@@ -182,14 +166,7 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path):
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
     monkeypatch.setattr("grpo_fast.train.update.budget._host_memory", lambda: 8 << 30)
-    lines = [
-        {
-            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
-            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
-        }
-        for i in range(30)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [
         f"model.path={model}", "data.name=null", f"data.path={tmp_path}", "data.shots_tokens=220",
@@ -198,7 +175,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
         "eval.n=2", f"output_dir={tmp_path / 'run'}",
     ])  # fmt: skip
     summary = loop.train(config)
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    row = logged(tmp_path / "run")[-1]
     # Two groups of 16, each with one copy of its long prompt.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from grpo_fast.train import loop
 from grpo_fast.train.config import KLConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import KLWeight
 from grpo_fast.train.planning.memory_model import Shape, predict_run
@@ -20,6 +18,7 @@ from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
+from tests.train.tiny_runs import questions, steps_of
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
         "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
@@ -34,8 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def lines(folder, *overrides):
     """The run's rows of steps and of updates, timings left out."""
     loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not is_timing(k)} for row in rows if "loss" in row]
+    rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
 
 
@@ -65,24 +63,9 @@ def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
     assert first[0]["value/mean"] == 0 != first[1]["value/mean"]  # the head starts at zero
 
 
-def test_packing_changes_nothing(tmp_path):
-    options = [*PPO, *PASSES, *KL, "kl.into=reward"]
-    whole = steps(tmp_path / "whole", *options)
-    for folder, more in (("pieces", []), ("unshared", ["shared_prompt=false"])):
-        other = steps(tmp_path / folder, *options, "tokens_per_microbatch=30", *more)
-        for a, b in zip(whole, other, strict=True):
-            for name in ("loss", "policy_loss", "value/loss", "value/error", "kl", "reward"):
-                assert a[name] == pytest.approx(b[name], abs=3e-5, rel=3e-5), name
-
-
 def test_lora_with_a_critic_of_either_kind(tmp_path):
     folder = tiny_folder(tmp_path / "tiny", "llama")
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train", "test"):
-        rows = [{"question": f"What {name} is {i}?", "answer": f"#### {i}"} for i in range(8)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (data / f"{name}.jsonl").write_text(text)
+    data = questions(tmp_path / "data", 8, 8)
     for kind in ("shared", "model"):
         run = tmp_path / kind
         config = load_recipe(

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_fast.data import DatasetError, load_examples, read_examples
 from tests.command_line import RECIPE, invoke, refused, write_recipe
+from tests.train.tiny_runs import logged
 
 TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300")
 LEVELS = """
@@ -69,7 +70,7 @@ def test_a_run_on_prompts_alone(recipe, tmp_path, here):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert -1 < summary["after"]["eval_rewards/length_penalty"] < 0
     assert summary["after"]["eval_rewards/level"] >= 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    lines = logged(tmp_path / "run")
     assert lines[-1]["rewards/level/failed"] == 0
     assert not any("/failed/" in name for line in lines for name in line)
 

@@ -162,13 +162,9 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
     collected = collector(policy, RECORDED).next(1, Clock())
     batch = StepBatch(
-        collected.rollout,
-        collected.advantages,
-        group_size=2,
-        minibatches=1,
-        budget=1000,
+        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=1000,
         device="cpu",
-    )
+    )  # fmt: skip
     (micro,) = batch.micro_batches
     assert isinstance(micro.support, Support)
     tree = policy.logps(micro.packed, 1.0, support=micro.support)

@@ -98,7 +98,7 @@ def test_folder_of_a_run(tmp_path):
         and summary["t"] == 2.0
         and summary["folder"] == str(out)
     )
-    assert load_recipe(str(out / "config.yaml"), []) == config()
+    assert load_recipe(str(out / "config.yaml"), []) == config(output_dir=str(out))
 
 
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):

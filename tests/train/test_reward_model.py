@@ -23,7 +23,7 @@ from grpo_fast.train.experiments.reward_model import bradley_terry, collate, tra
 from tests.command_line import invoke, refused
 from tests.reward_specs import spec
 from tests.tiny import SIZES, TEXTS, tiny_folder, tiny_model
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, logged
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "batch_size=32",
         "model.config.num_hidden_layers=1", "progress=false", "data.n_test=64"]  # fmt: skip
@@ -216,7 +216,7 @@ def test_training_on_a_file_from_a_causal_model(tmp_path):
     assert "held-out pairs: 100.0% ± 0.0 in the right order (n=4" in result.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_margin"] > 0 and summary["steps"] == 30
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    lines = logged(tmp_path / "out")
     assert [line["step"] for line in lines] == [*range(1, 31), 30]
     score = RewardModel(str(tmp_path / "out" / "model"))
     right, wrong = score(prompts=["What is 3?"] * 2, completions=[" 3", " apples"])

@@ -37,41 +37,6 @@ def texts_recipe(folder, *prompts, n_test=1):
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
 
-# ------------------------------------------------------------------------------------------------
-# before the model
-@pytest.mark.parametrize(
-    ("prompts", "n_test", "reason"),
-    [
-        (["p"], 2, "data.n_test: expected at most the 1 lines"),
-        (
-            ["p", "q \ud800", "r"],
-            1,
-            "d.jsonl:2: expected Unicode, got the lone surrogate '\\ud800'",
-        ),
-    ],
-)
-def test_data_that_cannot_be_trained_on(tmp_path, no_model, prompts, n_test, reason):
-    assert refused(invoke("train", texts_recipe(tmp_path, *prompts, n_test=n_test)), reason)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("lines", [9, 1])
-def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
-    recipe = texts_recipe(tmp_path, *["p"] * lines)
-    result = invoke("train", recipe, "steps=1", "log.progress=false")
-    assert result.exit_code == 0 and "(n=1, ± one standard error)" in result.output
-    assert "every training prompt is a test prompt" in caplog.text
-
-
-def test_one_test_prompt_is_enough(tmp_path):
-    result = invoke("train", texts_recipe(tmp_path, "p", "q"), "steps=1", "log.progress=false")
-    assert result.exit_code == 0 and "(n=1, ± one standard error)" in result.output
-    assert (
-        json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["eval_reward_se"]
-        is None
-    )
-
-
 @pytest.mark.parametrize("place", ["file", "file/below", "occupied"])
 def test_output_folders(tmp_path, recipe, no_model, place):
     (tmp_path / "file").write_text("x")
@@ -84,15 +49,6 @@ def test_output_folders(tmp_path, recipe, no_model, place):
     )
     with pytest.raises(ValueError, match="output_dir: "):  # the library's users, too
         loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
-
-
-def test_an_output_folder_that_cannot_be_written_to(tmp_path, recipe, no_model):
-    (tmp_path / "locked").mkdir(mode=0o555)
-    if os.access(tmp_path / "locked", os.W_OK):
-        pytest.skip("needs a user whom permissions bind: root may write everywhere")
-    assert refused(
-        invoke("train", recipe, f"output_dir={tmp_path}/locked/a/b"), "locked is not writable"
-    )
 
 
 @pytest.mark.parametrize("which", [0, 1])

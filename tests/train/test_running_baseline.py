@@ -9,11 +9,9 @@ import torch
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
-from grpo_fast.train import loop
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT, sort
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]
 
@@ -42,13 +40,6 @@ def test_a_resumed_baseline_goes_on_where_it_stopped():
         assert other.value == one.value and one.value != 3.0
 
 
-def run(folder, *overrides):
-    config = load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"])
-    loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
-
-
 def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
     """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
     kept = []
@@ -61,7 +52,7 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
     whole = Advantages.of
     monkeypatch.setattr(Advantages, "of", recorded)
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
-    run(tmp_path / "a", *RUNNING, *options)
+    sort(tmp_path / "a", *RUNNING, *options)
     expected, mean = 0.5, None
     for rewards, advantages in kept:
         torch.testing.assert_close(advantages, rewards - expected, rtol=0, atol=1e-6)
@@ -82,7 +73,7 @@ def test_gdpo_takes_each_reward_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(Advantages, "of", recorded)
     options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
     weighed = ["rewards.0.weight=2", "rewards.1.weight=0.5"]
-    run(tmp_path / "a", *options, *weighed)
+    sort(tmp_path / "a", *options, *weighed)
     assert len(kept) == 2
     for per_fn, found in kept:
         listed, bounds = torch.stack(list(per_fn.values())), {"clip_high": 1.5}
@@ -92,7 +83,7 @@ def test_gdpo_takes_each_reward_apart(tmp_path, monkeypatch):
 
 def test_the_same_run_twice_and_groups_of_one(tmp_path):
     one = [*RUNNING, "rollout.group_size=1", "rollout.prompts_per_step=8"]
-    first, again = run(tmp_path / "a", *one), run(tmp_path / "b", *one)
+    first, again = sort(tmp_path / "a", *one), sort(tmp_path / "b", *one)
     assert first == again and all(row["grad_norm"] > 0 for row in first)
 
 

@@ -11,7 +11,7 @@ import pytest
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -46,19 +46,6 @@ def test_one_test_prompt(tmp_path, capsys):
     result = invoke("eval", str(tmp_path / "run"))
     assert result.exit_code == 0 and "sampled (n=1 questions, 2 sample(s) each)" in result.output
     assert invoke("eval", *[str(tmp_path / "run")] * 2).exit_code == 0
-
-
-def test_train_equal_to_test(tmp_path):
-    summary = train(tmp_path, "data.digits=1", "data.symbols=3", "data.n_test=3")
-    assert summary["after"]["eval_n"] == 3
-
-
-def test_the_recipes_test_split_follows_its_prompts(tmp_path):
-    """`data.digits=1` leaves ten prompts; half of them are held out."""
-    words = [word for word in TINY_SORT if not word.startswith("data.n_test")]
-    config = load_recipe("sort", [*words, "steps=0", "data.digits=1", f"output_dir={tmp_path}/run"])
-    assert loop.train(config)["before"]["eval_n"] == 5
-    assert load_recipe("sort").data.n_test is None
 
 
 def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from accelerate import tracking
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.trackers import Trackers, check_trackers
-from tests.train.test_train_loop import TINY_SORT
+from tests.train.tiny_runs import TINY_SORT
 
 WORDS = [*TINY_SORT, "log.completions_every=0"]
 

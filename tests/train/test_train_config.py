@@ -29,63 +29,13 @@ def refused(changes=None, **sections):
 
 def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
-        "sort",
-        "variance",
-        "ppo-gsm8k",
-        "ppo-sort",
-        "distill-sort",
-        "lecture",
-        "lecture-naive",
-        "notebook",
-        "gsm8k-tiny",
-        "gsm8k-smollm2-1.7b",
-        "gsm8k-qwen2.5-0.5b",
-        "gsm8k-longcontext",
-    }
+        "sort", "variance", "ppo-gsm8k", "ppo-sort", "distill-sort", "lecture", "lecture-naive",
+        "notebook", "gsm8k-tiny", "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b", "gsm8k-longcontext",
+    }  # fmt: skip
     for name in recipe_names():
         config = load_recipe(name)
         assert config.output_dir == f"runs/{name}"
         assert isinstance(config.loss_config(), LossConfig)
-
-
-def test_the_long_context_recipe():
-    config = load_recipe("gsm8k-longcontext")
-    assert (
-        config.data.shots_tokens == 8192
-        and config.rollout.group_size == 16
-        and config.shared_prompt
-    )
-    assert config.model.gradient_checkpointing and config.tokens_per_microbatch is None
-    for tokens in (16384, 32768):
-        assert (
-            load_recipe("gsm8k-longcontext", [f"data.shots_tokens={tokens}"]).data.shots_tokens
-            == tokens
-        )
-
-
-def test_the_tutorials_settings():
-    config = load_recipe("gsm8k-smollm2-1.7b")
-    rollout, optim, loss = config.rollout, config.optim, config.loss_config()
-    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens) == (
-        0.9,
-        0.9,
-        50,
-        300,
-    )
-    assert (rollout.group_size, rollout.prompts_per_step, config.minibatches, config.steps) == (
-        8,
-        4,
-        1,
-        200,
-    )
-    assert (optim.lr, optim.schedule, optim.warmup, optim.max_grad_norm) == (5e-5, "linear", 0, 1.0)
-    assert (loss.beta, loss.epsilon_low, loss.temperature, config.inner_iterations) == (
-        0.04,
-        0.2,
-        0.9,
-        1,
-    )
-    assert (config.eval.samples, config.eval.temperature) == (8, 0.7)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +48,6 @@ def test_the_tutorials_settings():
         ("data.shots_tokens=100", "data.shots_tokens: "),
         ("minibatches=7", "minibatches: expected a number that divides"),
         ("data.task=gsm8k", "exactly one of path and name"),
-        (
-            "data.path=x.jsonl",
-            "data.path: expected none, task sort makes its own prompts, came 'x.jsonl'",
-        ),
         ("data.chat=true", "data.chat: expected none, task sort makes its own prompts"),
         (
             "advantages=normalized advantage_options.eps=-1",
@@ -112,7 +58,6 @@ def test_the_tutorials_settings():
         ("eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, came [1, 8]"),
         ("eval.k=[0]", "eval.k.0: "),
         ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
-        ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
         # Sizes that would take the memory, or for ever, before a run begins.
         ("rollout.max_new_tokens=1000000000000", "rollout.max_new_tokens: "),
         ("eval.max_new_tokens=1000000000000", "eval.max_new_tokens: "),
@@ -157,34 +102,15 @@ def test_refused_overrides(override, message):
     assert message in str(error.value), str(error.value)
 
 
-def test_a_typo_is_refused_before_any_model_is_loaded(monkeypatch):
-    import builtins
-
-    original = builtins.__import__
-
-    def no_transformers(name, *rest):
-        assert not name.startswith("transformers")
-        return original(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", no_transformers)
-    with pytest.raises(ValueError, match="nearest: steps"):
-        load_recipe("sort", ["step=3"])
-
-
 def test_overrides_are_yaml_and_dotted():
     config = load_recipe(
         "sort",
         [
-            "optim.lr=1e-4",
-            "rewards.1.weight=0.5",
-            "model.lora.r=4",
-            "warm_start.steps=7",
-            "advantages=normalized",
-            "advantage_options={eps: 1.0e-6}",
-            "loss.epsilon_high=0.3",
+            "optim.lr=1e-4", "rewards.1.weight=0.5", "model.lora.r=4", "warm_start.steps=7",
+            "advantages=normalized", "advantage_options={eps: 1.0e-6}", "loss.epsilon_high=0.3",
             "data.n_test=32",
         ],
-    )
+    )  # fmt: skip
     assert config.optim.lr == 1e-4 and config.rewards[1].weight == 0.5 and config.model.lora.r == 4
     assert config.warm_start.steps == 7 and config.advantage_options == {"eps": 1e-6}
     assert config.loss_config().epsilon_high == 0.3 and config.data.n_test == 32
@@ -197,15 +123,14 @@ def test_recipes_by_path_and_unknown_names(tmp_path):
     path.write_text("- just\n- a list\n")
     with pytest.raises(ValueError, match="expected a mapping"):
         load_recipe(str(path))
-    path.write_text("seed: !!python/object/apply:os.getpid []\n")
-    with pytest.raises(ValueError, match="expected plain YAML.*python/object"):
-        load_recipe(str(path))
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path):
-    config = load_recipe("gsm8k-smollm2-1.7b", ["model.lora.r=8", "seed=3"])
+    words = ["model.lora.r=8", "seed=3", "optim.max_grad_norm=.inf"]
+    config = load_recipe("gsm8k-smollm2-1.7b", words)
     save_config(config, tmp_path / "config.yaml")
     assert load_recipe(str(tmp_path / "config.yaml")) == config
+    assert config.optim.max_grad_norm == float("inf")
 
 
 def test_the_saved_config_has_the_losses_temperature(tmp_path):
@@ -252,12 +177,6 @@ def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
     config.output_dir = "~/b"
     assert config.output_dir == "/elsewhere/b"
     assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
-
-
-def test_no_clipping(tmp_path):
-    config = load_recipe("sort", ["optim.max_grad_norm=.inf"])
-    save_config(config, tmp_path / "config.yaml")
-    assert load_recipe(str(tmp_path / "config.yaml")).optim.max_grad_norm == float("inf")
 
 
 def test_a_refusal_is_short_however_long_the_value():

@@ -5,7 +5,6 @@ result.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 
@@ -19,54 +18,22 @@ from grpo_fast.objective.advantages import CENTERED, MODES
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train import loop
 from grpo_fast.train.collect import collector, prompts
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.metrics.losses import LossMetrics, is_zero_on_policy, policy_gradient
 from grpo_fast.train.metrics.samples import reward_metrics
 from grpo_fast.train.report.lines import zero_line
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
+from tests.train.tiny_runs import logged, questions, run, sort
 
-TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
-             "rollout.prompts_per_step=4", "rollout.group_size=4",
-             "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def pictures_in_one_test(request):
-    if request.node.name != "test_the_output_folder":
-        request.getfixturevalue("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
 def gsm8k(tmp_path):
-    lines = [
-        {
-            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
-            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
-        }
-        for i in range(40)
-    ]
-    for name, part in (("train", lines[:30]), ("test", lines[30:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
-    return str(tmp_path)
-
-
-def run(folder, recipe, *overrides):
-    """Train and return (summary, metrics of the steps, timings left out)."""
-    config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
-    summary = loop.train(config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
-    assert len(rows) == config.steps
-    return summary, rows
-
-
-def sort(folder, *overrides):
-    return run(folder, "sort", *TINY_SORT, *overrides)[1]
+    return questions(tmp_path)
 
 
 def close(
@@ -233,9 +200,7 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
         *[f"model.config.{k}={v}" for k, v in tiny.items()],
     )  # fmt: skip
     assert summary["steps"] == 2 and summary["before"]["eval_n"] == 4
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = logged(tmp_path / "run")
     warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     assert len(warm) == 3 and warm[-1] < warm[0]
 
@@ -364,35 +329,6 @@ def test_truncated_completions_can_be_left_out(tmp_path):
     assert all(0 < row["active_tokens"] < 64 * 3 for row in rows)
 
 
-def test_the_output_folder(tmp_path):
-    run(
-        tmp_path / "run",
-        "sort",
-        *TINY_SORT,
-        "log.save_model=true",
-        "log.completions_every=2",
-        "eval.every=2",
-    )
-    found = {
-        str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()
-    }
-    assert {
-        "config.yaml",
-        "metrics.jsonl",
-        "summary.json",
-        "curves.png",
-        "completions/step_000001.parquet",
-        "completions/step_000002.parquet",
-        "completions/step_000003.parquet",
-        "completions.html",
-        "model/config.json",
-        "model/model.safetensors",
-        "model/tokenizer.json",
-    } <= found
-    with pytest.raises(ValueError, match="occupied"):
-        run(tmp_path / "run", "sort", *TINY_SORT)
-
-
 def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
     config = load_recipe("sort").optim
@@ -455,12 +391,8 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
         losses.add({name: torch.tensor(value) for name, value in values.items()}, tokens)
     losses.optimizer_steps = 1
     assert losses.result() == {
-        "loss": 0.75,
-        "entropy": 1.75,
-        "ratio/min": -3.0,
-        "ratio/max": 7.0,
-        "active_tokens": 40.0,
-    }
+        "loss": 0.75, "entropy": 1.75, "ratio/min": -3.0, "ratio/max": 7.0, "active_tokens": 40.0,
+    }  # fmt: skip
 
 
 def test_a_micro_batch_without_tokens_is_no_minimum():

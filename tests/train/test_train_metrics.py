@@ -4,8 +4,6 @@ away.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +14,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import clock as metrics
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_folder, tiny_model
+from tests.train.tiny_runs import logged
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "log.progress=false",
@@ -58,8 +57,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 def steps_of(folder, *overrides):
     loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in logged(folder) if "loss" in line]
 
 
 def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
@@ -125,18 +123,12 @@ def test_flops_against_torchs_counter(tmp_path, family, frozen):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA A10", None),
-        ("AMD Instinct MI300X", None),
+        ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", 835e12), ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H20", None),
+        ("NVIDIA A10", None), ("AMD Instinct MI300X", None),
     ],
-)
+)  # fmt: skip
 def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert metrics.peak_flops(torch.device("cuda", 0)) == expected

@@ -12,7 +12,7 @@ from grpo_fast import LossConfig
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.train.update.variance import gradient_variance
 from tests.tiny import tiny_policy
-from tests.train.test_train_loop import sort
+from tests.train.tiny_runs import sort
 
 GROUP, PROMPTS = 3, ["1 2 3", "4 5", "6 7 8 9"]
 

@@ -80,6 +80,7 @@ READERS = {
         ("train", "rollout.vllm.timeout=true", "rollout.vllm.timeout: expected a number"),
         ("train", "optim=3", "optim: expected a section of keys, came 3"),
         ("train", "optim={1: 2}", "optim.1: Keys should be strings"),
+        ("train", "optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
         ("train", "optim.lr=fast", "optim.lr: Input should be a valid number"),
         ("train", "optim.lr=.nan", "optim.lr: Input should be a finite number, came nan"),
         ("train", "seed=1:30", "seed: Input should be a valid integer"),
@@ -87,7 +88,7 @@ READERS = {
         ("train", "loss.temperature=-1", "loss.temperature: expected a finite number > 0"),
         ("train", "advantage_options.esp=1", "advantage_options.esp: mode 'centered' expects"),
         ("train", "model.path=x", "model.path: expected exactly one of path and config"),
-        ("train", "data.path=x", "data.path: expected none, task sort makes its own prompts"),
+        ("train", "data.path=x", "data.path: expected none, task sort makes its own prompts, came"),
         ("plan", "gpu=0", "gpu: Input should be greater than 0, came 0"),
         ("plan", "gpu=.inf", "gpu: Input should be a finite number, came inf"),
         ("plan", "gpu=" + "9" * 400, "gpu: Input should be a valid number"),
@@ -144,17 +145,12 @@ def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("a=1,2", ["1", "2"]),
-        ("a=[1,2],[3]", ["[1,2]", "[3]"]),
-        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]),
-        ("a='x,y',z", ["'x,y'", "z"]),
-        ("a=b=c,d", ["b=c", "d"]),
-        ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
-        ("a=1],[2", ["1],[2"]),
-        ("a=1,2] #3", ["1,2] #3"]),
-        ("a=", [""]),
+        ("a=1,2", ["1", "2"]), ("a=[1,2],[3]", ["[1,2]", "[3]"]),
+        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]), ("a='x,y',z", ["'x,y'", "z"]),
+        ("a=b=c,d", ["b=c", "d"]), ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
+        ("a=1],[2", ["1],[2"]), ("a=1,2] #3", ["1,2] #3"]), ("a=", [""]),
     ],
-)
+)  # fmt: skip
 def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
     assert grid_values(word) == ("a", expected)
 

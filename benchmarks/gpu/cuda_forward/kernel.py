@@ -30,7 +30,6 @@ from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, architecture
 from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.types import RowStats
-from grpo_fast.kernels.workspace import unset
 
 FOLDER = Path(__file__).resolve().parent
 ARCHITECTURE = "sm_90a"
@@ -219,7 +218,7 @@ def using(config: CudaConfig) -> Iterator[list[int]]:
         if not (rows and takes(p, out, raw_target, entropy=return_entropy)):
             return shipped(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
         lse, logps = (
-            unset(torch.empty, rows, dtype=torch.float32, device=p.hidden.device) for _ in range(2)
+            torch.empty(rows, dtype=torch.float32, device=p.hidden.device) for _ in range(2)
         )
         for first in range(0, rows, ROWS_AT_ONCE):
             part = slice(first, min(first + ROWS_AT_ONCE, rows))
@@ -249,7 +248,7 @@ def sweep(p: Problem, stored: tuple[Tensor, Tensor] | None, config: CudaConfig) 
     device = p.hidden.device
     scalars = scalars_of(p, config)
     shape = (3, scalars.column_tiles, scalars.rows)
-    partial = unset(torch.empty, shape, dtype=torch.float32, device=device)
+    partial = torch.empty(shape, dtype=torch.float32, device=device)
     # Without exponentials the kernel looks at none of their arguments.
     out, raw_target = stored or (p.hidden, partial)
     properties = torch.cuda.get_device_properties(device)

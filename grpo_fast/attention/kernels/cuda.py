@@ -22,7 +22,6 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
 from grpo_fast.attention.spans import Rule, Spans
-from grpo_fast.kernels.workspace import unset
 
 
 def longest(spans: Spans) -> tuple[int, int]:
@@ -51,7 +50,7 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> R
 def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     left, right = window_of(spans, rule)
     # Of the random numbers of dropout: never read.
-    state = unset(torch.empty, 2, dtype=torch.uint64, device=grad.device)
+    state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
         spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
@@ -133,7 +132,5 @@ def _determinism() -> dict[str, bool]:
 
 
 def _like(*tensors: Tensor) -> Gradients:
-    dq, dk, dv = (
-        unset(torch.empty_like, x, memory_format=torch.contiguous_format) for x in tensors
-    )
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
     return dq, dk, dv

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_blocks
 from grpo_fast.attention.spans import Rule
-from grpo_fast.kernels.workspace import unset
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
@@ -35,7 +34,7 @@ class Chunk(NamedTuple):
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
     wide = torch.promote_types(q.dtype, torch.float32)
     qs, ks, vs = _heads(q, k, v)
-    out, lse = (unset(qs.new_empty, x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
+    out, lse = (qs.new_empty(x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
     for chunk in _chunks(qs, ks, causal, rule.window):
         scores, _ = _scores(qs, ks, chunk, rule)
         lse[:, :, chunk.queries] = chunk_lse = scores.logsumexp(-1)
@@ -49,7 +48,7 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients
     qs, ks, vs = _heads(*saved[:3])
     gs, os, ls = (x.transpose(1, 2).to(wide) for x in (grad, saved.out, saved.lse))
     delta = (gs * os).sum(-1)
-    dq = unset(qs.new_empty, qs.shape, dtype=wide)
+    dq = qs.new_empty(qs.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
     for chunk in _chunks(qs, ks, causal, rule.window):
         every = slice(None), slice(None)

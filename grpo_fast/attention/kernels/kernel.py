@@ -10,7 +10,6 @@ from torch import Tensor
 
 from grpo_fast.attention.layout import Call
 from grpo_fast.attention.spans import Rule, Spans
-from grpo_fast.kernels.workspace import unset
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -42,13 +41,11 @@ class Kernel(NamedTuple):
             fp32 or better.
         backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
-        takes_copies: a causal span may have more keys than queries.
     """
 
     name: str
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
-    takes_copies: bool = True
 
 
 def over_blocks(
@@ -65,7 +62,7 @@ def over_blocks(
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = unset(torch.empty_like, q), unset(q.new_empty, q.shape[:2], dtype=wide)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
         with torch.autocast(q.device.type, enabled=False):
             for queries, keys in spans.blocks:
                 part = forward(queries.stack(q), keys.stack(k), keys.stack(v), spans.causal, rule)
@@ -75,7 +72,7 @@ def over_blocks(
 
     def back(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
         q, k, v, out, lse = saved
-        dq, dk, dv = (unset(torch.empty_like, x) for x in saved[:3])
+        dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
         if 0 in spans.queries:
             dk.zero_(), dv.zero_()
         with torch.autocast(q.device.type, enabled=False):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import contiguous_rows
-from grpo_fast.kernels.workspace import unset
 
 TILE = 16  # tokens
 
@@ -34,8 +33,8 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
 def with_room(held: Tiles | tuple[()], like: Tensor, tokens: int) -> Tiles:
     """Tiles for at least so many tokens of the rows of `like`, (H_kv, B, D); first what is held."""
     (heads, rows, depth), tiles = like.shape, -(-tokens // TILE)
-    k = unset(like.new_empty, (rows, heads, tiles, depth, TILE))
-    v = unset(like.new_empty, (rows, heads, tiles, TILE, depth))
+    k = like.new_empty((rows, heads, tiles, depth, TILE))
+    v = like.new_empty((rows, heads, tiles, TILE, depth))
     for new, old in zip((k, v), held, strict=False):
         new[:, :, : old.shape[2]] = old
     return k, v

@@ -1,14 +1,13 @@
-"""Layers of a model on a CPU: linear ones through our matrix product, RMSNorm in one pass (C++).
+"""Layers of a model on a CPU: linear ones through our matrix product; RMSNorm, SwiGLU and rotary
+embeddings in one pass each way (C++).
 
 An AMD core multiplies fp32 at half its speed through MKL (`route.own_product` says where ours is
-taken), and the norms of transformers take ten sweeps over the rows where two do. Both are large in
-a small model's step.
+taken). transformers' norms take ten sweeps over the rows, SwiGLU five, rotary embeddings twelve;
+each sweep writes memory that the system has to map first. In a small model's step all are large.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,68 +17,26 @@ from torch import Tensor, nn
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import contiguous_rows
-from grpo_fast.kernels.workspace import unset
 
 LEAST_ROWS = 24  # with fewer, arranging the weight costs more time than the product saves
 PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
-CLOSE = 1e-5  # relative: norms of the same formula, in fp32
-
-_agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is their formula
-
-
-def fast_layers(model: nn.Module) -> None:
-    """Let the linear layers and RMSNorms of a model on a CPU compute by `linear` and `rms_norm`.
-
-    Their classes, weights, names and hooks stay. A class of norms is compared with its own forward
-    when it is first called; where they differ (weights that stand for 1 + w), its own remains.
-    """
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.device.type not in ("cpu", "meta"):
-            continue
-        if type(module) is nn.Linear:
-            vars(module)["forward"] = functools.partial(_linear_layer, module)
-        elif type(module).__name__.endswith("RMSNorm") and weight.dim() == 1:
-            vars(module)["forward"] = functools.partial(_norm_layer, module)
-
-
-def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
-    return linear(input, module.weight, module.bias)
-
-
-def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any:
-    theirs: Callable[..., Any] = functools.partial(type(module).forward, module)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight: Any = module.weight
-    if rest or options or not isinstance(eps, float) or not _is_plain(x, weight):
-        return theirs(x, *rest, **options)
-    if type(module) not in _agreeing:
-        _agreeing[type(module)] = loader.load("norm") is None and _agrees(theirs, x, weight, eps)
-    return rms_norm(x, weight, eps) if _agreeing[type(module)] else theirs(x)
-
-
-@torch.no_grad()
-def _agrees(theirs: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, eps: float) -> bool:
-    few = x.detach().reshape(-1, x.shape[-1])[:4]
-    expected = theirs(few)
-    difference = (rms_norm(few, weight, eps) - expected).abs().max()
-    return bool(difference <= CLOSE * expected.abs().max())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, (…, K) · (N, K) → (…, N), by our product where that is faster: plain fp32 tensors
     on a CPU, outside of autocast and compiled graphs, in 24 rows or more.
     """
-    is_faster = (
-        _is_plain(x, weight)
-        and x.numel() >= LEAST_ROWS * x.shape[-1]
-        and not torch.is_autocast_enabled("cpu")
-        and route.own_product(weight)
-    )
-    if not is_faster:
+    # In a rollout the product itself takes tens of microseconds: the cheapest questions first.
+    if (
+        x.numel() < LEAST_ROWS * weight.shape[-1]
+        or not is_plain(x, weight)
+        or x.shape[-1] != weight.shape[-1]
+        or torch.is_autocast_enabled("cpu")
+        or not route.own_product(weight)
+    ):
         return F.linear(x, weight, bias)
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+    learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if learns and torch.is_grad_enabled():
         result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return result
     return _product(x, weight, bias)
@@ -96,30 +53,77 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, weight, eps)[0]
 
 
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, (…, F): fp32 on a CPU in one pass, by torch elsewhere."""
+    if not is_plain(gate, up) or gate.shape != up.shape or loader.load("layers"):
+        return F.silu(gate) * up
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+        return result
+    y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
+    return y.view(gate.shape)
+
+
+def rotary(
+    q: Tensor,  # (B, heads, T, D)
+    k: Tensor,  # (B, key heads, T, D)
+    cos: Tensor,  # (B or 1, T, D)
+    sin: Tensor,  # (B or 1, T, D)
+) -> tuple[Tensor, Tensor]:
+    """transformers' rotary embedding by halves: x·cos + (−x_high, x_low)·sin, of both.
+
+    For tensors that `can_turn` accepts. Raises CsrcUnavailable without the C++ kernels.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        return turned
+    return _turned(q, k, cos, sin, False)
+
+
+def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `rotary` takes these: fp32 on a CPU, an even head width, angles without gradients."""
     return (
-        type(x) in PLAIN
-        and type(weight) in PLAIN
-        and x.is_cpu
-        and x.dtype == weight.dtype == torch.float32
-        and x.numel() > 0
-        and x.shape[-1] == weight.shape[-1]
-        and not torch.compiler.is_compiling()
+        is_plain(q, k, cos, sin)
+        and q.dim() == k.dim() == 4
+        and cos.shape == sin.shape
+        and cos.shape in ((1, *q.shape[2:]), (q.shape[0], *q.shape[2:]))
+        and k.shape == (q.shape[0], k.shape[1], *q.shape[2:])
+        and q.shape[3] % 2 == 0
+        and not cos.requires_grad
+        and not sin.requires_grad
     )
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """fp32 tensors of a CPU with elements, no subclasses, outside of compiled graphs."""
+    for x in tensors:
+        if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
+            return False
+    return not torch.compiler.is_compiling()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return contiguous_rows(x.reshape(-1, x.shape[-1]))
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    out = gemm.mm_(rows, weight.t(), unset(x.new_empty, len(rows), len(weight)))
-    if bias is not None:
-        out += bias
-    return out.view(*x.shape[:-1], len(weight))
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    out: Tensor = loader.door("gemm", "linear")(x.contiguous(), weight)
+    return out if bias is None else out.add_(bias)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rows = contiguous_rows(x.reshape(-1, x.shape[-1]))
-    y, scales = loader.door("norm", "rms_norm")(rows, weight.detach(), eps)
+    y, scales = loader.door("layers", "rms_norm")(_rows(x), weight.detach(), eps)
     return y.view(x.shape), scales
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
+    by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
+    angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
+    turned = loader.door("layers", "rotary")(*by_token, *angles, inverse)
+    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in turned)
+    return out_q, out_k
 
 
 class _Linear(torch.autograd.Function):
@@ -136,11 +140,11 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if weight is not None:
-            dx = gemm.mm_(rows, weight, unset(grad.new_empty, len(rows), weight.shape[1]))
+            dx = gemm.mm_(rows, weight, grad.new_empty(len(rows), weight.shape[1]))
             dx = dx.view(*grad.shape[:-1], weight.shape[1])
         if x is not None:
             x = x.reshape(-1, x.shape[-1])
-            dw = gemm.mm_(rows.t(), x, unset(grad.new_empty, rows.shape[1], x.shape[1]))
+            dw = gemm.mm_(rows.t(), x, grad.new_empty(rows.shape[1], x.shape[1]))
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -155,7 +159,35 @@ class _RmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
-        up, rows = (contiguous_rows(t.reshape(-1, x.shape[-1])) for t in (grad, x))
-        door = loader.door("norm", "rms_norm_backward")
-        dx, dw = door(up, rows, weight.detach(), scales)
+        door = loader.door("layers", "rms_norm_backward")
+        dx, dw = door(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
+        return y.view(gate.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        door = loader.door("layers", "swiglu_backward")
+        dgate, dup = door(*map(_rows, (grad, gate, up)))
+        return dgate.view(gate.shape), dup.view(up.shape)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turned(q, k, cos, sin, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return *_turned(dq, dk, cos, sin, True), None, None

@@ -42,14 +42,13 @@ def row_logps(
     rule: LogitRule,
     *,
     return_entropy: bool,
+    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """(lse, logps, entropy) of every row, fp32 (C,); the formulas are those of reference.row_logps.
-
-    A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse
-    and entropy are right.
+    """See reference.row_logps. A target id outside [0, V), as masked slots may hold, is never read:
+    its logp is NaN, its lse and entropy are right.
     """
     lse, logps, entropy = loader.door("rows", "row_logps")(
-        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, None
+        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, offsets
     )
     return lse, logps, entropy if return_entropy else None
 
@@ -63,17 +62,15 @@ def row_grad_(
     rule: LogitRule,
     *,
     out: Tensor | None = None,  # (C, V), dtype of the logits
+    offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
-
-    A row whose two coefficients are zero becomes exact zeros, whatever it held.
-    """
+    """See reference.row_grad_."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy
     loader.door("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
-        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), None,
+        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), offsets,
     )  # fmt: skip
     return out
 

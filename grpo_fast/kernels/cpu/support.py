@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.cpu.rows import rule_arguments, vector
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, RowStats, contiguous_rows
+from grpo_fast.kernels.types import LogitRule, contiguous_rows
 
 
 def target_places(
@@ -24,31 +24,6 @@ def target_places(
 ) -> tuple[Tensor, Tensor]:
     """See support_reference.target_places."""
     return loader.door("support", "support_places")(ids, offsets, target_ids, vocab_size)
-
-
-def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
-    """See support_reference.row_logps."""
-    lse, logps, entropy = loader.door("rows", "row_logps")(
-        raw[None], rows.places, *rule_arguments(rule), return_entropy, rows.offsets
-    )
-    return lse, logps, entropy if return_entropy else None
-
-
-def row_grad_(
-    raw: Tensor,  # (nnz,) fp32
-    rows: SupportRows,
-    stats: RowStats,
-    grad_logps: Tensor,  # (R,)
-    grad_entropy: Tensor | None,  # (R,)
-    rule: LogitRule,
-) -> Tensor:  # (nnz,)
-    """See support_reference.row_grad_."""
-    lse, logps, entropy = (vector(x) for x in stats)
-    loader.door("rows", "row_grad_")(
-        raw[None], raw[None], rows.places, lse, logps, None if grad_entropy is None else entropy,
-        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), rows.offsets,
-    )  # fmt: skip
-    return raw
 
 
 def head_rows(

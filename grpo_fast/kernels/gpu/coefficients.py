@@ -1,24 +1,96 @@
-"""Losses and coefficients dL/dlogps of a token-level loss, in one launch where torch takes twenty.
+"""The loss of a token-level row and its coefficient dL/dlogp in Triton: the leaves of
+objective/losses.py and objective/kl.py, compiled.
 
-The leaves of objective/losses.py and objective/kl.py, compiled; 24 to 36 bytes per row.
+`row_coefficients` runs them in one launch where torch takes twenty, 24 to 36 bytes per row;
+rows.py between its two looks at a row.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.math import exp_fp32
-from grpo_fast.kernels.gpu.rows import RATIO_MAX, device_function, launch, loss_and_slope, vector
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.kernels.gpu.launch import launch, vector
+from grpo_fast.kernels.gpu.math import exp_fp32, expm1, expm1_minus, log1p
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, bind
 
 BLOCK_T = 128
+RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
+MAX_PARAMS = 4
+
+
+@triton.jit
+def leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
+    """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
+    tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
+    if N_PARAMS == 0:
+        loss, slope = OBJECTIVE(lp, lr, advantage)
+    elif N_PARAMS == 1:
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0)
+    elif N_PARAMS == 2:
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
+    elif N_PARAMS == 3:
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
+    else:
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
+    return loss, slope
+
+
+@triton.jit
+def loss_and_slope(
+    lp, at, mask, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
+    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
+):  # fmt: skip
+    """policy_weight·ℓ + kl_weight·KL of the rows `at` (one, or a block), and d / d lp."""
+    lr = tl.zeros_like(lp)
+    if old_logps_ptr is not None:
+        lr = lp - tl.load(old_logps_ptr + at, mask=mask, other=0.0)
+        lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
+    weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
+    advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
+    loss, slope = leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    loss = tl.where(weight == 0.0, 0.0, weight * loss)
+    g = tl.where(weight == 0.0, 0.0, weight * slope)
+    if kl_weights_ptr is not None:
+        kl_weight = tl.load(kl_weights_ptr + at, mask=mask, other=0.0)
+        d = tl.load(ref_logps_ptr + at, mask=mask, other=0.0) - lp
+        kl, kl_slope = KL(d, kl_most, kl_reach)
+        if KL_TIMES_RATIO:
+            ratio = exp_fp32(lr)
+            kl_slope = (kl_slope + kl) * ratio
+            kl *= ratio
+        loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
+        g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
+    # Comparisons inside the leaf and a weight of 0 would hide a NaN.
+    return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
+
+
+@functools.cache
+def device_function(leaf: Callable) -> Any:
+    """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
+    words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
+    return bind(leaf, tl, triton.jit, words)
+
+
+def leaf_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """p0 … p3 and the clamps of the KL; the leaves, and what else is compiled into a kernel."""
+    params = config.params
+    return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
+        "OBJECTIVE": device_function(OBJECTIVES[config.loss_type].leaf),
+        "N_PARAMS": len(params),
+        "KL": device_function(KL_ESTIMATORS[config.kl_estimator]),
+        "KL_TIMES_RATIO": bool(config.kl_times_ratio),
+    }
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -31,28 +103,12 @@ def coefficients_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
-    lr = tl.zeros([BLOCK_T], tl.float32)
-    if old_logps_ptr is not None:
-        lr = lp - tl.load(old_logps_ptr + rows, mask=in_rows, other=0.0)
-        lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
-    weight = tl.load(policy_weights_ptr + rows, mask=in_rows, other=0.0)
-    advantage = tl.load(advantages_ptr + rows, mask=in_rows, other=0.0)
-    loss, slope = loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
-    loss = tl.where(weight == 0.0, 0.0, weight * loss)
-    g = tl.where(weight == 0.0, 0.0, weight * slope)
-    if kl_weights_ptr is not None:
-        kl_weight = tl.load(kl_weights_ptr + rows, mask=in_rows, other=0.0)
-        d = tl.load(ref_logps_ptr + rows, mask=in_rows, other=0.0) - lp
-        kl, kl_slope = KL(d, kl_most, kl_reach)
-        if KL_TIMES_RATIO:
-            ratio = exp_fp32(lr)
-            kl_slope = (kl_slope + kl) * ratio
-            kl *= ratio
-        loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
-        g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Comparisons inside the leaf and a weight of 0 would hide a NaN.
-    tl.store(losses_ptr + rows, tl.where(lp != lp, lp, loss), mask=in_rows)
-    tl.store(grad_logps_ptr + rows, tl.where(lp != lp, lp, g), mask=in_rows)
+    loss, g = loss_and_slope(
+        lp, rows, in_rows, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
+        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+    )  # fmt: skip
+    tl.store(losses_ptr + rows, loss, mask=in_rows)
+    tl.store(grad_logps_ptr + rows, g, mask=in_rows)
 
 
 def row_coefficients(
@@ -61,17 +117,12 @@ def row_coefficients(
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
     """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
-    losses, grad_logps = (unset(torch.empty_like, logps) for _ in range(2))
-    advantages, weights, kl_weights, old_logps, ref_logps, _ = (vector(x) for x in terms)
-    has_kl = kl_weights is not None and ref_logps is not None
-    if logps.shape[0]:
+    losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
+    numbers, leaves = leaf_arguments(config)
+    if len(logps):
         launch(
-            coefficients_kernel, triton.cdiv(logps.shape[0], BLOCK_T), logps, advantages, weights,
-            kl_weights if has_kl else None, old_logps, ref_logps if has_kl else None, losses,
-            grad_logps, logps.shape[0], *config.params, *[0.0] * (4 - len(config.params)),
-            *config.kl_limits,
-            OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf),
-            N_PARAMS=len(config.params), KL=device_function(KL_ESTIMATORS[config.kl_estimator]),
-            KL_TIMES_RATIO=bool(config.kl_times_ratio), BLOCK_T=BLOCK_T, num_warps=4,
+            coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
+            *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
+            BLOCK_T=BLOCK_T, num_warps=4, **leaves,
         )  # fmt: skip
     return losses, grad_logps

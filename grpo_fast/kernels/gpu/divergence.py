@@ -18,11 +18,11 @@ from torch import Tensor
 
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.divergence_reference import row_topk_divergence_
+from grpo_fast.kernels.gpu.coefficients import device_function
+from grpo_fast.kernels.gpu.launch import launch, rule_arguments, vector
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
-from grpo_fast.kernels.gpu.rows import device_function, launch, rule_arguments, vector
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitRule
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Four columns a thread: one vector load of 16 bytes. With eight JSD spills on sm_80 and sm_90.
@@ -71,7 +71,7 @@ def parts(lse):
 
 @triton.jit
 def row_divergence_kernel(
-    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, found_ptr,
+    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, sums_ptr,
     C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -124,10 +124,10 @@ def row_divergence_kernel(
         if out_ptr is not None:
             center = tl.load(known_ptr + C + row)
             rest = center - of_top.to(tl.float64)
-    tl.store(found_ptr + row, tl.sum(values, 0).to(tl.float64))
-    tl.store(found_ptr + C + row, center)
-    tl.store(found_ptr + 2 * C + row, lse_p)
-    tl.store(found_ptr + 3 * C + row, lse_q)
+    tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
+    tl.store(sums_ptr + C + row, center)
+    tl.store(sums_ptr + 2 * C + row, lse_p)
+    tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
@@ -160,14 +160,14 @@ def row_divergence_(
             logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
         )
     count, vocab = logits.shape
-    found = unset(torch.empty, (4, count), dtype=torch.float64, device=logits.device)
+    sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(
             row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
-            None if known is None else torch.stack(known), found, count, vocab, logits.stride(0),
+            None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
             teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
             *rule_arguments(teacher_rule)[1:], float(divergence.beta),
             LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V, num_warps=8,
         )  # fmt: skip
-    return DivergenceRows(*found)
+    return DivergenceRows(*sums)

@@ -25,12 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.launch import launch, rule_arguments, vector
 from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
 from grpo_fast.kernels.gpu.problem import Problem
-from grpo_fast.kernels.gpu.rows import launch, rule_arguments, vector
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -83,7 +82,7 @@ def units_kernel(
 
 def target_logits(p: Problem) -> Tensor:
     """(T,) fp32 raw logits of the targets."""
-    raw = unset(torch.empty, p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
+    raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
         p.weight.shape[0], p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0),
@@ -103,13 +102,8 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
-    `Exponentials`.
-
-    `known`: the statistics of these rows from another call; they are then not computed again, and
-        the bits of `out`
-    are the same. A target id outside [0, V) has no column, and counts as a logit of 0. None is kept
-    in more digits.
+    """See cpu/linear.head_exponentials. A target id outside [0, V) has no column, and counts as a
+    logit of 0. No element comes in more digits.
 
     Raises:
         ValueError: hidden and weight of different dtype.
@@ -117,7 +111,7 @@ def head_exponentials(
     p = problem(hidden, weight, bias, target_ids, rule)
     rows = p.hidden.shape[0]
     unit, target_unit = (
-        unset(torch.empty, rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
+        torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
     )
     if not rows:
         return Exponentials(

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.rows import launch, vector
+from grpo_fast.kernels.gpu.launch import launch, vector
 from grpo_fast.kernels.gpu.target_rows import add_targets_, add_targets_narrow_
-from grpo_fast.kernels.workspace import unset
 
 __all__ = ["add_targets_", "add_targets_narrow_", "scaled_hidden", "times", "write_hidden_"]
 
@@ -91,7 +90,7 @@ def times(
 ) -> tuple[Tensor, Tensor]:
     """(by_row, by_target), (padded C,) each: the units times grad_logps, zeros in the padding."""
     by_row, by_target = (
-        unset(torch.empty, rows, dtype=torch.float32, device=unit.device) for _ in range(2)
+        torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
     if rows:
         launch(
@@ -128,7 +127,7 @@ def scaled_hidden(
 ) -> Tensor:
     """by_row[:, None]·hidden, rounded once to the dtype of `out` (None: fresh, like hidden)."""
     if out is None:
-        out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if hidden.shape[0]:
         launch(
             scaled_hidden_kernel, hidden.shape[0], hidden, by_row, places, out, hidden.shape[1],

@@ -32,11 +32,10 @@ from grpo_fast.kernels.gpu.configs import (
     linear_config,
 )
 from grpo_fast.kernels.gpu.epilogue import fold_tile
+from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.gpu.problem import Problem, is_aligned
-from grpo_fast.kernels.gpu.rows import launch, rule_arguments
 from grpo_fast.kernels.types import LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -274,15 +273,13 @@ def statistics(
     p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
 ) -> RowStats:
     """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
-    rows, device = p.hidden.shape[0], p.hidden.device
-    lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
-    entropy = unset(torch.empty_like, lse) if return_entropy else None
+    rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
         sums = (4 if return_entropy else 3, slice_count(p), rows)
-        partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
+        partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
-        join(p, partial, (lse, logps, entropy))
-    return lse, logps, entropy
+        join(p, partial, stats)
+    return stats
 
 
 def head_logps(
@@ -295,12 +292,9 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
-
-    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the
-    registers. `hidden` and `weight` share one dtype (fp32, bf16, fp16), with any strides;
-    `logits_out` (fp32, bf16 or fp16, contiguous last dimension) receives the raw logits and changes
-    no bit of the other outputs. A target id outside [0, V) counts as a logit of 0.
+    """See cpu/linear.head_logps; the logits never leave the registers. fp32, bf16 or fp16 of any
+    strides; the last dimension of `logits_out` is contiguous. A target id outside [0, V) counts as
+    a logit of 0.
 
     Raises:
         ValueError: hidden and weight of different dtype.
@@ -317,5 +311,5 @@ def aligned_copy(matrix: Tensor) -> Tensor:
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
     shape = (matrix.shape[0], per_row)
-    copy = unset(torch.empty, shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

@@ -20,34 +20,18 @@ from two kernels that share this source.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import row_config
-from grpo_fast.kernels.gpu.math import (
-    FLOOR,
-    exp_fp32,
-    expm1,
-    expm1_minus,
-    finish,
-    inverse_temperature,
-    log1p,
-    scores,
-)
+from grpo_fast.kernels.gpu.coefficients import leaf_arguments, loss_and_slope
+from grpo_fast.kernels.gpu.configs import RAGGED, row_config
+from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments, vector
+from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, bind
-
-RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
 
 
 @triton.jit
@@ -122,13 +106,17 @@ def write_gradient(
 
 @triton.jit
 def row_logps_kernel(
-    logits_ptr, target_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    logits_ptr, target_ptr, offset_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    first = row * stride_logits_t
+    if offset_ptr is not None:
+        first = tl.load(offset_ptr + row)
+        V = tl.load(offset_ptr + row + 1) - first
     lse, lp, entropy = statistics(
-        logits_ptr + row * stride_logits_t, tl.load(target_ptr + row), V, logit_scale, softcap,
+        logits_ptr + first, tl.load(target_ptr + row), V, logit_scale, softcap,
         inverse_temperature(temperature_ptr, temperature, row), entropy_ptr is not None, BLOCK_V,
     )  # fmt: skip
     tl.store(lse_ptr + row, lse)
@@ -139,11 +127,16 @@ def row_logps_kernel(
 
 @triton.jit
 def row_grad_kernel(
-    logits_ptr, out_ptr, target_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    logits_ptr, out_ptr, target_ptr, offset_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
     grad_logps_ptr, grad_entropy_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap,
     temperature, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    first, first_out = row * stride_logits_t, row * stride_out_t
+    if offset_ptr is not None:
+        first = tl.load(offset_ptr + row)
+        first_out = first
+        V = tl.load(offset_ptr + row + 1) - first
     lse = tl.load(lse_ptr + row)
     entropy = lse
     g_entropy = tl.zeros([], tl.float32)
@@ -151,30 +144,11 @@ def row_grad_kernel(
         entropy = tl.load(entropy_ptr + row)
         g_entropy = tl.load(grad_entropy_ptr + row)
     write_gradient(
-        logits_ptr + row * stride_logits_t, out_ptr + row * stride_out_t, tl.load(target_ptr + row),
-        lse, tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V,
+        logits_ptr + first, out_ptr + first_out, tl.load(target_ptr + row), lse,
+        tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V,
         logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
         grad_entropy_ptr is not None, BLOCK_V,
     )  # fmt: skip
-
-
-@triton.jit
-def loss_and_slope(
-    lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
-):
-    """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
-    tl.static_assert(N_PARAMS <= 4)
-    if N_PARAMS == 0:
-        loss, slope = OBJECTIVE(lp, lr, advantage)
-    elif N_PARAMS == 1:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0)
-    elif N_PARAMS == 2:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
-    elif N_PARAMS == 3:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
-    else:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
-    return loss, slope
 
 
 @triton.jit
@@ -197,30 +171,14 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    lr = tl.zeros([], tl.float32)
-    if old_logps_ptr is not None:
-        lr = lp - tl.load(old_logps_ptr + row)
-        lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
-    weight = tl.load(policy_weights_ptr + row)
-    advantage = tl.load(advantages_ptr + row)
-    loss, slope = loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
-    loss = tl.where(weight == 0.0, 0.0, weight * loss)
-    g = tl.where(weight == 0.0, 0.0, weight * slope)
-    if kl_weights_ptr is not None:
-        kl_weight = tl.load(kl_weights_ptr + row)
-        kl, kl_slope = KL(tl.load(ref_logps_ptr + row) - lp, kl_most, kl_reach)
-        if KL_TIMES_RATIO:
-            ratio = exp_fp32(lr)
-            kl_slope = (kl_slope + kl) * ratio
-            kl *= ratio
-        loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
-        g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Comparisons inside the leaf and a weight of 0 would hide a NaN; what does not count may hold
-    # one anywhere.
+    # What does not count may hold a NaN anywhere.
     counts = (target >= 0) & (target < V)
-    nothing = lp - lp
-    loss = tl.where(counts, loss + nothing, 0.0)
-    g = tl.where(counts, g + nothing, 0.0)
+    loss, g = loss_and_slope(
+        lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
+        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+    )  # fmt: skip
+    loss = tl.where(counts, loss, 0.0)
+    g = tl.where(counts, g, 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
     g_entropy = tl.zeros([], tl.float32)
@@ -232,55 +190,26 @@ def row_loss_kernel(
     )  # fmt: skip
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Start `programs` programs of `kernel` on the device of its first tensor (tests patch it)."""
-    tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device_of(tensor):
-        kernel[(programs,)](*args, enable_fp_fusion=False, **options)
-
-
-def rule_arguments(rule: LogitRule) -> tuple[Tensor | None, float, float | None, float]:
-    """`temperature_ptr, logit_scale, softcap, temperature` of a kernel."""
-    softcap = None if rule.softcap is None else float(rule.softcap)
-    if isinstance(rule.temperature, Tensor):
-        return vector(rule.temperature), float(rule.logit_scale), softcap, 1.0
-    return None, float(rule.logit_scale), softcap, float(rule.temperature)
-
-
-def vector(values: Tensor | None) -> Tensor | None:
-    """Per-row values as the kernels read them: fp32, unit stride."""
-    return None if values is None else values.detach().to(torch.float32).contiguous()
-
-
-def outputs(logits: Tensor, return_entropy: bool) -> RowStats:
-    rows = logits.shape[0]
-    lse, logps = (
-        unset(torch.empty, rows, dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
-    return lse, logps, unset(torch.empty_like, lse) if return_entropy else None
-
-
 def row_logps(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,)
     rule: LogitRule,
     *,
     return_entropy: bool,
+    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """lse, log-probability of the target and (when asked for) entropy of every row, each (C,) fp32.
-
-    The same door as `reference.row_logps`. `logits` is fp32, bf16 or fp16 with a contiguous last
-    dimension and any row stride. A target id outside [0, V) is never read; its row gets the
-    log-probability of a raw logit of 0.
+    """See reference.row_logps. `logits` is fp32, bf16 or fp16 with a contiguous last dimension and
+    any row stride. A target id outside [0, V) is never read; its row gets the logp of a raw logit
+    of 0.
     """
-    lse, logps, entropy = outputs(logits, return_entropy)
-    if logits.shape[0]:
+    lse, logps, entropy = outputs(target_ids, return_entropy)
+    if len(target_ids):
         temperature_ptr, *scalars = rule_arguments(rule)
-        block_v, num_warps = row_config(logits.shape[1])
+        block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
-            row_logps_kernel, logits.shape[0], logits, target_ids.contiguous(), temperature_ptr,
-            lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars, BLOCK_V=block_v,
-            num_warps=num_warps,
+            row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
+            temperature_ptr, lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars,
+            BLOCK_V=block_v, num_warps=num_warps,
         )  # fmt: skip
     return lse, logps, entropy
 
@@ -294,32 +223,21 @@ def row_grad_(
     rule: LogitRule,
     *,
     out: Tensor | None = None,  # (C, V)
+    offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """d raw-logits, written to `out` (default: over `logits`) and returned; the same door as
-    `reference.row_grad_`.
-
-    `out` is `logits` itself or memory that does not overlap it. A row with nothing flowing into it
-    becomes exact zeros.
-    """
+    """See reference.row_grad_. `out` is `logits` itself or memory that does not overlap it."""
     out = logits if out is None else out
-    if logits.shape[0]:
+    if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
         temperature_ptr, *scalars = rule_arguments(rule)
-        block_v, num_warps = row_config(logits.shape[1])
+        block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
-            row_grad_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,
-            lse, logps, None if grad_entropy is None else entropy, vector(grad_logps),
-            vector(grad_entropy), logits.shape[1], logits.stride(0), out.stride(0), *scalars,
-            BLOCK_V=block_v, num_warps=num_warps,
+            row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
+            temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
+            vector(grad_logps), vector(grad_entropy), logits.shape[1], logits.stride(0),
+            out.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
         )  # fmt: skip
     return out
-
-
-@functools.cache
-def device_function(leaf: Callable) -> Any:
-    """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
-    words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
-    return bind(leaf, tl, triton.jit, words)
 
 
 def row_loss_(
@@ -332,28 +250,20 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """One kernel from logits to the gradient of a token-level loss; the same door as
-    `reference.row_loss_`.
-
-    lse, logps and entropy are those of `row_logps`, bit for bit.
-    """
-    lse, logps, entropy = outputs(logits, return_entropy)
-    losses, grad_logps = unset(torch.empty_like, lse), unset(torch.empty_like, lse)
+    """See reference.row_loss_. lse, logps and entropy are those of `row_logps`, bit for bit."""
+    lse, logps, entropy = outputs(target_ids, return_entropy)
+    losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
-    advantages, weights, kl_weights, old_logps, ref_logps, grad_entropy = (vector(x) for x in terms)
-    has_kl = kl_weights is not None and ref_logps is not None
+    *of_rows, grad_entropy = (vector(x) for x in terms)
+    numbers, leaves = leaf_arguments(config)
     temperature_ptr, *scalars = rule_arguments(rule)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
         row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,
-        advantages, weights, kl_weights if has_kl else None, old_logps,
-        ref_logps if has_kl else None, grad_entropy, lse, logps, entropy, losses, grad_logps,
-        logits.shape[1], logits.stride(0), out.stride(0), *scalars, *config.params,
-        *[0.0] * (4 - len(config.params)), *config.kl_limits,
-        OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf), N_PARAMS=len(config.params),
-        KL=device_function(KL_ESTIMATORS[config.kl_estimator]),
-        KL_TIMES_RATIO=bool(config.kl_times_ratio),
+        *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps,
+        logits.shape[1], logits.stride(0), out.stride(0), *scalars, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
+        **leaves,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy, losses, grad_logps)

@@ -27,20 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import RAGGED, sums_config, support_config
+from grpo_fast.kernels.gpu.configs import sums_config, support_config
+from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
 from grpo_fast.kernels.gpu.problem import is_aligned
-from grpo_fast.kernels.gpu.rows import (
-    launch,
-    outputs,
-    rule_arguments,
-    statistics,
-    vector,
-    write_gradient,
-)
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.kernels.types import LogitRule
 
 
 @triton.jit
@@ -144,45 +136,6 @@ def support_head_kernel(
 
 
 @triton.jit
-def support_logps_kernel(
-    raw_ptr, offset_ptr, place_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
-    logit_scale, softcap, temperature, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.load(offset_ptr + row)
-    lse, lp, entropy = statistics(
-        raw_ptr + first, tl.load(place_ptr + row), tl.load(offset_ptr + row + 1) - first,
-        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
-        entropy_ptr is not None, BLOCK_V,
-    )  # fmt: skip
-    tl.store(lse_ptr + row, lse)
-    tl.store(logps_ptr + row, lp)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + row, entropy)
-
-
-@triton.jit
-def support_grad_kernel(
-    raw_ptr, offset_ptr, place_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
-    grad_logps_ptr, grad_entropy_ptr, logit_scale, softcap, temperature, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.load(offset_ptr + row)
-    lse = tl.load(lse_ptr + row)
-    entropy = lse
-    g_entropy = tl.zeros([], tl.float32)
-    if grad_entropy_ptr is not None:
-        entropy = tl.load(entropy_ptr + row)
-        g_entropy = tl.load(grad_entropy_ptr + row)
-    write_gradient(
-        raw_ptr + first, raw_ptr + first, tl.load(place_ptr + row), lse, tl.load(logps_ptr + row),
-        entropy, tl.load(grad_logps_ptr + row), g_entropy, tl.load(offset_ptr + row + 1) - first,
-        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
-        grad_entropy_ptr is not None, BLOCK_V,
-    )  # fmt: skip
-
-
-@triton.jit
 def sums_kernel(
     factor_ptr, index_ptr, offset_ptr, matrix_ptr, out_ptr, H, stride_matrix_t,
     stride_matrix_h, stride_out_t, ADD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -211,40 +164,6 @@ def sums_kernel(
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
-    """See support_reference.row_logps; raw (nnz,) fp32."""
-    lse, logps, entropy = outputs(rows.places, return_entropy)
-    if len(rows.places):
-        temperature_ptr, *scalars = rule_arguments(rule)
-        launch(
-            support_logps_kernel, len(rows.places), raw, rows.offsets, rows.places,
-            temperature_ptr, lse, logps, entropy, *scalars, BLOCK_V=RAGGED.block_v,
-            num_warps=RAGGED.num_warps,
-        )  # fmt: skip
-    return lse, logps, entropy
-
-
-def row_grad_(
-    raw: Tensor,  # (nnz,) fp32
-    rows: SupportRows,
-    stats: RowStats,
-    grad_logps: Tensor,  # (R,)
-    grad_entropy: Tensor | None,  # (R,)
-    rule: LogitRule,
-) -> Tensor:  # (nnz,)
-    """See support_reference.row_grad_."""
-    if len(rows.places):
-        lse, logps, entropy = (vector(x) for x in stats)
-        temperature_ptr, *scalars = rule_arguments(rule)
-        launch(
-            support_grad_kernel, len(rows.places), raw, rows.offsets, rows.places,
-            temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
-            vector(grad_logps), vector(grad_entropy), *scalars, BLOCK_V=RAGGED.block_v,
-            num_warps=RAGGED.num_warps,
-        )  # fmt: skip
-    return raw
-
-
 def head_rows(
     hidden: Tensor,  # (N, H) fp32, bf16 or fp16
     index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
@@ -262,9 +181,9 @@ def head_rows(
     count, width = len(rows.places), weight.shape[1]
     config = support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
-    stats, raw = outputs(rows.places, return_entropy), unset(new, len(rows.ids))
+    stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     has_slopes = return_slopes and config.block_h >= width
-    slopes = unset(new, (count, width)) if has_slopes else None
+    slopes = new((count, width)) if has_slopes else None
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(
@@ -280,7 +199,7 @@ def head_rows(
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     """(R, H) fp32; see support_reference.head_hidden."""
     shape = len(rows.places), weight.shape[1]
-    out = unset(torch.empty, shape, dtype=torch.float32, device=d.device)
+    out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
     return out
 

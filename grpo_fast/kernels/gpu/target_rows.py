@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
-from grpo_fast.kernels.gpu.rows import launch
-from grpo_fast.kernels.workspace import unset
 
 # |A|² over |S|² in one block of columns, from which the row is formed again.
 CANCELS = tl.constexpr(1 / 16)
@@ -143,12 +142,12 @@ def add_targets_narrow_(
     """`add_targets_` for a d_weight in 16 bits, as if it had been there in fp32."""
     count, (rows, width) = ids.shape[0], scaled.shape
     blocks = triton.cdiv(width, SEGMENT_H)
-    flags = unset(torch.empty, (count, blocks), dtype=torch.int32, device=ids.device)
+    flags = torch.empty((count, blocks), dtype=torch.int32, device=ids.device)
     ends = ends_of(ids)
     add_targets_(d_weight, ids, order, by_target, hidden, ends=ends, flags=flags)
     places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
-    columns = unset(torch.empty, (count, rows), dtype=matrix.dtype, device=ids.device)
-    products = unset(torch.empty, (count, width), dtype=torch.float32, device=ids.device)
+    columns = torch.empty((count, rows), dtype=matrix.dtype, device=ids.device)
+    products = torch.empty((count, width), dtype=torch.float32, device=ids.device)
     launch(
         gather_columns_kernel, count, matrix, ids, places, columns, rows, matrix.stride(0),
         BLOCK_T=1024, num_warps=4,
@@ -165,4 +164,4 @@ def add_targets_narrow_(
 
 def ends_of(ids: Tensor) -> Tensor:
     """(C,) for each of the ascending ids the place behind its last."""
-    return torch.searchsorted(ids, ids, right=True, out=unset(torch.empty_like, ids))
+    return torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))

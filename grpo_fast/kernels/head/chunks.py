@@ -8,7 +8,7 @@ knows.
                        row · E, so no row kernel runs (gpu/exponentials.py, cpu/linear.py): 2 or 4
 
 Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the
-last stay unset.
+last stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_fast.kernels.types import (
     RowStats,
     pad_rows,
 )
-from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, unset
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -82,7 +82,7 @@ class LogitChunks:
         if not self.has_narrow:
             return self.workspace(rows)
         if self._narrow is None:
-            self._narrow = unset(self.weight.new_empty, (self.most_rows, self.weight.shape[0]))
+            self._narrow = self.weight.new_empty((self.most_rows, self.weight.shape[0]))
         return self._narrow[:rows]
 
     def raw_logits(self, h: Tensor) -> Tensor:

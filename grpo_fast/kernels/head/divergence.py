@@ -36,7 +36,6 @@ from grpo_fast.kernels.types import (
     pad_rows,
     pick,
 )
-from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -81,12 +80,8 @@ class DivergenceHead(LinearHead):
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
-    def divergence_gradients(self, wanted: Wanted) -> tuple[Tensor, ...]:
-        """The values, and (dH, dW, db) of Σ weights·D alone."""
-        return self._sweep(wanted, None)
-
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """As of a `LinearHead`; nothing is kept for `gradients`, which forms the divergences."""
+        """`LinearHead.logps`; no chunk stays for `gradients`, which forms the divergences."""
         return super().logps(return_entropy=return_entropy)
 
     def loss_gradients(
@@ -100,23 +95,24 @@ class DivergenceHead(LinearHead):
             parts.append(part)
             return d.matrix, part.grad_logps, here.grad_entropy
 
-        gradients = self._sweep(wanted, policy)
+        gradients = self.sweep(wanted, policy)
         return RowLoss(*concat_chunks(parts, self.hidden)), gradients
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not any(wanted):
-            return self._sweep(wanted, None)
+            return self.sweep(wanted)
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = pick(chunk, g, g_entropy)
             d = self.chunk.gradients(at, pick(chunk, *known), *here, held=False)
             return d.matrix, *here
 
-        return self._sweep(wanted, policy)
+        return self.sweep(wanted, policy)
 
-    def _sweep(self, wanted: Wanted, policy: Policy | None) -> tuple[Tensor, Tensor, Tensor]:
+    def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The values, and (dH, dW, db) of Σ weights·D and of the policy loss; None: of no loss."""
         sums, self.has_gradient = self._sums(wanted), any(wanted)
         active = self.weights != 0
         activity = Activity(active if self.on_gpu and policy is None else None, self.chunk_rows)
@@ -156,7 +152,7 @@ class DivergenceHead(LinearHead):
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
-            own = whole = self._joined(self.doors.row_divergence_, *of_rows)
+            own = whole = self._join_ranks(self.doors.row_divergence_, *of_rows)
             if whole is None or (to is not None and z.shape[1]):
                 own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
@@ -172,15 +168,15 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        to = out if dtype == out.dtype else unset(out.new_empty, out.shape, dtype=dtype)
+        to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_wide(h, teacher.weight, out=to)
         if teacher.bias is not None:
             to.add_(teacher.bias)
         if to is not out:
             out.copy_(to)
 
-    def _joined(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
-        """What the ranks that share the vocabulary say of whole rows; None: this rank has all.
+    def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
+        """Sums over whole rows, of all ranks that share the vocabulary; None: this rank has all.
 
         Two rounds: every rank's lse, then the sums that follow from the lse of whole rows. 32
         bytes per row and rank travel.
@@ -227,7 +223,7 @@ def supported_divergence(
             divergence=divergence, weights=weights[support.others], has_policy=False,
             is_wide=True, **options,
         )  # fmt: skip
-        others, of_others = dense.divergence_gradients(wanted), dense.values
+        others, of_others = dense.sweep(wanted), dense.values
     source = supported_head(tensors, rows, route, is_wide=is_wide)
     of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)

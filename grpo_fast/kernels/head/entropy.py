@@ -44,7 +44,7 @@ class WholeEntropy:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         gradients = self.inside.gradients(g, None, (*known[:2], None), wanted)
         if g_entropy is None or not any(wanted):
             return gradients

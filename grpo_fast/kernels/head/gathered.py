@@ -19,7 +19,7 @@ from grpo_fast.kernels.types import (
     add_rows_,
     scaled_rows,
 )
-from grpo_fast.kernels.workspace import unset, zeros
+from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
@@ -44,7 +44,7 @@ class GatheredHead:
         assert rows.support is not None
         self.tensors, self.support, self.is_wide = tensors, rows.support, is_wide
         self.hidden, self.weight, self.bias = tensors
-        self.doors, self.surround = support_doors(route.backend), route.kernels.gradients
+        self.doors, self.kernels = support_doors(route.backend), route.kernels
         self.index, self.repeats = rows.select(self.support.own).hidden_index, rows.repeats
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
@@ -87,7 +87,7 @@ class GatheredHead:
         dtype = self.sum_dtype if self.is_wide else self.weight.dtype
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
-        return unset(self.weight.new_empty, self.weight.shape, dtype=dtype), False
+        return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """(N, H) g times the slopes of the supported rows, added to `total`."""
@@ -97,11 +97,11 @@ class GatheredHead:
             return total
         dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
         new = self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros
-        total = unset(new, self.hidden.shape, dtype=dtype)
-        if self.surround is None:
+        total = new(self.hidden.shape, dtype=dtype)
+        if self.kernels.gradients is None:
             total[self._places(g)] = scaled_rows(slopes, g).to(dtype)
             return total
-        return self.surround.scaled_hidden(slopes, g, total, self.index)
+        return self.kernels.gradients.scaled_hidden(slopes, g, total, self.index)
 
     def _places(self, g: Tensor) -> Tensor:
         return torch.arange(len(g), device=g.device) if self.index is None else self.index

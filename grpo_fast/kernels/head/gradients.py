@@ -26,7 +26,6 @@ from grpo_fast.kernels.types import (
     add_rows_,
     pad_rows,
 )
-from grpo_fast.kernels.workspace import unset
 
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
 # are active.
@@ -169,7 +168,7 @@ class GradientSums:
         if self.wanted.hidden:
             product, places = matmul_narrow(d, self.weight), None
             if self.repeats:
-                out = unset(torch.empty_like, product[:count])
+                out = torch.empty_like(product[:count])
             else:
                 out, places = self._place(count, index)
             self.doors.write_hidden_(out, product, *by[:3], self.weight, places)
@@ -200,7 +199,7 @@ class GradientSums:
 
     def _new_hidden(self, kind: Callable[..., Tensor] = torch.zeros) -> Tensor:
         x = self.hidden
-        return unset(kind, x.shape, dtype=self.hidden_dtype, device=x.device)
+        return kind(x.shape, dtype=self.hidden_dtype, device=x.device)
 
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
@@ -250,7 +249,7 @@ class GradientSums:
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
-        own = unset(h.new_empty, (columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
+        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
         self.d_weight.index_add_(
             0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
         )

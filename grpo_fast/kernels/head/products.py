@@ -10,7 +10,6 @@ from torch import Tensor
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import own_product
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
-from grpo_fast.kernels.workspace import unset
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
 # output.
@@ -48,7 +47,7 @@ def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
     16 digits. A GPU that may write 16 bits may split the sum over V and round its parts.
     """
     if own_product(weight):
-        out = unset(d.new_empty, (d.shape[0], weight.shape[1]), dtype=torch.float32)
+        out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
         return gemm.mm_(d, weight, out)
     if is_wide(weight):
         return d @ weight
@@ -71,7 +70,7 @@ def weighted_product(
     """
     count = scales.shape[0]
     if own_product(weight):
-        out = unset(weight.new_empty, (count, weight.shape[1]), dtype=dtype)
+        out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
         return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
     product = scaled_rows(matmul_narrow(matrix, weight)[:count], scales)
     return (product + added.terms()).to(dtype)
@@ -104,7 +103,7 @@ def accumulate_outer(
         is_new = total is None
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
-            total = unset(h.new_empty, (d.shape[1], h.shape[1]), dtype=dtype)
+            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
         return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
@@ -128,7 +127,7 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    total = unset(torch.empty_like, weight, memory_format=torch.contiguous_format)
+    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
         part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_only=True))

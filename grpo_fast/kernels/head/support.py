@@ -18,7 +18,7 @@ from grpo_fast.kernels.head.gathered import GatheredHead, SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.products import matmul_wide
-from grpo_fast.kernels.route import Route, support_doors
+from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.support import HeadRows
 from grpo_fast.kernels.types import (
     ActiveRows,
@@ -100,8 +100,8 @@ class SupportSweep:
         assert rows.support is not None
         self.source, self.dense, self.support = source, dense, rows.support
         self.rule = rows.rule if rows.support.own is None else rows.rule.rows(rows.support.own)
-        self.row_coefficients = route.kernels.row_coefficients
-        self.doors, self.entropy_gradient = support_doors(route.backend), entropy_gradient
+        self.kernels, self.row_coefficients = route.kernels, route.kernels.row_coefficients
+        self.entropy_gradient = entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
         self.held: HeadRows | None = None
 
@@ -130,7 +130,7 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return self.source.no_gradients()
         held, self.held = self.held, None
@@ -142,7 +142,8 @@ class SupportSweep:
             others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
         mine = slice(None) if self.support.own is None else self.support.own
         (g, g_entropy), own = pick(mine, g, g_entropy), pick(mine, *known)
-        d = self.doors.row_grad_(held.raw, self.support, own, g, g_entropy, self.rule)
+        of_rows = held.raw[None], self.support.places, own, g, g_entropy, self.rule
+        d = self.kernels.row_grad_(*of_rows, offsets=self.support.offsets)[0]
         slopes = None if g_entropy is not None else held.slopes
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
@@ -177,8 +178,7 @@ class DenseHead(GatheredHead):
             raw[places] = z[at]
         if self.bias is not None:
             raw += self.bias[self.support.ids].to(self.sum_dtype)
-        stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
-        return HeadRows(raw, stats, None)
+        return _head_rows(self, raw, rule, return_entropy)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
@@ -208,14 +208,13 @@ class GivenLogits:
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         assert rows.support is not None
         self.logits, self.out, self.support = logits, out, rows.support
-        self.doors = support_doors(route.backend)
+        self.kernels = route.kernels
         kept = torch.arange(rows.num_rows, device=logits.device) if rows.kept is None else rows.kept
         self.at = self.support.of_all(kept)[self.support.rows], self.support.ids
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
-        stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
-        return HeadRows(raw, stats, None)
+        return _head_rows(self, raw, rule, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
         return (self.logits.new_empty(0),)
@@ -232,3 +231,13 @@ class GivenLogits:
             out = torch.zeros_like(self.logits, memory_format=torch.contiguous_format)
         out[self.at] = of_rows.d_logits.to(out.dtype)
         return (out,)
+
+
+def _head_rows(
+    source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
+) -> HeadRows:
+    """The statistics of logits (nnz,) beside them, without slopes."""
+    places, offsets = source.support.places, source.support.offsets
+    row_logps = source.kernels.row_logps
+    stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)
+    return HeadRows(raw, stats, None)

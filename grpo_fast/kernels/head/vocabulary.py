@@ -27,7 +27,6 @@ from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ChunkRows, LogitRule, RowStats
-from grpo_fast.kernels.workspace import unset
 
 ELSEWHERE = -1  # the target of a row whose target another rank holds
 
@@ -62,7 +61,7 @@ class VocabularyShard(NamedTuple):
 
     def gathered(self, x: Tensor) -> Tensor:
         """(n, …): x of every rank, in their order."""
-        everyone = unset(x.new_empty, (len(self.sizes), *x.shape))
+        everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
 

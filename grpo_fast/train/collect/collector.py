@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet
+from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
@@ -33,15 +34,6 @@ class Collected:
     generated: Count  # tokens, likewise
     prompts: list[PromptRecord]  # of all that were asked
     token_rewards: list[Saved] | None = None  # (|completion|,) each, where rewards are per token
-
-
-@dataclass
-class RewardsState:
-    """The state of a RewardSet: samples that it has lost, by function."""
-
-    failed_total: dict[str, Count]
-    recent: dict[str, list[tuple[Count, Count]]]
-    last_error: dict[str, str]
 
 
 @dataclass
@@ -110,13 +102,14 @@ class Collector:
 
     def state_dict(self) -> CollectorState:
         """The state to go on from, apart from `ahead`."""
-        rewards = RewardsState(**self.rewards.state_dict())
-        return CollectorState(self.queue.consumed, rewards, self.advantages.state_dict())
+        return CollectorState(
+            self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
+        )
 
     def load_state_dict(self, state: CollectorState) -> None:
         """Go on from `state_dict`."""
         self.queue.consumed = state.consumed
-        self.rewards.load_state_dict(vars(state.rewards))
+        self.rewards.load_state_dict(state.rewards)
         self.advantages.load_state_dict(state.baseline)
 
     def _draw_groups(

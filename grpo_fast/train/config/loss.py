@@ -23,7 +23,7 @@ OLD_WORDS = {
 
 
 class LossSection(Section):
-    """What `LossSettings` adds to its fields: it reads the names that older recipes have."""
+    """The base of `LossSettings`: it reads the names that older recipes have."""
 
     @model_validator(mode="before")
     @classmethod

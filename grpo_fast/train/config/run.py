@@ -265,6 +265,11 @@ class RunConfig(Section):
         yield completions % self.minibatches == 0, "minibatches", expected, self.minibatches
 
     @property
+    def has_code(self) -> bool:
+        """Whether it names code of somebody's own, a model's or a reward's."""
+        return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
+
+    @property
     def _loss(self) -> Any:  # its type is made at run time
         return self.loss
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from grpo_fast import rollout
-from grpo_fast.data import TRACES, Example, load_examples
-from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.data import TRACES, Example
+from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rollout import Engine, Sampling
-from grpo_fast.train.config import RunConfig, require
+from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
 
@@ -169,23 +169,23 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 
 
 def build_evaluation(
-    config: RunConfig, policy: Any, rewards: RewardSet
+    asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], EvalResult]:
     """A function that asks an engine, with the same prompts and seed each time; of recorded
     rollouts there are none to ask.
+
+    max_new_tokens: of the rollout, where the evaluation does not have its own.
     """
-    if config.data.task == TRACES:
+    if splits.data.task == TRACES:
         return lambda engine: EvalResult({}, {})
-    counted, asked = token_counter(policy.tokenizer), config.eval
-    examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
-    examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
+    examples = splits.test[: asked.n]
     check_examples(rewards, examples, "test")
-    scorer = scorer_for(config.data.task, [e.answer for e in examples if e.answer is not None])
-    length = asked.max_new_tokens or config.rollout.max_new_tokens
+    scorer = scorer_for(splits.data.task, [e.answer for e in examples if e.answer is not None])
+    length = asked.max_new_tokens or max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
     sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
     return lambda engine: evaluate(
         policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
-        temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=config.seed,
+        temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=splits.seed,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 
 
 def band_words(key: str, settings: list[dict[str, str]]) -> str:
-    """What a row's lines are means over, and its bands standard errors of."""
+    """The label of a row: `mean ± SE over seeds, optim.lr`, the keys that it averages over."""
     others = [name for name in (settings[0] if key else ()) if name != key]
     return f"mean ± SE over seeds{''.join(f', {name}' for name in others)}"
 

@@ -14,8 +14,8 @@ from torch.nn.functional import logsigmoid
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from grpo_fast.data import load_examples, task_symbols
 from grpo_fast.data.pairs import Pair, pairs_of
+from grpo_fast.data.splits import Splits
 from grpo_fast.rewards.reward_model import encode_pairs, padded, positions, set_padding
 from grpo_fast.train.config import require
 from grpo_fast.train.config.recipes import save_config
@@ -39,11 +39,11 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """
     torch.manual_seed(config.seed)
     check_folder(config.output_dir)
-    train, test = (_pairs(config, split) for split in ("train", "test"))
-    questions = load_examples(config.data, split="train", seed=config.seed)
-    model, tokenizer = load_scorer(
-        config.model, build_tokenizer(config.model, config.data, questions)
-    )
+    splits = Splits(config.data, config.seed)
+    symbols = splits.symbols() if config.data.task in ("sort", "arithmetic") else None
+    train = pairs_of(splits.train, symbols, seed=config.seed)
+    test = pairs_of(splits.test, symbols, seed="test")
+    model, tokenizer = load_scorer(config.model, build_tokenizer(config.model, splits))
     pad_id = set_padding(model, tokenizer)
     listed = train if isinstance(train, list) else [train[0]]  # made pairs are all alike
     _check_lengths(tokenizer, [*test, *listed], model)
@@ -161,13 +161,6 @@ def accuracy_line(summary: dict[str, float]) -> str:
     share, error = (100 * summary[name] for name in ("eval_accuracy", "eval_accuracy_se"))
     count = f"(n={summary['eval_n']:.0f}, ± one standard error)"
     return f"held-out pairs: {share:.1f}% ± {error:.1f} in the right order {count}"
-
-
-def _pairs(config: RewardModelConfig, split: str) -> Sequence[Pair]:
-    generated = config.data.task in ("sort", "arithmetic")
-    examples = load_examples(config.data, split=split, seed=config.seed)
-    seed = config.seed if split == "train" else "test"
-    return pairs_of(examples, task_symbols(config.data) if generated else None, seed=seed)
 
 
 def _check_lengths(tokenizer: Any, pairs: Sequence[Pair], model: Any) -> None:

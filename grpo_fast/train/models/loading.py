@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from grpo_fast.data import Example, hub, reason, task_symbols
-from grpo_fast.data.model_files import check_fields, check_files
+from grpo_fast.data import hub, reason
+from grpo_fast.data.model_files import check_fields, check_files, read_fields
+from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, without_bars
@@ -51,7 +52,6 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
-    _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
     if empty:
         return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
@@ -66,52 +66,42 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
     if config.config is not None:
         kind = "AutoModelForSequenceClassification"
         return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    check_files(config.path)
-    keywords: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
-    try:
-        with without_bars(), _without_report():
-            check_fields(PreTrainedConfig.get_config_dict(config.path)[0])
-            tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
-            model = AutoModelForSequenceClassification.from_pretrained(config.path, **keywords)
-    except Exception as error:  # every reader and every architecture has its own classes
-        _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
+    path, dtype = str(config.path), torch.float32
+    with _reading(path, "a model's folder or hub id with a tokenizer"):
+        read_fields(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=dtype, trust_remote_code=False
+        )
     return model, tokenizer
 
 
 def _load_model(config: ModelConfig, empty: bool) -> Any:
     """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_files(config.path)
-    try:
-        with without_bars(), _without_report():
-            fields, _ = PreTrainedConfig.get_config_dict(config.path)
-            check_fields(fields, config.trust_remote_code)
-            _register(fields)
-            keywords: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-            dtype = getattr(torch, config.dtype)
-            if empty:
-                known = AutoConfig.from_pretrained(config.path, **keywords)
-                return AutoModelForCausalLM.from_config(known, dtype=dtype, **keywords).eval()
-            model, report = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,  # they are refused below, with their shapes
-                output_loading_info=True,
-                **keywords,
-            )
-    except Exception as error:  # every reader and every architecture has its own classes
-        damaged = _damaged_weights(config.path)
-        if damaged:
-            raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
-        _refuse(config.path, error, "a model's folder or hub id")
-    _check_keys(config.path, report)
+    path, allow_code = str(config.path), config.trust_remote_code
+    keywords: dict[str, Any] = {"trust_remote_code": allow_code}
+    dtype = getattr(torch, config.dtype)
+    with _reading(path, "a model's folder or hub id"):
+        _register(read_fields(path, allow_code))
+        if empty:
+            known = AutoConfig.from_pretrained(path, **keywords)
+            return AutoModelForCausalLM.from_config(known, dtype=dtype, **keywords).eval()
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # they are refused below, with their shapes
+            output_loading_info=True,
+            **keywords,
+        )
+    _check_keys(path, report)
     return model
 
 
-def _check_keys(path: str | None, report: dict[str, Any]) -> None:
+def _check_keys(path: str, report: dict[str, Any]) -> None:
     """Refuse missing weights and other shapes that transformers reports; log superfluous ones."""
     others, missing = report["mismatched_keys"], report["missing_keys"]
     extras = report["unexpected_keys"]
@@ -135,41 +125,20 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer at `config.path`. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
-    check_files(config.path)
-    try:
-        with without_bars():
-            return AutoTokenizer.from_pretrained(
-                config.path, padding_side="left", trust_remote_code=config.trust_remote_code
-            )
-    except Exception as error:  # as above
-        _refuse(config.path, error, "a model with a tokenizer (tokenizer.json)")
-
-
-def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
-    """Raise a ValueError unless every token of a text, and the padding, has a row of the embedding.
-
-    Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    largest = max([pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
-    if largest >= rows:
-        raise ValueError(
-            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, got "
-            f"{largest}: tokenizer and model do not belong together"
+    path = str(config.path)
+    with _reading(path, "a model with a tokenizer (tokenizer.json)"):
+        return AutoTokenizer.from_pretrained(
+            path, padding_side="left", trust_remote_code=config.trust_remote_code
         )
 
 
-def build_tokenizer(
-    model: ModelConfig | ScorerConfig, data: DataConfig, questions: Sequence[Example]
-) -> Any:
-    """The tokenizer made from the training questions, or None where the model brings its own."""
+def build_tokenizer(model: ModelConfig | ScorerConfig, splits: Splits) -> Any:
+    """The tokenizer made from the questions, or None where the model brings its own."""
     if model.tokenizer == "symbols":
-        plain = data.model_copy(update={"shots_tokens": None})
-        return build_symbol_tokenizer(task_symbols(plain))
+        return build_symbol_tokenizer(splits.symbols())
     if model.tokenizer is None:
         return None
-    chosen = itertools.islice(questions, BPE_TEXTS)
+    chosen = itertools.islice(splits.train, BPE_TEXTS)
     texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
     return build_bpe_tokenizer(texts, model.vocab_size)
 
@@ -236,21 +205,33 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"model.device: {expected}, got {name!r}: {why}") from error
 
 
-def _refuse(path: str | None, error: Exception, expected: str) -> NoReturn:
-    why = reason(error)
-    if not Path(str(path)).exists():
-        is_folder = Path(str(path)).is_absolute()
-        why = "no such folder" if is_folder else hub.LOCAL if hub.is_offline() else why
-    if "custom code" in why:
-        why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
-    raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
+@contextmanager
+def _reading(path: str, expected: str) -> Iterator[None]:
+    """Let transformers read a model in silence; say in one line why it cannot.
+
+    Raises ValueError.
+    """
+    check_files(path)
+    try:
+        with without_bars(), _without_report():
+            yield
+    except Exception as error:  # every reader and every architecture has its own classes
+        why, damaged = reason(error), _damaged_weights(path)
+        if damaged:
+            raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
+        if not Path(path).exists():
+            is_folder = Path(path).is_absolute()
+            why = "no such folder" if is_folder else hub.LOCAL if hub.is_offline() else why
+        if "custom code" in why:
+            why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
+        raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
 
 
-def _damaged_weights(path: str | None) -> str | None:
+def _damaged_weights(path: str) -> str | None:
     """The first of a folder's weight files that cannot be opened, and why (readers do not say)."""
     from safetensors import safe_open
 
-    for file in sorted(Path(str(path)).glob("*.safetensors")):
+    for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass

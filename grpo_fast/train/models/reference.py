@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedTree
 from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
-from grpo_fast.train.models.loading import load_policy, load_tokenizer
+from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
 MOST_RELATIVE_ERROR = 0.2  # of the relative error that one step answers to
@@ -24,22 +23,16 @@ class Reference:
 
     Args:
         policy: the policy as it is at the start of training (after a warm start).
-        config: kind, for `synced` how often and how much, and the path of another model.
-        model: of which another model takes dtype and device.
-
-    Raises:
-        ValueError: another model that is not there, or that has another vocabulary.
+        config: kind, and for `synced` how often and how much.
+        another: of `load_another`.
     """
 
     def __init__(
-        self, policy: Policy, config: ReferenceConfig, model: ModelConfig | None = None
+        self, policy: Policy, config: ReferenceConfig, another: Policy | None = None
     ) -> None:
-        self.policy, self.config = policy, config
+        self.policy, self.config, self.copy = policy, config, another
         by_adapter = policy.model is not policy.lm
-        self.copy: Policy | None = None
-        if config.path is not None:
-            self.copy = _another(policy, config.path, model)
-        elif config.kind != "none" and not by_adapter:
+        if another is None and config.kind != "none" and not by_adapter:
             self.copy = policy.frozen_copy()
 
     @property
@@ -74,19 +67,24 @@ class Reference:
         return nullcontext() if self.copy is not None else self.policy.without_adapter()
 
 
-def check_reference(config: ReferenceConfig, model: ModelConfig, tokenizer: Any) -> None:
-    """Raise a ValueError, before a run begins, for another model that has another vocabulary."""
+def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) -> Policy | None:
+    """The frozen model at `config.path`, which answers for the policy's tokens; None without.
+
+    model: of the policy, whose dtype and device it takes.
+
+    Raises ValueError for a model that is not there, or with another vocabulary, another head or
+    less room than the policy.
+    """
     if config.path is None:
-        return
-    with _named():
-        theirs = load_tokenizer(_settings(config.path, model))
-    _check_vocabulary(tokenizer, theirs)
-
-
-def _another(policy: Policy, path: str, model: ModelConfig | None) -> Policy:
-    """The frozen model at `path`, which answers for the policy's tokens."""
-    with _named():
-        other = load_policy(_settings(path, model), empty=policy.is_empty)
+        return None
+    own = ModelConfig(
+        path=config.path, dtype=model.dtype, autocast=model.autocast, device=model.device,
+        trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+    try:
+        other = load_policy(own, empty=policy.is_empty)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", "reference.path")) from error
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows, came = (x.head.weight.shape[0] for x in (policy, other))
     if rows != came:
@@ -99,15 +97,6 @@ def _another(policy: Policy, path: str, model: ModelConfig | None) -> Policy:
     return other
 
 
-def _settings(path: str, model: ModelConfig | None) -> ModelConfig:
-    if model is None:
-        return ModelConfig(path=path)
-    return ModelConfig(
-        path=path, dtype=model.dtype, autocast=model.autocast, device=model.device,
-        trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
-
-
 def _check_vocabulary(tokenizer: Any, other: Any) -> None:
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours == theirs:
@@ -117,15 +106,6 @@ def _check_vocabulary(tokenizer: Any, other: Any) -> None:
         f"reference.path: expected the policy's vocabulary of {len(ours)} tokens, came one of "
         f"{len(theirs)}, where {moved} of the policy's have no or another id"
     )
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Refusals of a model name the key that it came by."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.path", "reference.path")) from error
 
 
 class KLWeight:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
-from grpo_fast.data.model_files import check_fields, check_files
+from grpo_fast.data.model_files import check_fields, check_files, read_fields
 from grpo_fast.train.config import RunConfig, Section, require
 from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
 from grpo_fast.train.config.words import own_words, read_words, set_key
@@ -201,7 +201,7 @@ def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
 
 
 def _transformers_config(run: RunConfig) -> Any:
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig
 
     model = run.model
     if model.config is not None:
@@ -220,7 +220,7 @@ def _transformers_config(run: RunConfig) -> Any:
         check_fields(fields)
         return AutoConfig.for_model(**fields)
     check_files(path)
-    check_fields(PreTrainedConfig.get_config_dict(path)[0], model.trust_remote_code)
+    read_fields(path, model.trust_remote_code)
     return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
 
 

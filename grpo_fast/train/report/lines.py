@@ -52,16 +52,23 @@ def memory_line(summary: Mapping[str, Any]) -> str:
     return f"memory of a training step: {said} ({size}), {measured}"
 
 
-def kernels_line(summary: Mapping[str, Any]) -> str:
-    """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
-    why = summary["backend_fallback"]
-    return f"kernels: {summary['backend']}" + (f" (slower; {why})" if why else "")
+def opening_lines(
+    rollout: RolloutConfig, kernels: Mapping[str, Any], fallback: str | None
+) -> list[str]:
+    """`kernels: cpu` and `sampler: own loop`, with why where they are slower ones, and `loss over
+    the tokens that the sampler kept, … (top_k 64, top_p 0.9)` where it is.
 
-
-def sampler_line(engine: str, fallback: str | None) -> str:
-    """`sampler: own loop`, or `sampler: transformers' generate (slower; its logits differ …)`."""
-    own = "own loop" if engine == "transformers" else engine
-    return "sampler: " + (f"transformers' generate (slower; {fallback})" if fallback else own)
+    fallback: why the engine samples by transformers' `generate`; None: it does not.
+    """
+    why = kernels["backend_fallback"]
+    own = "own loop" if rollout.engine == "transformers" else rollout.engine
+    sampler = f"transformers' generate (slower; {fallback})" if fallback else own
+    lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
+    lines.append(f"sampler: {sampler}")
+    if rollout.wants_kept:
+        kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
+        lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
+    return lines
 
 
 def zero_line(loss: LossConfig, advantages: str) -> str:
@@ -72,12 +79,6 @@ def zero_line(loss: LossConfig, advantages: str) -> str:
     near = "near 0" + ", apart from how lengths go with advantages," * by_token
     term = f"the {'policy term of the ' if rest else ''}loss stays {near}"
     return LOSS_IS_ZERO.format(term, f", and the rest of the loss is {rest.strip()}" * bool(rest))
-
-
-def support_line(rollout: RolloutConfig) -> str:
-    """`loss over the tokens that the sampler kept, … (top_k 64, top_p 0.9)`."""
-    kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
-    return f"loss over the tokens that the sampler kept, where it says which ({kept})"
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:

@@ -67,8 +67,8 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
     one, first = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     tokens = Tokens(one * advantage, one, None, first + 1, first, old, None, None)
     for ratio in ratios:
-        found = token_loss(old + ratio.log(), None, tokens, config)
-        points.append((found.loss, found.grad_logps[0]))
+        loss = token_loss(old + ratio.log(), None, tokens, config)
+        points.append((loss.loss, loss.grad_logps[0]))
     values, slopes = zip(*points, strict=True)
     return Curve(torch.stack(values), torch.stack(slopes))
 

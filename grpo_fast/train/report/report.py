@@ -1,6 +1,6 @@
-"""The files that a run writes, and the progress that it shows: config.yaml (the resolved one),
-metrics.jsonl (an object per logged step, TRL's names), prompts.jsonl (one per prompt that was
-asked), completions/step_000010.parquet … and completions.html, curves.png, summary.json.
+"""The files that a run writes, and the progress that it shows: metrics.jsonl (an object per logged
+step, TRL's names), prompts.jsonl (one per prompt that was asked), completions/step_000010.parquet …
+and completions.html, curves.png, summary.json. The resolved config.yaml lies beside them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import save_config
+from grpo_fast.train.config.run import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
+from grpo_fast.train.report.titles import settings_of
 from grpo_fast.train.report.trackers import Trackers
 
 CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
@@ -55,62 +55,50 @@ def by_rank_0(method: Method) -> Method:
 
 
 class RunReport:
-    """Writes a run's folder and shows its progress, on rank 0 for all.
-
-    A context manager, which leaves the folder free for others; `close` alone keeps its lock.
+    """Writes into a run's folder and shows its progress, on rank 0 for all: from `begin` on.
 
     Args:
-        enter: makes the folder and locks it, or puts it back to where the run begins. Raises
-            OutputFolderError for one that holds files of something else, or cannot be made.
         lengths: bytes of metrics.jsonl and prompts.jsonl that stay.
-        is_resumed: the folder stays as it is until `begin`, when a checkpoint is loaded.
         step: finished steps.
     """
 
     def __init__(
         self,
-        output_dir: str | Path,
-        config: RunConfig,
+        folder: str | Path,
+        config: LogConfig,
+        steps: int,
+        lengths: tuple[int, int] = (0, 0),
+        step: int = 0,
         *,
         stream: TextIO | None = None,
-        enter: Callable[[], tuple[Path, Any]],
-        lengths: tuple[int, int] = (0, 0),
-        is_resumed: bool = False,
-        step: int = 0,
     ) -> None:
-        self.folder, self._lock, self._config = Path(output_dir), None, config
-        self._enter, self._lengths, self._step = enter, lengths, step
-        self.total_steps = int(config.steps)
+        self.folder, self.config, self.total_steps = Path(folder), config, steps
+        self._lengths, self._step, self._stream = lengths, step, stream or sys.stdout
         self._has_begun, self._is_writer = False, distributed.is_main()
-        self._stream = stream or sys.stdout
-        if not is_resumed:
-            self.begin()
-        self._plain = config.log.progress and self._is_writer
-        self._progress = start_bar(self._stream, self.total_steps) if self._plain else None
-        self._plain = self._plain and self._progress is None
+        self._progress: Progress | None = None
+        self._plain = False  # lines in place of a bar
 
     @by_rank_0
     def begin(self) -> None:
-        """Take the folder over, as it was at the start: a checkpoint must be loaded before."""
-        config, (metrics, prompts) = self._config, self._lengths
-        self.folder, self._lock = self._enter()
-        with written(self.folder):
-            save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
-            self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
-            self._prompts = JsonLines(self.folder / "prompts.jsonl", prompts)
-        most = config.log.page_megabytes * 2**20
-        self._page = CompletionsPage(self.folder / "completions.html", self.folder.name, most)
-        self._trackers = Trackers(config.log.trackers, self.folder, config.model_dump(mode="json"))
+        """Cut the logs back to where the run begins: a checkpoint must be loaded before."""
+        folder, config, (metrics, prompts) = self.folder, self.config, self._lengths
+        with written(folder):
+            self._metrics = JsonLines(folder / "metrics.jsonl", metrics)
+            self._prompts = JsonLines(folder / "prompts.jsonl", prompts)
+        most = config.page_megabytes * 2**20
+        self._page = CompletionsPage(folder / "completions.html", folder.name, most)
+        self._trackers = Trackers(config.trackers, folder, settings_of(folder))
         self._read_completions(self._step)
         self._has_begun = True
+        if config.progress:
+            self._progress = start_bar(self._stream, self.total_steps)
+            self._plain = self._progress is None
 
     def __enter__(self) -> RunReport:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        if self._lock is not None:
-            self._lock.release()
 
     @by_rank_0
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -139,9 +127,9 @@ class RunReport:
         self._prompts.sync()
 
     @by_rank_0
-    def note(self, text: str) -> None:
-        """One line for the person watching, above the progress bar."""
-        text = escape_control(text)
+    def note(self, *lines: str) -> None:
+        """Lines for the person watching, above the progress bar."""
+        text = "\n".join(map(escape_control, lines))
         with self._unless_lost():
             if self._progress is not None:
                 self._progress.console.print(text, markup=False, highlight=False)
@@ -212,9 +200,9 @@ class RunReport:
         some = (row for row in SHOWN if row[0] in values and (values[row[0]] or row[0] != CLIPPED))
         shown = [(shown_number(values[k], form), name) for k, name, form in some]
         text = " · ".join(f"{name} {number}" for number, name in shown)
-        found = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
-        if found and (self._plain or self._progress is not None):
-            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(found)}")
+        held_out = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
+        if held_out and (self._plain or self._progress is not None):
+            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
         if self._progress is not None and text:
             with self._unless_lost():
                 self._progress.update(self._progress.task_ids[0], completed=step, status=text)

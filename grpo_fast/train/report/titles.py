@@ -1,4 +1,4 @@
-"""What a picture of runs says in words: recipe, seed, model, and the settings that differ."""
+"""The words of a picture of runs: recipe, seed, model, and the settings that differ."""
 
 from __future__ import annotations
 

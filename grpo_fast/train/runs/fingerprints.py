@@ -1,6 +1,7 @@
-"""Fingerprints of what a run depends on and its configuration only names: data, rewards, models.
+"""All that a resumed run, and every rank of a run, must have as the run began: the configuration,
+and fingerprints of what it only names, which are data, rewards and models.
 
-They lie in every checkpoint. A resumed run, and every rank of a run, must have the same.
+Both lie in every checkpoint.
 """
 
 from __future__ import annotations
@@ -8,28 +9,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import Example, hub, load_examples
+from grpo_fast.data import hub
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.resume import differences
 
-MADE = 256  # of examples that are made when asked for, so many stand for all
+# How settings that may change begin.
+FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
+        "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
-def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, str]:
-    """A hash by name: `data.train` (the questions), `data.test`, `rewards.NAME`, `reference`."""
-    plain = config.data.model_copy(update={"shots_tokens": None})
-    held_out = load_examples(plain, split="test", seed=config.seed)
-    prints = {"data.train": _of_examples(questions), "data.test": _of_examples(held_out)}
+def fingerprints(config: RunConfig) -> dict[str, str]:
+    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`.
+
+    Those of the data are `Splits.fingerprints`.
+    """
+    prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
         source = spec.path if spec.path is not None else _source(spec.name)
@@ -66,6 +68,30 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
     return changed
 
 
+def check_same(was: dict[str, Any], config: RunConfig) -> None:
+    """Raise a ValueError that lists what a configuration changes in a run that has begun.
+
+    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
+    """
+    now = config.model_dump(mode="json")
+    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
+    steps = was.get("steps")
+    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
+        changed.pop("steps", None)
+    if changed:
+        said = "resume: expected the configuration that the run began with, came another"
+        raise ValueError("\n  ".join([said, *changed.values()]))
+
+
+def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted key, and `key: old → new`, of every setting in which two configurations differ."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in [*was, *(key for key in now if key not in was)]:
+            yield from differences(was.get(key), now.get(key), f"{above}{key}.")
+    elif was != now or type(was) is not type(now):
+        yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
+
+
 def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
 
@@ -86,15 +112,6 @@ def _source(name: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _of_examples(examples: Sequence[Example]) -> str:
-    known = len(examples) if isinstance(examples, list) else MADE
-    digest = hashlib.sha256()
-    for one in itertools.islice(examples, known):
-        row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"
-
-
 def _of_path(path: str) -> str:
     """Identify a file or a model's folder by a hash, a hub id by its commit."""
     place = Path(path)
@@ -105,8 +122,8 @@ def _of_path(path: str) -> str:
 
         hub.is_offline()  # its client would try six times, and print each
         with contextlib.suppress(OSError):  # none there: loading it says so, by its setting's name
-            found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-            return "unknown" if found is None else f"commit {Path(found).parent.name}"
+            config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+            return "unknown" if config is None else f"commit {Path(config).parent.name}"
         return "unknown"
     files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
     rows = [(file.name, *sha256_of(file.resolve())) for file in files]

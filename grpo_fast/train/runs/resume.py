@@ -5,17 +5,23 @@ The order is: lock the folder, look for a start, load, and only then change what
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.files import check_regular
+from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.files import check_regular, written
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint as checkpoints
 from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
+from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -25,23 +31,23 @@ from grpo_fast.train.runs.folder import (
 )
 from grpo_fast.train.runs.state import read_state
 
+log = logging.getLogger(__name__)
+
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
 # What a run reads, appends to, replaces or removes in a folder that it goes on in.
 TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.html", "curves.png",
            "summary.json", "summary.json.tmp", "model", "critic")  # fmt: skip
-# How settings that may change begin.
-FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
-        "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 
 
-class Start(NamedTuple):
-    """How the folder of a run is entered."""
+@dataclass
+class Start:
+    """Where a run begins, and the lock of its folder."""
 
     checkpoint: Path | None = None  # where it goes on; None: from the beginning
     lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
     again: bool = False  # files of this run lie in the folder already
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 (the checkpoint's; nobody writes into it)
+    fingerprints: dict[str, str] = field(default_factory=dict)  # the checkpoint's
     lock: FolderLock | None = None  # taken before anybody looked; None: no folder was there yet
 
     @property
@@ -55,7 +61,26 @@ class Start(NamedTuple):
         return 0 if self.checkpoint is None else order_of(self.checkpoint.name)[0]
 
 
-ANEW = Start()
+@contextmanager
+def entered(config: RunConfig) -> Iterator[Start]:
+    """Lock the folder of a run, then look for its start: rank 0 does, for all."""
+    start = Start()  # with the lock, if one is taken: a start that is refused releases it
+    try:
+        with distributed.together():
+            if distributed.is_main() and os.path.isdir(config.output_dir):
+                start.lock = FolderLock(config.output_dir)
+
+        def look() -> list[Any]:
+            main = find_start(config, log.warning)
+            place = None if main.checkpoint is None else str(main.checkpoint)
+            return [place, main.lengths, main.again, main.fingerprints]
+
+        place, lengths, start.again, start.fingerprints = distributed.from_main(look)
+        start.checkpoint, start.lengths = None if place is None else Path(place), tuple(lengths)
+        yield start
+    finally:
+        if start.lock is not None:
+            start.lock.release()
 
 
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
@@ -69,7 +94,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     folder = Path(config.output_dir)
     if config.resume is None:
         check_folder(folder)
-        return ANEW
+        return Start()
     if config.resume == AUTO:
         _check_files(folder)
         checkpoint = newest(folder, say)
@@ -92,53 +117,39 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
-def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
-    """The folder of a run, made and locked, as it was when `start` was written.
+def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
+    """Take the folder of a run, and let its report write into it. Collective: rank 0 does, for all.
+
+    Raises OutputFolderError for one that holds files of something else, or cannot be made.
+    """
+    with distributed.together():
+        if distributed.is_main():
+            _put_back(config, start)
+            report.begin()
+
+
+def _put_back(config: RunConfig, start: Start) -> None:
+    """Make and lock the folder, as it was when `start` was written, with the resolved config.yaml.
 
     Newer checkpoints are set aside; the logs of another run are copied into a new folder.
     """
-    if start.again:
-        lock = start.lock or FolderLock(folder)
-        if start.checkpoint is not None:
-            place = order_of(start.checkpoint.name)
-            for path in checkpoints.checkpoints_in(folder):
-                if order_of(path.name) > place:
-                    checkpoints.set_aside(path)
-        return Path(folder), lock
-    path = claim_folder(folder)
-    lock = start.lock or FolderLock(path)
-    check_folder(path)  # two that came at the same time: the second finds it occupied
-    if start.source is not None:
+    folder = Path(config.output_dir) if start.again else claim_folder(config.output_dir)
+    start.lock = start.lock or FolderLock(folder)
+    if not start.again:
+        check_folder(folder)  # two that came at the same time: the second finds it occupied
+    elif start.checkpoint is not None:
+        place = order_of(start.checkpoint.name)
+        for path in checkpoints.checkpoints_in(folder):
+            if order_of(path.name) > place:
+                checkpoints.set_aside(path)
+    if start.source is not None and not start.again:
         for name in (*LOGS, COMPLETIONS):
             if (start.source / name).is_dir():
-                shutil.copytree(start.source / name, path / name)
+                shutil.copytree(start.source / name, folder / name)
             elif (start.source / name).exists():
-                shutil.copyfile(start.source / name, path / name)
-    return path, lock
-
-
-def check_same(was: dict[str, Any], config: RunConfig) -> None:
-    """Raise a ValueError that lists what a configuration changes in a run that has begun.
-
-    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
-    """
-    now = config.model_dump(mode="json")
-    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
-    steps = was.get("steps")
-    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
-        changed.pop("steps", None)
-    if changed:
-        said = "resume: expected the configuration that the run began with, came another"
-        raise ValueError("\n  ".join([said, *changed.values()]))
-
-
-def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted key, and `key: old → new`, of every setting in which two configurations differ."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        for key in [*was, *(key for key in now if key not in was)]:
-            yield from differences(was.get(key), now.get(key), f"{above}{key}.")
-    elif was != now or type(was) is not type(now):
-        yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
+                shutil.copyfile(start.source / name, folder / name)
+    with written(folder):
+        save_config(config.model_copy(update={"resume": None}), folder / CONFIG)
 
 
 def _named(path: Path, say: Callable[[str], None]) -> Path:

@@ -225,6 +225,7 @@ class Run:
             with distributed.together():
                 if distributed.is_main():
                     check_round_trip(again, folder)
+                # At the end: building and loading have drawn numbers.
                 state.random.restore()
                 self.state.random = RandomState.now()
 

@@ -21,7 +21,7 @@ from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
 
 
 class Totals(NamedTuple):
-    """What the losses of an optimizer step are divided by, on all ranks together."""
+    """The counts that divide the losses of an optimizer step, of all ranks together."""
 
     items: int  # tokens that count
     completions: int

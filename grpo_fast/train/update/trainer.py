@@ -58,11 +58,13 @@ class TrainerState:
 class Trainer:
     """Owns what training changes: the policy, its reference, a critic, their optimizers, β."""
 
-    def __init__(self, config: RunConfig, policy: Policy, critic: Critic | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, policy: Policy, reference: Reference, critic: Critic | None = None
+    ) -> None:
         self.config, self.policy, self.critic = config, policy, critic
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
-        self.reference = Reference(policy, config.reference, config.model)
+        self.reference = reference
         self.reads_reference = config.reference.kind != "none"
         self.teacher: TeacherServer | None = None
         if config.distill is not None and (asked := config.distill.asked) is not None:

@@ -70,19 +70,3 @@ def test_exponentials(config, loop, columns):
     assert -expected[1][5] > 40
     with loops.using_loop(loop):
         assert_same(run(), expected)
-
-
-@pytest.mark.parametrize("loop", loops.REPLACED)
-def test_a_line_that_is_gone_is_refused(monkeypatch, loop):
-    monkeypatch.setitem(loops.REPLACED, loop, [("no such line", "")])
-    with pytest.raises(ValueError, match="slice_kernel: expected 'no such line' once"):
-        loops.kernel(loop)
-
-
-@pytest.mark.parametrize("loop", loops.REPLACED)
-def test_the_shipped_kernel_is_back_afterwards(loop):
-    before = linear.sweep, linear.slice_kernel, linear.tiles
-    with pytest.raises(ZeroDivisionError), loops.using_loop(loop):
-        assert linear.sweep is not before[0]
-        raise ZeroDivisionError
-    assert (linear.sweep, linear.slice_kernel, linear.tiles) == before

@@ -219,11 +219,11 @@ def test_the_kernels_ran(monkeypatch):
         )  # fmt: skip
         return [x for x in launched if x != "scale_kernel"]
 
-    frozen = ["support_head_kernel", "support_grad_kernel", "scaled_hidden_kernel"]
+    frozen = ["support_head_kernel", "row_grad_kernel", "scaled_hidden_kernel"]
     assert call(weight) == frozen
     assert call(weight.requires_grad_()) == [*frozen, "sums_kernel"]
     assert call(weight, 0.1) == [*frozen[:2], "sums_kernel", "scaled_hidden_kernel", "sums_kernel"]
     launched.clear()
     logits = (hidden @ weight.T).detach()
     grpo_fast.logits_logps(logits, ids, support=support, backend="triton")
-    assert launched == ["support_logps_kernel"]
+    assert launched == ["row_logps_kernel"]

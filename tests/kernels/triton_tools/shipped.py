@@ -129,9 +129,10 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[]
         support_triton.head_rows(
             hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
         )
-        support_triton.row_logps(v, rows, rule, return_entropy=has_entropy)
+        ends = torch.arange(ROWS + 1)
+        rows_triton.row_logps(v[None], ids, rule, return_entropy=has_entropy, offsets=ends)
         of_entropy = v if has_entropy else None
-        support_triton.row_grad_(v, rows, (v, v, v), v, of_entropy, rule)
+        rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, rule, offsets=ends)
         support_triton.head_weight(v, hidden, index, rows, weight, add=False)
         if has_entropy:
             support_triton.head_hidden(v, weight, rows)

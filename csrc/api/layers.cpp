@@ -1,0 +1,221 @@
+// Element-wise layers of a model, fp32, forward and backward in one pass over the rows each. Grad is
+// that of y.
+//
+//   RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
+//             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
+//   SwiGLU    y = g s u, s = 1 / (1 + e^-g)
+//             dg = grad u s (1 + g (1 - s)),   du = grad g s
+//   rotary    y = x cos + (-x_high, x_low) sin, by halves of a head's columns
+//             dx = grad cos + (grad_high sin_high, -grad_low sin_low)
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "api/tensors.h"
+#include "rows/chunk.h"
+
+namespace grpo_fast {
+namespace {
+
+constexpr int64_t kBlocks = 64;  // parts of dw, whatever the number of threads: the same bits
+
+// x in the first `count` lanes, 0 in the others.
+GRPO_FAST_INLINE Floats first(Floats x, int64_t count) {
+  return count < kLanes ? keep_where(lane_numbers() < static_cast<int32_t>(count), x) : x;
+}
+
+void norm_row(const float* x, const float* w, float eps, int64_t columns, float* y, float* r) {
+  Floats sums{};
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const Floats numbers = first(load_up_to(x + j, count), count);
+    sums = fma(numbers, numbers, sums);
+  });
+  const double mean = sum_lanes(widen(sums)) / static_cast<double>(columns);
+  *r = static_cast<float>(1 / std::sqrt(mean + eps));
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    store_up_to(y + j, load_up_to(w + j, count) * (load_up_to(x + j, count) * *r), count);
+  });
+}
+
+// Adds this row's part to dw.
+void norm_row_backward(const float* grad, const float* x, const float* w, float r, int64_t columns,
+                       float* dx, float* dw) {
+  Floats sums{};
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const Floats product = load_up_to(grad + j, count) * load_up_to(x + j, count);
+    sums = fma(first(product, count), load_up_to(w + j, count), sums);
+    store_up_to(dw + j, fma(product, r, load_up_to(dw + j, count)), count);
+  });
+  const double mean = sum_lanes(widen(sums)) / static_cast<double>(columns);
+  const float back = static_cast<float>(-mean * r * r * r);
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const Floats up = load_up_to(w + j, count) * load_up_to(grad + j, count);
+    store_up_to(dx + j, fma(load_up_to(x + j, count), back, up * r), count);
+  });
+}
+
+struct Sigmoid {
+  Floats value, rest;  // 1 / (1 + e^-x), and 1 minus it without its cancellation
+};
+
+GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
+  const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
+  const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
+  const Ints is_negative = x < splat(0);
+  return {is_negative ? small : large, is_negative ? large : small};
+}
+
+void swiglu_row(const float* gate, const float* up, int64_t columns, float* y) {
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const Floats g = load_up_to(gate + j, count);
+    store_up_to(y + j, g * sigmoid(g).value * load_up_to(up + j, count), count);
+  });
+}
+
+void swiglu_row_backward(const float* grad, const float* gate, const float* up, int64_t columns,
+                         float* dgate, float* dup) {
+  by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const Floats d = load_up_to(grad + j, count), g = load_up_to(gate + j, count);
+    const Sigmoid s = sigmoid(g);
+    store_up_to(dup + j, d * (g * s.value), count);
+    const Floats slope = s.value * fma(g, s.rest, 1.0f);
+    store_up_to(dgate + j, d * load_up_to(up + j, count) * slope, count);
+  });
+}
+
+// The first half of the columns with the second, turned by an angle for each pair.
+template <bool kInverse>
+void rotate(const float* x, const float* cosines, const float* sines, int64_t half, float* y) {
+  by_vectors(half, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+    const auto at = [&](const float* row) GRPO_FAST_BODY { return load_up_to(row + j, count); };
+    const Floats low = at(x), high = at(x + half), sin = at(sines), sin_high = at(sines + half);
+    const Floats cos = low * at(cosines), cos_high = high * at(cosines + half);
+    store_up_to(y + j, kInverse ? fma(high, sin_high, cos) : fma(-high, sin, cos), count);
+    store_up_to(y + half + j, kInverse ? fma(-low, sin, cos_high) : fma(low, sin_high, cos_high),
+                count);
+  });
+}
+
+Matrix<const float> rows_of(const Tensor& x, const char* name) {
+  check_matrix(x, name);
+  STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
+  return {data<const float>(x), x.stride(0)};
+}
+
+Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
+  const Matrix<const float> numbers = rows_of(x, name);
+  STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",
+                  columns, "), got (", x.size(0), ", ", x.size(1), ")");
+  return numbers;
+}
+
+// x (T, H), weight (H,) -> y (T, H), r (T,)
+std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Matrix<const float> from = rows_of(x, "x");
+  const float* w = checked_vector<float>(weight, columns, "weight");
+  const Tensor y = torch::stable::new_empty(x, {rows, columns}), r = empty(x, rows);
+  float *to = data<float>(y), *scales = data<float>(r);
+  for_each_row(rows, columns, [&](int64_t i) {
+    norm_row(from.row(i), w, static_cast<float>(eps), columns, to + i * columns, scales + i);
+  });
+  return {y, r};
+}
+
+// -> dx (T, H), dw (H,)
+std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Matrix<const float> up = like(grad, "grad", rows, columns), from = rows_of(x, "x");
+  const float *w = checked_vector<float>(weight, columns, "weight"),
+              *scales = checked_vector<float>(r, rows, "r");
+  const Tensor dx = torch::stable::new_empty(x, {rows, columns}), dw = empty(x, columns);
+  const int64_t step = std::max<int64_t>(1, (rows + kBlocks - 1) / kBlocks);
+  const int64_t blocks = (rows + step - 1) / step;
+  std::vector<float> parts(static_cast<size_t>(blocks * columns));
+  for_each_row(blocks, step * columns, [&](int64_t block) {
+    for (int64_t i = block * step; i < std::min(rows, (block + 1) * step); ++i)
+      norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
+                        data<float>(dx) + i * columns, parts.data() + block * columns);
+  });
+  for (int64_t j = 0; j < columns; ++j) {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block) sum += parts[block * columns + j];
+    data<float>(dw)[j] = static_cast<float>(sum);
+  }
+  return {dx, dw};
+}
+
+// gate and up (T, F) -> y (T, F)
+Tensor swiglu(Tensor gate, Tensor up) {
+  const int64_t rows = gate.size(0), columns = gate.size(1);
+  const Matrix<const float> g = rows_of(gate, "gate"), u = like(up, "up", rows, columns);
+  const Tensor y = torch::stable::new_empty(gate, {rows, columns});
+  for_each_row(rows, columns, [&](int64_t i) {
+    swiglu_row(g.row(i), u.row(i), columns, data<float>(y) + i * columns);
+  });
+  return y;
+}
+
+// -> dgate, dup (T, F)
+std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) {
+  const int64_t rows = gate.size(0), columns = gate.size(1);
+  const Matrix<const float> d = like(grad, "grad", rows, columns), g = rows_of(gate, "gate"),
+                            u = like(up, "up", rows, columns);
+  const Tensor dgate = torch::stable::new_empty(gate, {rows, columns}),
+               dup = torch::stable::new_empty(gate, {rows, columns});
+  for_each_row(rows, columns, [&](int64_t i) {
+    swiglu_row_backward(d.row(i), g.row(i), u.row(i), columns, data<float>(dgate) + i * columns,
+                        data<float>(dup) + i * columns);
+  });
+  return {dgate, dup};
+}
+
+// x (T, heads, D) -> the same of y, contiguous
+Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cosines,
+               const Matrix<const float>& sines, int64_t rows, int64_t width, bool inverse) {
+  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x) && x.dim() == 3 && x.size(0) == rows &&
+                      x.size(2) == width && x.stride(2) == 1,
+                  name, ": expected (", rows, ", heads, ", width, "), float32 on a CPU");
+  const int64_t heads = x.size(1);
+  const Tensor y = torch::stable::new_empty(x, {rows, heads, width});
+  for_each_row(rows, heads * width, [&](int64_t t) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* from = data<const float>(x) + t * x.stride(0) + h * x.stride(1);
+      float* to = data<float>(y) + (t * heads + h) * width;
+      (inverse ? rotate<true> : rotate<false>)(from, cosines.row(t), sines.row(t), width / 2, to);
+    }
+  });
+  return y;
+}
+
+// q (T, heads, D), k (T, key heads, D), cos and sin (T, D) -> both turned, or with `inverse` their
+// gradients
+std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
+  const int64_t rows = cos.size(0), width = cos.size(1);
+  STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);
+  const Matrix<const float> c = rows_of(cos, "cos"), s = like(sin, "sin", rows, width);
+  return {rotated(q, "q", c, s, rows, width, inverse), rotated(k, "k", c, s, rows, width, inverse)};
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_layers, library) {
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
+  library.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) -> (Tensor, Tensor)");
+  library.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  library.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  library.def(
+      "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_layers, CPU, library) {
+  library.impl("rms_norm", TORCH_BOX(&grpo_fast::rms_norm));
+  library.impl("rms_norm_backward", TORCH_BOX(&grpo_fast::rms_norm_backward));
+  library.impl("swiglu", TORCH_BOX(&grpo_fast::swiglu));
+  library.impl("swiglu_backward", TORCH_BOX(&grpo_fast::swiglu_backward));
+  library.impl("rotary", TORCH_BOX(&grpo_fast::rotary));
+}

@@ -1,0 +1,64 @@
+"""Both splits of a data set, read once for everybody in a run who asks for examples."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_fast.data import Example, load_examples, task_symbols
+from grpo_fast.data.tokenizer import token_counter
+
+MADE = 256  # of examples that are made when asked for, so many stand for all
+
+
+class Splits:
+    """Training and held-out examples of a data config; questions stand without `shots_tokens`,
+    which need a tokenizer, until `with_shots`.
+
+    Args:
+        data: a section of a configuration, as `load_examples` reads it.
+        seed: of the run; shuffles the training examples.
+        tokenizer: counts the tokens of worked examples; None: the questions stand alone.
+    """
+
+    def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
+        self.data, self.seed = data, seed
+        if tokenizer is None:
+            data = data.model_copy(update={"shots_tokens": None})
+        counted = token_counter(tokenizer)
+        self.train, self.test = (
+            load_examples(data, split=split, seed=seed, count_tokens=counted)
+            for split in ("train", "test")
+        )
+
+    def with_shots(self, tokenizer: Any) -> Splits:
+        """The splits as a model is asked them: behind `shots_tokens` of worked examples."""
+        return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
+
+    @property
+    def listed(self) -> Sequence[Example]:
+        """The training examples that a check reads before a run.
+
+        Of those that are made when asked for, which are all alike, the first stands for all.
+        """
+        return self.train if isinstance(self.train, list) else self.train[:1]
+
+    def symbols(self) -> list[str]:
+        """As `task_symbols`."""
+        return task_symbols(self.data, itertools.chain(self.train, self.test))
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of the questions, answers and fields of each split: `data.train`, `data.test`."""
+        return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
+
+
+def _fingerprint(examples: Sequence[Example]) -> str:
+    count = len(examples) if isinstance(examples, list) else MADE
+    digest = hashlib.sha256()
+    for one in itertools.islice(examples, count):
+        row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"

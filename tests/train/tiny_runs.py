@@ -1,0 +1,54 @@
+"""The tiny run of the sort recipe that most tests of training start, and a run's rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.clock import is_timing
+
+TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
+             "rollout.prompts_per_step=4", "rollout.group_size=4",
+             "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
+
+
+def questions(folder: Path, train: int = 30, test: int = 10) -> str:
+    """A folder of GSM8K's form."""
+    folder.mkdir(exist_ok=True)
+    lines = [
+        {"question": f"Tom has {i} apples, then {i + 1} more. Sum?",
+         "answer": f"{i} + {i + 1}\n#### {2 * i + 1}"} for i in range(train + test)
+    ]  # fmt: skip
+    for name, part in (("train", lines[:train]), ("test", lines[train:])):
+        if part:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in part))
+    return str(folder)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """Every row of the run's metrics, timings and all."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of steps (and of updates), timings left out."""
+    return [
+        {k: v for k, v in row.items() if not is_timing(k)}
+        for row in logged(folder)
+        if "loss" in row
+    ]
+
+
+def run(folder: Path, recipe: str, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train and return (summary, rows of the steps)."""
+    config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
+    summary, rows = loop.train(config), steps_of(folder)
+    assert len(rows) == config.steps
+    return summary, rows
+
+
+def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    return run(folder, "sort", *TINY_SORT, *overrides)[1]

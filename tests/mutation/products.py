@@ -51,7 +51,7 @@ PRODUCT = [
            "(slice * p.panels() + first + i) * kPanelWords", "(slice * count + first + i) * kPanelWords",
            "panels packed for all blocks are looked for among those of one", "csrc_gemm"),
     Mutant("csrc-gemm-edge-rows", MICRO,
-           "case 2: return multiply_rows<2, kAcross>(p, row);", "case 2: return multiply_rows<1>(p, row);",
+           "case 2: return multiply_rows<2, kAcross>(p, row);", "case 2: return multiply_rows<1, kAcross>(p, row);",
            "the last of 6 i + 2 rows is left out", "csrc_gemm"),
     Mutant("csrc-gemm-heavy-again", GEMM,
            "  heavy.clear();\n", "", "a block's heavy elements are added to the next as well", "csrc_gemm"),

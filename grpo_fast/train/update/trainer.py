@@ -39,8 +39,6 @@ from grpo_fast.train.update.variance import gradient_variance
 log = logging.getLogger(__name__)
 
 FULLY_VALIDATED_STEPS = 2  # the loss checks every value in these; later only what costs no sync
-
-
 Trained = Literal["policy", "critic"]
 
 
@@ -61,10 +59,10 @@ class Trainer:
     def __init__(
         self, config: RunConfig, policy: Policy, reference: Reference, critic: Critic | None = None
     ) -> None:
-        self.config, self.policy, self.critic = config, policy, critic
+        self.config, self.policy = config, policy
+        self.reference, self.critic = reference, critic
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
-        self.reference = reference
         self.reads_reference = config.reference.kind != "none"
         self.teacher: TeacherServer | None = None
         if config.distill is not None and (asked := config.distill.asked) is not None:

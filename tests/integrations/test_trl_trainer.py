@@ -404,7 +404,8 @@ def test_eager_attention_and_its_softcap_are_kept(tmp_path):
     assert plain.model.config._attn_implementation == "eager"
     assert trainer.fast_path["forward"] == "packed"
     ids = torch.arange(2, 22)[None]
-    assert torch.equal(trainer.model(input_ids=ids).logits, plain.model(input_ids=ids).logits)
+    ours, theirs = (one.model(input_ids=ids).logits for one in (trainer, plain))
+    assert (ours - theirs).abs().max() < 1e-5  # the softcap moves them by more
 
 
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
@@ -420,4 +421,5 @@ def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
     assert trainer.fast_path["loss"] == trainer.fast_path["forward"]
     assert trainer.model.config._attn_implementation == "sdpa"
     ids = torch.arange(2, 22)[None]
-    assert torch.equal(trainer.model(input_ids=ids).logits, plain.model(input_ids=ids).logits)
+    ours, theirs = (one.model(input_ids=ids).logits for one in (trainer, plain))
+    assert (ours - theirs).abs().max() < 1e-5  # the softcap moves them by more

@@ -157,7 +157,7 @@ def test_models_from_a_config():
 def test_a_policy_without_an_end_is_refused():
     tokenizer = build_symbol_tokenizer(SYMBOLS)
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no EOS"):
+    with pytest.raises(ValueError, match="expected an EOS token"):
         Policy(tiny_model("llama", vocab_size=13, eos_token_id=None), tokenizer)
 
 

@@ -52,10 +52,27 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
+    _check_vocabulary(policy)
     if empty:
         return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
     return policy
+
+
+def _check_vocabulary(policy: Policy) -> None:
+    """Refuse a tokenizer with a token of texts, or padding, beyond the rows of the embedding.
+
+    Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
+    """
+    tokenizer, rows = policy.tokenizer, policy.lm.get_input_embeddings().weight.shape[0]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    largest = max([policy.pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
+    if largest >= rows:
+        raise ValueError(
+            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, "
+            f"got {largest}: tokenizer and model do not belong together"
+        )
 
 
 def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:

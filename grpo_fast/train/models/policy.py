@@ -61,7 +61,6 @@ class Policy(SampledModel):
         self.home = home
         self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
-        self._check_vocabulary()
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
@@ -73,22 +72,6 @@ class Policy(SampledModel):
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
         self.is_sharded = self._is_apart = self._is_inside = False
-
-    def _check_vocabulary(self) -> None:
-        """Refuse a tokenizer with a token of texts, or padding, beyond the rows of the embedding.
-
-        Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
-        """
-        tokenizer, rows = self.tokenizer, self.lm.get_input_embeddings().weight.shape[0]
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        ids = (i for i in tokenizer.get_vocab().values() if i not in special)
-        largest = max([self.pad_id, *ids])
-        if largest >= rows:
-            raise ValueError(
-                f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, "
-                f"got {largest}: tokenizer and model do not belong together"
-            )
 
     @property
     def is_empty(self) -> bool:

@@ -95,14 +95,18 @@ def is_positive(x: Tensor) -> Tensor:
     return (x > 0) & torch.isfinite(x)
 
 
-# By argument: what is expected, what it is otherwise, and where it holds. An infinite ref_logp has
+def is_not_finite(x: Tensor) -> Tensor:
+    return ~torch.isfinite(x)
+
+
+# By argument: what is expected, what it is otherwise, and where that is. An infinite ref_logp has
 # an infinite KL, whose gradient is finite.
 RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
-    "advantages": ("finite numbers", "NaN or inf", torch.isfinite),
-    "old_logps": ("numbers at the active tokens", "NaN", lambda x: ~x.isnan()),
-    "ref_logps": ("finite numbers at the active tokens", "NaN or inf", torch.isfinite),
-    "temperature": ("finite numbers > 0 at the active tokens", "others", is_positive),
-    "weights": ("finite numbers", "NaN or inf", torch.isfinite),
+    "advantages": ("finite numbers", "NaN or inf", is_not_finite),
+    "old_logps": ("numbers at the active tokens", "NaN", torch.isnan),
+    "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
+    "temperature": ("finite numbers > 0 at the active tokens", "others", lambda x: ~is_positive(x)),
+    "weights": ("finite numbers", "NaN or inf", is_not_finite),
 }
 
 
@@ -111,8 +115,8 @@ def numbers(validate: str, **tensors: Any) -> None:
     checks = []
     for name, x in tensors.items():
         if isinstance(x, Tensor):
-            expected, odd, holds = RULES[name]
-            checks.append(elements(x, ~holds(x), f"{name}: expected {expected}", odd))
+            expected, otherwise, is_odd = RULES[name]
+            checks.append(elements(x, is_odd(x), f"{name}: expected {expected}", otherwise))
     check_values(checks, validate)
 
 

@@ -12,8 +12,8 @@ RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"
 
 MUTANTS = [
     Mutant("batch-infinite-reference", VALUES,
-           '"ref_logps": ("finite numbers at the active tokens", "NaN or inf", torch.isfinite)',
-           '"ref_logps": ("finite numbers at the active tokens", "NaN", lambda x: ~x.isnan())',
+           '"ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite)',
+           '"ref_logps": ("finite numbers at the active tokens", "NaN", torch.isnan)',
            "an infinite KL has finite gradients", "refusals"),
     # ---- batch.py, and the rows that it makes
     Mutant("batch-no-mask", BATCH,

@@ -40,7 +40,8 @@ def worlds(tmp_path_factory) -> dict[int, dict[str, Any]]:
 def check(results: dict[str, Any], case: str, tolerance: float) -> None:
     assert case in results, results.get("error", {}).get("error", results.keys())
     result = results[case]
-    assert result["loss"] == pytest.approx(result["expected"], rel=tolerance)
+    # A mean of terms around 1 that cancel: its fp32 rounding is that of the terms.
+    assert result["loss"] == pytest.approx(result["expected"], rel=tolerance, abs=1e-6)
     assert not result["missing"] and result.get("placed", True)
     assert not {name: off for name, off in result["off"].items() if not off <= tolerance}
 

@@ -17,7 +17,7 @@ def wrong(name: str, expected: str, got: object) -> ValueError:
 def choice(name: str, value: Any, choices: Any) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
+        raise wrong(name, f"one of {list(choices)}", repr(value))
 
 
 def number(name: str, value: Any, expected: str, holds: Any) -> None:
@@ -25,7 +25,7 @@ def number(name: str, value: Any, expected: str, holds: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
     if not is_number or not abs(value) <= FP32_MAX or not holds(value):
-        raise ValueError(f"{name}: expected {expected}, got {reprlib.repr(value)}")
+        raise wrong(name, expected, reprlib.repr(value))
 
 
 def kind_of(x: object) -> str:

@@ -63,7 +63,8 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]
             raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
-        require(encoded, "prompts", "at least one token", repr(prompt))
+        if not encoded:  # `require` would write out every long prompt
+            raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
         texts.append(text)
         ids.append(encoded)
     return texts, ids

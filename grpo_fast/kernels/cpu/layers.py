@@ -60,8 +60,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
         return result
-    y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
-    return y.view(gate.shape)
+    return _gated(gate, up)
 
 
 def rotary(
@@ -117,6 +116,11 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.view(x.shape), scales
 
 
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
+    return y.view(gate.shape)
+
+
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
@@ -168,8 +172,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
-        return y.view(gate.shape)
+        return _gated(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

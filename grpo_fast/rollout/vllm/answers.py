@@ -171,8 +171,8 @@ class Asked(NamedTuple):
         expected, came = f"1 to {limit} tokens up to the first EOS", f"{len(ids)}, EOS at {ends}"
         fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
         require(fits, where, expected, came, BadAnswer)
-        expected = f"token ids below the embedding's {self.vocab_size} rows"
-        require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
+        expected, largest = f"token ids below the embedding's {self.vocab_size} rows", max(ids)
+        require(largest < self.vocab_size, where, expected, largest, BadAnswer)
         self._check_weights(choice, where)
         reason, came = "stop" if ends else "length", repr(choice.finish_reason[:40])
         require(choice.finish_reason == reason, where, f"finish reason {reason}", came, BadAnswer)
@@ -200,8 +200,9 @@ class Asked(NamedTuple):
         logps = [token.logprob for token in choice.content]
         if not all(logp > CLAMPED for logp in logps):
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, says {where}")
-        came = f"{max(logps):.3g}"
-        require(max(logps) <= ROUNDING, where, "log-probabilities up to 0", came, BadAnswer)
+        largest = max(logps)
+        expected, came = "log-probabilities up to 0", f"{largest:.3g}"
+        require(largest <= ROUNDING, where, expected, came, BadAnswer)
         return torch.tensor(logps, dtype=torch.float32)
 
     def _kept(self, choice: Choice, where: str) -> Kept | None:

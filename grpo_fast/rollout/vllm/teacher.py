@@ -87,13 +87,14 @@ class TeacherServer:
         K, V, rows = self.topk, self.vocab_size, []
         fits, expected = len(said) == len(ids), f"a row for each of {len(ids)} tokens"
         require(fits, self.where, expected, len(said), BadAnswer)
+        likeliest = f"every token and the {K} likeliest ids"
+        own = f"a teacher of the student's {V} ids"
         for token, row in zip(ids[start:], said[start:], strict=True):
             # The token comes on top of the likeliest where it is none of them.
             fits = row is not None and token in row and len(row) in (K, K + 1)
-            expected = f"every token and the {K} likeliest ids"
-            require(fits, self.where, expected, row and len(row), BadAnswer)
-            fits, expected = max(row) < V, f"a teacher of the student's {V} ids"
-            require(fits, self.where, expected, max(row), BadAnswer)
+            require(fits, self.where, likeliest, row and len(row), BadAnswer)
+            largest = max(row)
+            require(largest < V, self.where, own, largest, BadAnswer)
             first = [token, *(i for i in row if i != token)]
             pairs = [(i, row[i].logprob) for i in first] + [(0, -torch.inf)] * (K + 1 - len(row))
             rows.append(pairs[:V])

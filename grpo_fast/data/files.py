@@ -143,7 +143,7 @@ def _without(train: list[Example], test: list[Example]) -> list[Example]:
 
 # --------------------------------------------------------------------------------------- records
 def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
-    """One record as an example. Raises DatasetError with the place and the reason."""
+    """One record as an example."""
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:
@@ -171,10 +171,8 @@ def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
 
 
 def gold_answer(solution: str) -> str:
-    """GSM8K's number after the last `#### `, without commas: '… #### 1,080' → '1080'.
-
-    Raises:
-        ValueError: no `#### `, or no plain number behind it.
+    """GSM8K's number after the last `#### `, without commas: '… #### 1,080' → '1080'. Raises
+    ValueError for none.
     """
     _, marker, tail = solution.rpartition("####")
     if not marker:

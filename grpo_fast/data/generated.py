@@ -1,9 +1,7 @@
 """Tasks that need no download: sort a few symbols, add two numbers, or answer listed prompts.
 
-The first two are sequences: example i of the training split is a function of (seed, i) alone. The
-held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
-split redraws whatever falls among them. Only where all the prompts that there are are test prompts,
-training has the same ones. The prompts that are listed are too few to hold any out.
+Example i of the training split of the first two is a function of (seed, i) alone. Held-out prompts
+do not depend on the run's seed, and are trained on only where there are no others.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
 class GeneratedTask(Made[Example]):
-    """Shared part: the split, and the promise that a test prompt is trained on only if all are."""
+    """The split; a test prompt is trained on only if all are."""
 
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -83,7 +81,6 @@ class SortTask(GeneratedTask):
 
     @staticmethod
     def vocabulary(*, digits: int = 5, symbols: int = 10) -> list[str]:
-        """Every symbol a prompt or answer may hold."""
         return [*map(str, range(symbols)), "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -109,7 +106,6 @@ class ArithmeticTask(GeneratedTask):
 
     @staticmethod
     def vocabulary(*, digits: int = 2) -> list[str]:
-        """Every symbol a prompt or answer may hold."""
         return [*map(str, range(10)), "+", "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:

@@ -15,9 +15,8 @@ LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOL
 
 @functools.cache
 def is_offline() -> bool:
-    """Whether nothing answers at the hub. Then its clients look into their cache alone from now on.
-
-    Where a proxy stands in between, the clients ask it themselves.
+    """Whether nothing answers at the hub: its clients then look into their cache alone from now on.
+    A proxy is left to the clients.
     """
     from huggingface_hub import constants
 

@@ -25,10 +25,7 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
 
 
 def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
-    """The fields of a model's config.json, as `check_fields` lets them pass.
-
-    Raises transformers' own errors for a path that is no model's.
-    """
+    """The fields of a model's config.json, checked; transformers' own errors for no model."""
     from transformers import PreTrainedConfig
 
     fields = PreTrainedConfig.get_config_dict(path)[0]
@@ -37,10 +34,7 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
 
 
 def check_files(path: str) -> None:
-    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe.
-
-    Before a hub id is loaded: whether there is a hub.
-    """
+    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
     if not Path(path).exists():
         is_offline()
     for file in Path(path).glob("*"):

@@ -1,8 +1,4 @@
-"""Two answers to one prompt of which one is better: for a reward model.
-
-From a file: each line has the texts `chosen` and `rejected` beside its prompt, and perhaps a number
-`margin`. From a generated task: the right answer with some symbols spoiled, and with more of them.
-"""
+"""Two answers to one prompt of which one is better: for a reward model."""
 
 from __future__ import annotations
 
@@ -44,10 +40,8 @@ def pairs_of(
 
     Args:
         symbols: of a generated task, whose answers are spoiled with them; None: a file's examples.
-        seed: decides how the answers are spoiled.
 
-    Raises:
-        DatasetError: an example of a file without the two texts, or with a margin that is none.
+    Raises DatasetError for a file's example without the two texts, or with a margin that is none.
     """
     if symbols is None:
         return [_stored(example) for example in examples]

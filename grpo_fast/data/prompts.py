@@ -24,10 +24,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """From a name in PROMPT_TEMPLATES or a text; None leaves the question as it is.
-
-        Raises DatasetError for a text without `{question}`.
-        """
+        """From a name in PROMPT_TEMPLATES or a text with `{question}`; None: the question itself."""
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         need("{question}" in text, "prompt_template", expected, repr(template))
@@ -58,20 +55,15 @@ class Form(NamedTuple):
 class ShotPrompts(Made[Example]):
     """Examples whose prompts begin with worked examples, made when asked for.
 
-    8k tokens are about 50 solved GSM8K questions. The shots of number i depend on (seed, i) only. A
-    question never occurs among its own shots, and no question occurs twice among them (compared
-    without case and blanks).
+    The shots of number i depend on (seed, i) only. A question never occurs among its own shots, and
+    no question occurs twice among them (compared without case and blanks).
 
     Args:
-        examples: the questions.
         pool: the worked examples to draw from; they must come from the training split.
-        form: how questions and shots are put.
-        budget: tokens the shots of a prompt may hold together, by `count_tokens` of each. Shots are
-            drawn until the next one does not fit.
-        seed: decides the draws.
+        budget: tokens that the shots of a prompt may hold together; the first that does not fit
+        ends them.
 
-    Raises:
-        DatasetError: a pool that is empty, or in which not one shot fits into the budget.
+    Raises DatasetError for a pool that is empty, or in which not one shot fits into the budget.
     """
 
     def __init__(

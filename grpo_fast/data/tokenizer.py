@@ -21,13 +21,8 @@ PLAIN_CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on `texts`: any text round-trips, each digit is a token.
 
-    Args:
-        texts: training texts, for example questions and gold solutions.
-        vocab_size: tokens in all, at least 258 (256 bytes, pad, eos).
-
-    Returns:
-        PreTrainedTokenizerFast with `<|pad|>` = 0, `<|eos|>` = 1, padding on the left, a plain chat
-        template. Deterministic: the same texts in the same order give the same tokenizer.
+    Returns one with `<|pad|>` = 0, `<|eos|>` = 1, padding on the left, a plain chat template: the
+    same for the same texts. `vocab_size`, of at least 258, counts the 256 bytes, pad and eos.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,9 +47,7 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
 def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     """One token per symbol, symbols separated by blanks; any other symbol is an error.
 
-    Returns:
-        PreTrainedTokenizerFast with `<|pad|>` = 0, `<|eos|>` = 1 and symbols[i] = 2 + i, padding on
-        the left.
+    Returns one with `<|pad|>` = 0, `<|eos|>` = 1 and symbols[i] = 2 + i, padding on the left.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -69,7 +62,6 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
-    """A function that counts the tokens of a text, special ones apart."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

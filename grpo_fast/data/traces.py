@@ -1,10 +1,7 @@
-"""Recorded rollouts of agents: traces of verifiers (schema version 1, written by verifiers 0.4), as
-JSON lines or from the wire, branch by branch.
+"""Recorded rollouts of agents: traces of verifiers (schema version 1, written by verifiers 0.4).
 
-A trace is a graph of messages; each node has the tokens that its message adds, and says which of
-them the model sampled. A path from a root to a leaf is a branch, and each branch is a sample: its
-turns stand in its history. A sampled node that several branches of a trace share is trained in the
-first one only, so that it counts once.
+A trace is a graph of messages with their tokens. Each path from a root to a leaf is a branch, and
+each branch is a sample. A sampled node that several branches share is trained in one only.
 """
 
 from __future__ import annotations
@@ -58,9 +55,7 @@ class _Node(NamedTuple):
 def load_traces(path: str | Path) -> list[RecordedTrace]:
     """The traces of a file of JSON lines, or of all `.jsonl` files in a folder, in their order.
 
-    Raises:
-        DatasetError: no trace; a line that is none (`file:line: why`); one trace twice, with other
-            nodes.
+    Raises DatasetError for no trace, a line that is none, one trace twice with other nodes.
     """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
     rows = [row for file in files for row in read_jsonl(file)]
@@ -129,7 +124,6 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[_Node]) -> Recorded
 
 
 def _node(name: str, node: Mapping[str, Any]) -> _Node:
-    """Check one node by itself."""
     ids, mask = node.get("token_ids") or [], node.get("mask") or []
     need(ids, f"{name}.token_ids", "the tokens of the message", "none: it cannot be trained on")
     need(len(mask) == len(ids), f"{name}.mask", f"{len(ids)} bools, as token_ids", len(mask))

@@ -73,12 +73,10 @@ class RewardSpec(Protocol):
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
-    A function of one's own (by import path or in a file) runs in a worker process, unless its spec
-    asks for it here.
+    A function of one's own runs in a worker process, unless its spec asks for it here.
 
-    Raises:
-        ValueError: an unknown name (the nearest is named), a path that does not lead to a function,
-            options that the function does not take, a timeout that cannot be waited for.
+    Raises ValueError for an unknown name, a path that leads to no function, options that the
+    function does not take, a timeout that cannot be waited for.
     """
     rewards = [_resolve(spec) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
@@ -122,10 +120,8 @@ def _worker_path(name: str, in_process: bool) -> str | None:
 def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any]) -> list[str]:
     """The columns that the function cannot do without; ValueError for options that it lacks."""
     try:
-        if isinstance(function, IsolatedReward):
-            takes, needs = function.parameters
-        else:
-            takes, needs = parameters_of(function)
+        is_apart = isinstance(function, IsolatedReward)
+        takes, needs = function.parameters if is_apart else parameters_of(function)
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
         raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None

@@ -18,17 +18,15 @@ from grpo_fast.errors import require
 class RewardModel:
     """Callable as a reward function: the model's score of each completion behind its prompt.
 
-    Texts are scored in batches of like length, padded on the right, without gradient; padding does
-    not change a score beyond rounding. A text with more tokens than the model has positions for has
-    no score (NaN).
+    Texts are scored in batches of like length; padding does not change a score beyond rounding. A
+    text with more tokens than the model has positions for has no score (NaN).
 
     Args:
         path: a folder or hub id with a tokenizer.
         batch_size: texts at a time.
         device: "auto" is the GPU where there is one.
 
-    Raises:
-        ValueError: no such model, one with missing weights, or not with exactly one output.
+    Raises ValueError for no such model, one with missing weights, or not with exactly one output.
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
@@ -56,7 +54,6 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, ids: Sequence[list[int]]) -> Tensor:  # (B,) fp32
-        """The model's output for token sequences, in one batch."""
         batch = padded(ids, self.pad_id, self.model.device)
         return self.model(**batch).logits[:, 0].float()
 

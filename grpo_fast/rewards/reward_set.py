@@ -1,11 +1,8 @@
 """Calling reward functions so that none of them can stop or poison a run.
 
-A function takes the columns that it names (see `columns.py`) and returns one number per completion,
-or for each a list with one number per token.
 If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
-those that fail again are lost. A lost sample, or one scored NaN or inf, is NaN in the result: the
-trainer drops it from the baseline and gives it no advantage. Losses are counted by reason; above a
-threshold the run is not learning what it was meant to and ends (`RewardError`).
+those that fail again are lost. A lost sample is NaN in the result: the trainer drops it from the
+baseline and gives it no advantage. Above a share of lost samples the run ends (`RewardError`).
 """
 
 from __future__ import annotations
@@ -76,12 +73,11 @@ class RewardsState:
 
 
 class RewardSet:
-    """Several weighted reward functions as one.
+    """Several weighted reward functions, with names that differ, as one.
 
     Args:
-        rewards: at least one, names all different.
         max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which
-            RewardError is raised.
+        RewardError is raised.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -101,7 +97,6 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
-        """The functions' names, in the order of the configuration."""
         return [reward.name for reward in self.rewards]
 
     def __call__(
@@ -113,9 +108,7 @@ class RewardSet:
     ) -> RewardResult:
         """Score N completions. `columns` are what a function may ask for besides the three.
 
-        Raises:
-            ValueError: lists of different lengths.
-            RewardError: more samples lost than `max_failures` allows.
+        Raises ValueError for lists of different lengths, RewardError above `max_failures`.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
         lists = {**(columns or {}), **usual}
@@ -137,7 +130,6 @@ class RewardSet:
         return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> RewardsState:
-        """The failures so far, for a checkpoint."""
         with self._lock:
             recent = {name: list(calls) for name, calls in self._recent.items()}
             return RewardsState(dict(self.failed_total), recent, dict(self._last_error))

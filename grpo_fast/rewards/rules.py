@@ -1,7 +1,4 @@
-"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges.
-
-A reward takes the columns that it reads by keyword and returns one float per completion.
-"""
+"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges."""
 
 from __future__ import annotations
 

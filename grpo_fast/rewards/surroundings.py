@@ -20,8 +20,8 @@ _ALONE = threading.RLock()
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the working folder and torch's gradient mode; print to stderr, escaped, what a function
-    has printed. Other threads wait.
+    """Keep the working folder and torch's gradient mode; print what a function has printed,
+    escaped, to stderr. Other threads wait.
     """
     with _ALONE, torch.set_grad_enabled(torch.is_grad_enabled()):
         home, said = open_folder(), io.StringIO()  # inside of the lock: another may have moved

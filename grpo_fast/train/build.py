@@ -28,10 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
-    """Rewards, data, and the fingerprints of all that a run depends on.
-
-    Raises ValueError where a rank, or the checkpoint of the start, has others.
-    """
+    """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
         splits = Splits(config.data, config.seed)
@@ -55,7 +52,6 @@ def kernels_of(policy: Policy) -> dict[str, Any]:
 def build_collector(
     config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
 ) -> Collector:
-    """The collector of a run."""
     group_size = config.rollout.group_size
     weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, group_size, weights)

@@ -103,12 +103,7 @@ def plain_json(value: Any) -> Any:
 class JsonLines:
     """An open file of lines. What other programs read of it is never half a call's.
 
-    Args:
-        path: of the file, made where there is none.
-        length: bytes of it that stay; what stands behind them is cut off.
-
-    Raises:
-        ValueError: a file that is shorter than `length`, or no regular one.
+    length: bytes of it that stay; what stands behind them is cut off.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
@@ -137,11 +132,9 @@ class JsonLines:
         self.length += written
 
     def sync(self) -> None:
-        """Every line is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Again: nothing."""
         if self._is_open:
             os.close(self._file)
             self._is_open = False

@@ -45,8 +45,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
-        NonFiniteLogits, NonFiniteGradient, RewardError, EngineError: the run cannot go on.
-        CheckpointError, WriteError: the disk is full, or does not allow it.
+        RunError: the run cannot go on, or the disk does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout

@@ -1,7 +1,7 @@
 """The next step's completions, sampled with the weights from before this step's updates.
 
-They are those of the next prompts of the queue, which moves on only when a step takes them. An
-engine that is apart samples them in a thread while the policy is trained; others before that.
+The prompt queue moves on only when a step takes them. An engine that is apart samples in a thread
+while the policy is trained; others before that.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class Ahead:
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
     def begin(self, step: int, clock: Clock) -> None:
-        """Sample for the step after this one, where the run samples ahead and has not done it.
-
-        The weights are those that this step began with.
-        """
+        """Sample for the step after this one, where the run samples ahead and has not done it."""
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
@@ -89,8 +86,7 @@ class Ahead:
     def rollout(self, clock: Clock) -> Rollout | None:
         """The rollout of the step that begins, if there is one; its seconds count there.
 
-        It stays until the step calls `done`: one that is left before it has all its completions
-        begins again.
+        It stays until `done`: a step that is left before it has all its completions begins again.
         """
         if self.sampled is None:
             return None
@@ -98,7 +94,6 @@ class Ahead:
         return self.sampled.rollout
 
     def done(self) -> None:
-        """The step has taken over its rollout."""
         self.sampled = None
 
     def state_dict(self) -> Sampled | None:

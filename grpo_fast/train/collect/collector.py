@@ -48,9 +48,6 @@ class CollectorState:
 class Collector:
     """Prompts → G completions each → rewards → advantages.
 
-    It owns the place in the training set, the rewards' memory, the running baseline and `ahead`,
-    the completions of the following step.
-
     Args:
         engine: samples with the weights it was last given.
         seed: of the run; a step's random numbers follow from it and the step's number.
@@ -88,10 +85,8 @@ class Collector:
         return collected
 
     def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each completion (so each G times).
-
-        Raises:
-            ValueError, IndexError: of a checkpoint, whose prompts are those of other completions.
+        """The example of each completion (so each G times). Raises ValueError or IndexError for a
+        checkpoint's prompts that are those of other completions.
         """
         numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
         count, size = len(collected.rollout.texts), self.config.group_size
@@ -107,7 +102,6 @@ class Collector:
         )
 
     def load_state_dict(self, state: CollectorState) -> None:
-        """Go on from `state_dict`."""
         self.queue.consumed = state.consumed
         self.rewards.load_state_dict(state.rewards)
         self.advantages.load_state_dict(state.baseline)
@@ -155,7 +149,6 @@ class Collector:
     def _scored(
         self, drawn: Drawn, uses: list[Use], metrics: dict[str, float], step: int
     ) -> Collected:
-        """The groups that are not dropped, with their advantages; metrics of all of them."""
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
         advantages = self.advantages.of(chosen.scores, chosen.rollout)
@@ -180,12 +173,8 @@ class Collector:
 
 
 def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
-    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's.
-
-    Returns {} with most = 0.
-
-    Raises:
-        RuntimeError: some are older than `most`.
+    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's; {}
+    with most = 0. Raises RuntimeError where some are older than `most`.
     """
     ages = [step - 1 - version for version in rollout.weight_versions]
     if max(ages, default=0) > most:

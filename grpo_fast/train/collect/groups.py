@@ -39,7 +39,6 @@ class Drawn(NamedTuple):
     scores: RewardResult
 
     def concat(self, other: Drawn) -> Drawn:
-        """These groups, followed by the other ones."""
         names = [field.name for field in dataclasses.fields(Rollout)]
         lists = {n: getattr(self.rollout, n) + getattr(other.rollout, n) for n in names}
         a, b = self.scores, other.scores
@@ -52,7 +51,7 @@ class Drawn(NamedTuple):
         return Drawn(self.asked + other.asked, Rollout(**lists), scores)
 
     def select(self, groups: Sequence[int]) -> Drawn:
-        """Some of the groups; the reasons of lost samples, which are of all, are left behind."""
+        """Some of the groups, without the reasons of lost samples, which are of all."""
         size = len(self.scores.total) // len(self.asked)
         places = [group * size + i for group in groups for i in range(size)]
         names = [field.name for field in dataclasses.fields(Rollout)]
@@ -96,7 +95,6 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
 def difficulties(
     asked: Sequence[Asked], judged: Tensor, uses: Sequence[Use], step: int
 ) -> list[PromptRecord]:
-    """The mean and the spread of each prompt's rewards."""
     records = []
     for one, group, use in zip(asked, judged.double(), uses, strict=True):
         known = group[~group.isnan()]

@@ -28,7 +28,6 @@ class PromptQueue:
         return [Asked(number, self.examples[number]) for number in numbers]
 
     def take(self, count: int) -> list[Asked]:
-        """The next `count` prompts; they are consumed."""
         asked = self.next(count)
         self.consumed += count
         return asked

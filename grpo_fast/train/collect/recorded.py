@@ -21,8 +21,7 @@ from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, re
 class RecordedCollector(Collector):
     """The branches of the next tasks' traces as completions, one sample each.
 
-    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces; every
-    branch has its trace's. What a branch is trained on are its completion's tokens.
+    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -69,7 +68,6 @@ class RecordedCollector(Collector):
         return Collected(rollout, total, {}, torch.stack(own), metrics, 0, records)
 
     def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each sample."""
         every = [self.queue.examples[one.prompt] for one in collected.prompts]
         return [one for one in every for t in self.traces[str(one.prompt)] for _ in t.branches]
 

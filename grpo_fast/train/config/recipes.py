@@ -34,7 +34,7 @@ def load_settings(
 
 
 def parse_config(settings: dict[str, Any], also: Iterable[str] = ()) -> RunConfig:
-    """Validate a plain mapping; every problem becomes one readable line of a ValueError."""
+    """Validate a plain mapping; a ValueError has a readable line for every problem."""
     return validated(RunConfig, settings, also=also)
 
 

@@ -266,7 +266,6 @@ class RunConfig(Section):
 
     @property
     def has_code(self) -> bool:
-        """Whether it names code of somebody's own, a model's or a reward's."""
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     @property

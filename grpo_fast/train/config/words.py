@@ -1,7 +1,5 @@
 """Words `key=value`: set in plain settings, validated, and refused in a sentence that names the
 nearest key or value.
-
-Every command reads its settings here: train, reward-model, compare, eval, plan and the doctor.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def read_words(
     Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML; the last
     of two words with one key counts. `also` are keys that the command has beside those of `kind`.
 
-    Raises:
-        ValueError: a word of another form, an unknown key, or a value that does not fit.
+    Raises ValueError for a word of another form, an unknown key, or a value that does not fit.
     """
     settings = {} if settings is None else settings
     for word in words:
@@ -106,7 +103,6 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(node: Any, part: str, key: str) -> Any:
-    """The key or index that a part of a dotted key stands for."""
     if isinstance(node, dict):
         return part
     length = len(node) if isinstance(node, list) else None
@@ -122,7 +118,7 @@ def validated(
 ) -> Config:
     """Plain settings as a `kind`. Raises ValueError with a line for each that does not fit.
 
-    `at` is the dotted key of the section, where it is a part of a configuration.
+    at: the dotted key of the section, where it is a part of a configuration.
     """
     try:
         _refuse_truths(settings, kind, at)

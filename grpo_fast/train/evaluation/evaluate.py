@@ -60,16 +60,13 @@ def evaluate(
         rewards: also report their mean; samples that a reward failed on do not count in it.
         samples: completions per question; at temperature 0 all samples of a question are equal.
         k: values for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate` (at least one question); None: one call for
-            all, which leaves the size of batches to `generate`: samples do not depend on it.
+        batch_size: completions per call of `generate` (at least one question); None: one call.
 
-    Returns:
-        eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
-        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
+    Returns eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each),
+    eval_rewards/<fn>, eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n,
+    eval_samples.
 
-    Raises:
-        ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
-            generated texts.
+    Raises ValueError for no examples, a k that is not in 1…samples, a wrong number of texts.
     """
     require(len(examples), "examples", "at least one", "none")
     require(samples >= 1, "samples", "at least 1", samples)

@@ -1,7 +1,7 @@
 """The picture of a comparison: a row of panels for all settings, and one for each key of the grid.
 
-A line is the mean over the runs of a setting, its band one standard error. In the row of a key the
-lines are its values, each averaged over the other keys' settings, too.
+A line is the mean over the runs of a setting (in a key's row also over the other keys' settings),
+its band one standard error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def grouped(
 
 
 def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
-    """A line and its band for each label that has runs with this metric."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:

@@ -33,10 +33,7 @@ SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "
 
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
-    """Train, judge held-out pairs, save; returns what also lies in `output_dir/summary.json`.
-
-    Raises ValueError for data or a model that cannot be used.
-    """
+    """Train, judge held-out pairs, save; returns what also lies in `output_dir/summary.json`."""
     torch.manual_seed(config.seed)
     check_folder(config.output_dir)
     splits = Splits(config.data, config.seed)
@@ -107,7 +104,6 @@ class Progress(TrainerCallback):
             self.bar.update(task, completed=state.global_step, status=text)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Leave the bar as it is."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -123,7 +119,6 @@ class BradleyTerryTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Any:
-        """The loss of one batch."""
         margin = inputs.pop("margin")
         outputs = model(**inputs)
         chosen, rejected = outputs.logits[:, 0].float().chunk(2)

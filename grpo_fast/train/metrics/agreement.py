@@ -46,10 +46,7 @@ class SamplerWatch:
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`.
-
-    Where a sampler with top_p or top_k does not hand on what it kept, the difference includes that.
-    """
+    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`."""
     trainers, samplers = map(torch.cat, zip(*logps, strict=True))
     if not trainers.numel():
         return {}

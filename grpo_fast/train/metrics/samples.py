@@ -10,10 +10,8 @@ from grpo_fast.rollout import Rollout
 
 
 def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
-    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's.
-
-    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
-    `rewards/<fn>/failed/<why>` those of a reason that occurred.
+    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's;
+    `rewards/<fn>/failed` counts samples without a reward, and `…/failed/<why>` those of a reason.
     """
     spread = torch.stack([spread_of(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {

@@ -33,8 +33,7 @@ BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
     """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
 
-    Args:
-        empty: build it on the meta device: sharding brings the weights of rank 0.
+    empty: build it on the meta device: sharding brings the weights of rank 0.
 
     Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
     """
@@ -76,10 +75,7 @@ def _check_vocabulary(policy: Policy) -> None:
 
 
 def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
-    """A sequence classification model with one output, and its tokenizer, as `load_policy`.
-
-    The output of a model that has none, as a causal LM, begins at random.
-    """
+    """A sequence classification model with one output, and its tokenizer, as `load_policy`."""
     if config.config is not None:
         kind = "AutoModelForSequenceClassification"
         return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
@@ -96,7 +92,6 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
 
 
 def _load_model(config: ModelConfig, empty: bool) -> Any:
-    """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path, allow_code = str(config.path), config.trust_remote_code
@@ -139,7 +134,6 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer at `config.path`. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
     path = str(config.path)
@@ -163,7 +157,6 @@ def build_tokenizer(model: ModelConfig | ScorerConfig, splits: Splits) -> Any:
 def _from_config(
     fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
 ) -> Any:
-    """A random model from the fields of a transformers config, for `tokenizer`."""
     import transformers
     from transformers import AutoConfig
 
@@ -196,7 +189,6 @@ def _register(fields: dict[str, Any]) -> None:
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
-    """The model with a LoRA adapter to train."""
     import peft
 
     settings = peft.LoraConfig(
@@ -209,7 +201,6 @@ def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
 
 
 def _device(name: str) -> torch.device:
-    """The device called `name`. Raises ValueError for one that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -224,10 +215,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _reading(path: str, expected: str) -> Iterator[None]:
-    """Let transformers read a model in silence; say in one line why it cannot.
-
-    Raises ValueError.
-    """
+    """Let transformers read a model in silence; a ValueError says in one line why it cannot."""
     check_files(path)
     try:
         with without_bars(), _without_report():

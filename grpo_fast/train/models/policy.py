@@ -1,8 +1,4 @@
-"""The policy: a transformers causal LM with its tokenizer.
-
-`hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
-`generation()` the mode in which `generate` runs.
-"""
+"""The policy: a transformers causal LM with its tokenizer."""
 
 from __future__ import annotations
 
@@ -38,14 +34,11 @@ class Policy(SampledModel):
 
     Args:
         model: a transformers causal LM, or a peft model around one.
-        tokenizer: its tokenizer.
         attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
         autocast: dtype the trunk runs in over fp32 weights, or None.
         home: the device that a model without weights is meant for.
 
-    Raises:
-        ValueError: a model that packed attention or the fused head would compute wrongly, or that
-            has no row for a token.
+    Raises ValueError for a model that packed attention or the fused head would compute wrongly.
     """
 
     def __init__(
@@ -85,8 +78,6 @@ class Policy(SampledModel):
     def inside(self, work: Callable[[], Result]) -> Result:
         """Run `work()` inside the model's forward, so that FSDP2 gathers the head's shards.
 
-        A plain model calls it directly.
-
         The tensors that it returns, with a graph, are those that lead back into the model.
         """
         if not self.is_sharded or self._is_inside:
@@ -117,8 +108,9 @@ class Policy(SampledModel):
     ) -> Tensor:
         """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
 
-        hidden: what `hidden(packed)` gave, where that is known already.
-        support: of the completion tokens, as in `linear_logps`.
+        Args:
+            hidden: what `hidden(packed)` gave, where that is known already.
+            support: of the completion tokens, as in `linear_logps`.
         """
 
         def logps() -> Tensor:
@@ -131,15 +123,12 @@ class Policy(SampledModel):
         return self.inside(logps)
 
     def shard(self, mesh: Any) -> None:
-        """Leave each rank a part of the weights."""
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds, by name: the model's; over a base that is loaded
-        from a path the adapter's alone.
-
-        Of tied ones the first name. A sharded model has this rank's shards.
+        """The tensors that a checkpoint holds, by name, of tied ones the first: the model's; over a
+        base that is loaded from a path the adapter's alone. A sharded model has this rank's shards.
         """
         is_adapter = self.model is not self.lm and bool(self.lm.name_or_path)
         unique = dict[int, tuple[str, Tensor]]()
@@ -169,7 +158,6 @@ class Policy(SampledModel):
             self._is_apart = False
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """The model as it was before LoRA."""
         if self.model is self.lm:
             raise ValueError("model.lora: expected a peft model, came a plain one")
         return self.model.disable_adapter()

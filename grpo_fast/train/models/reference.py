@@ -22,8 +22,7 @@ class Reference:
     """None, a frozen copy, one synced at times, LoRA's adapter off, or another model.
 
     Args:
-        policy: the policy as it is at the start of training (after a warm start).
-        config: kind, and for `synced` how often and how much.
+        policy: as it is at the start of training (after a warm start).
         another: of `load_another`.
     """
 
@@ -37,7 +36,6 @@ class Reference:
 
     @property
     def head(self) -> Head:
-        """Its head, which turns `hidden` into logits."""
         return (self.copy or self.policy).head
 
     @torch.no_grad()
@@ -56,7 +54,6 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """synced: every `sync_every` steps, reference = mixing·policy + (1 − mixing)·reference."""
         if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
             return
         mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
@@ -72,8 +69,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
 
     model: of the policy, whose dtype and device it takes.
 
-    Raises ValueError for a model that is not there, or with another vocabulary, another head or
-    less room than the policy.
+    Raises ValueError for one with another vocabulary, another head or less room than the policy.
     """
     if config.path is None:
         return None
@@ -109,12 +105,7 @@ def _check_vocabulary(tokenizer: Any, other: Any) -> None:
 
 
 class KLWeight:
-    """β, the weight of the KL to the reference: fixed, or led towards a KL that is wanted.
-
-    Args:
-        beta: at the start.
-        config: `target`, where it adapts, and `horizon`, over which it does (1909.08593).
-    """
+    """β, the weight of the KL to the reference: fixed, or led towards a target (1909.08593)."""
 
     def __init__(self, beta: float, config: KLConfig) -> None:
         self.value, self.config = float(beta), config

@@ -11,11 +11,11 @@ from grpo_fast.train.models.policy import Policy
 
 @torch.no_grad()
 def self_check(policy: Policy) -> float:
-    """Compare packed logps with the model's own logits on a prompt with two completions.
+    """Compare packed logps with the model's own logits on a prompt with two completions: finds a
+    head with an unknown rule, attention that ignores the layout, experts drawn at random in
+    training.
 
-    Finds what no table can know: a head with an unknown rule, attention that ignores the
-    layout, positions that are not RoPE's, experts drawn at random in training. Returns the
-    largest difference in nats; raises ValueError beyond the dtype's tolerance.
+    Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
     """
     if policy.positions < 9:  # 4 tokens of prompt, 5 of a completion
         raise ValueError(f"max_position_embeddings: expected at least 9, got {policy.positions}")

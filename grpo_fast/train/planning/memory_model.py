@@ -54,9 +54,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Shape:
-        """From a transformers config and the model's number of parameters.
-
-        Raises ValueError naming the field that the config lacks.
+        """From a transformers config and the number of parameters (a ValueError: a field is
+        missing).
         """
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):

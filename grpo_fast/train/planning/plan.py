@@ -101,12 +101,10 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """Predict a model's memory under every set of options.
 
     Args:
-        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a
-            config.json.
+        model: a recipe, a name of KNOWN_MODELS, a hub id, a model's folder, or a config.json.
         settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of a run's configuration.
 
-    Raises:
-        ValueError: something that is none of these, an unknown key, or no gpu where there is none.
+    Raises ValueError for something that is none of these, an unknown key, or no gpu.
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
@@ -132,7 +130,6 @@ def _dtypes(run: RunConfig) -> str:
 
 
 def render(plan: Plan) -> list[Any]:
-    """The plan as rich tables."""
     from rich.table import Table
 
     wanted, parameters = plan.cases[0], f"{plan.shape.parameters / 1e6:,.0f}M parameters"

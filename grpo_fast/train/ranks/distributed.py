@@ -1,7 +1,7 @@
 """The processes of a run: how many there are, what they tell each other, how they end together.
 
-Without torch's default process group a process is alone, and every function does what it says for a
-single rank. What ranks tell each other here travels as JSON and tensors, never as a pickle.
+Without torch's default process group every function does what it says for a single rank. Ranks tell
+each other JSON and tensors, never a pickle.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ _store: list[dist.Store] = []  # of the launcher, in which ranks say that they a
 
 # ------------------------------------------------------------------------------- who is there
 def size() -> int:
-    """How many ranks there are."""
     is_met = dist.is_available() and dist.is_initialized() and not _is_alone
     return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
     return dist.get_rank() if size() > 1 else 0
 
 
@@ -67,7 +65,6 @@ def alone() -> Iterator[None]:
 
 
 def launched_rank() -> int:
-    """The same before the ranks have met, as the launcher says it."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -112,12 +109,10 @@ def _missing() -> list[int]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Meet the other ranks, and part from them at the end; a process on its own is left alone.
+    """Meet the other ranks, and part from them at the end; a caller's own group is used and stays.
 
-    A group that is there already, of the caller's, is used and stays.
-
-    Raises:
-        ValueError: ranks that nobody asked for, or none where they were; replicas that do not fit.
+    Raises ValueError for ranks that nobody asked for, none where they were, replicas that are
+    unfit.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
@@ -207,7 +202,6 @@ def from_main(make: Callable[[], Result]) -> Result:
 
 
 def sum_(values: Tensor) -> Tensor:
-    """The sum over the ranks, in place and returned."""
     if size() > 1:
         dist.all_reduce(values)
     return values
@@ -233,7 +227,7 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     Where several fail, a signal counts before the error of the lowest rank.
 
     in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
-        one rank alone ends that rank; the others time out.
+    one rank alone ends that rank; the others time out.
     """
     if size() == 1 or in_step:
         yield
@@ -284,8 +278,7 @@ def align(modules: Iterable[nn.Module]) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Add the ranks' gradients up; those of sharded parameters are sums already.
 
-    Losses are divided by the whole step's counts, so gradients are added and never averaged.
-    Called once for an optimizer step: hooks in every backward pass would cost more than they hide.
+    Losses are divided by the whole step's counts, so gradients are never averaged.
     """
     if size() == 1:
         return

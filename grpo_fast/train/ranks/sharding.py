@@ -1,8 +1,7 @@
 """Models whose weights lie in shards on all ranks (FSDP2).
 
-Each decoder layer is gathered when its turn comes, forward and backward; embeddings, last norm and
-head belong to the model itself, whose method `inside` has them together. Gradients are sums over
-the ranks: losses are divided by the whole step's counts.
+Each decoder layer is gathered when its turn comes; embeddings, last norm and head belong to the
+model itself, whose method `inside` has them together.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ def mesh_of(device: torch.device, replicas: int | None) -> Any:
 
 
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
-    """Leave each rank its part of rank 0's weights, and of the gradients. Collective.
+    """Leave each rank its part of rank 0's weights, on `device`, and of the gradients. Collective.
 
     A tensor at a time is sent. Models of the other ranks may be on the meta device till now.
-
-    Args:
-        device: where the shards lie.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -83,10 +79,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
 
 
 def _take_dtypes(model: nn.Module) -> None:
-    """Give the parameters of an empty model the dtypes of rank 0's, which a file may have changed.
-
-    Raises ValueError where rank 0's model has other parameters.
-    """
+    """Give an empty model's parameters the dtypes of rank 0's, which a file may have changed."""
     own = {name: [str(p.dtype), *p.shape] for name, p in model.named_parameters()}
     mains = distributed.gather(own)[0]
     with distributed.together():
@@ -102,7 +95,7 @@ def _take_dtypes(model: nn.Module) -> None:
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
     """Copy rank 0's buffers, and tensors that modules keep as plain attributes, to all ranks.
 
-    No file holds most of them: rotary frequencies, masks. An empty model has garbage there.
+    No file holds most of them (rotary frequencies, masks), and an empty model has garbage there.
     """
     owners: dict[str, tuple[Any, str]] = {}
     for path, module in model.named_modules():

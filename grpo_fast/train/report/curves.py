@@ -42,9 +42,8 @@ SMOOTHED = 2000  # points of a smoothed series, at most about: more than a pictu
 
 
 def read_metrics(run: str | Path) -> Rows:
-    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one.
-
-    Raises ValueError for no such file, or (with file:line) a line that is no JSON object.
+    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one;
+    ValueError for no such file, or (with file:line) a line that is no JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
@@ -83,9 +82,7 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends; of a long
-    series every n-th one.
-    """
+    """Mean over a centred window of a twentieth of the run; of a long series every n-th one."""
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
@@ -99,8 +96,7 @@ def smooth(points: Series) -> Series:
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Draw the runs' curves into one picture and return its path, without empty panels.
 
-    Raises ValueError when a run has no readable metrics, or none of the metrics drawn here, and for
-    an `out` that is no file's name with an ending.
+    Raises ValueError for runs without metrics that are drawn here, and for an impossible `out`.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.lines import Line2D

@@ -41,9 +41,7 @@ class Part(NamedTuple):
 
 
 class CompletionsPage:
-    """A page of at most `most` bytes: where the steps exceed it, every second, fourth … of them
-    stays. Every `add` writes the file as a whole.
-    """
+    """A page of at most `most` bytes: beyond, every second, fourth … of the steps stays."""
 
     def __init__(self, path: str | Path, title: str, most: int) -> None:
         self.path, self.title, self.most = Path(path), title, most
@@ -68,7 +66,6 @@ class CompletionsPage:
         os.replace(unfinished, self.path)
 
     def html(self) -> str:
-        """The whole document."""
         title, left_out = text_html(self.title), self.added - len(self.parts)
         note = f" {left_out} steps that do not fit here are in completions/." if left_out else ""
         links = "\n".join(f'<a href="#s{part.step}">{part.step}</a>' for part in self.parts)
@@ -109,7 +106,6 @@ def _worth(row: Row) -> float:
 
 
 def completion_html(row: Row, largest: float) -> str:
-    """One completion: its numbers in a line, then its tokens, shaded."""
     functions = [name for name in row if name.startswith("rewards/")]
     scores = [f"{text_html(n.removeprefix('rewards/'))} {_number(row[n])}" for n in functions]
     extracted = row["extracted"]

@@ -1,6 +1,5 @@
-"""The files that a run writes, and the progress that it shows: metrics.jsonl (an object per logged
-step, TRL's names), prompts.jsonl (one per prompt that was asked), completions/step_000010.parquet …
-and completions.html, curves.png, summary.json. The resolved config.yaml lies beside them.
+"""The files that a run writes, and the progress that it shows: metrics.jsonl (TRL's names),
+prompts.jsonl, completions/step_000010.parquet … and completions.html, curves.png, summary.json.
 """
 
 from __future__ import annotations
@@ -115,14 +114,12 @@ class RunReport:
         self._prompts.append(rows)
 
     def lengths(self) -> tuple[int, int]:
-        """Bytes of metrics.jsonl and prompts.jsonl."""
         if not self._has_begun:
             return self._lengths
         return self._metrics.length, self._prompts.length
 
     @by_rank_0
     def sync(self) -> None:
-        """Flush the logs to the disk."""
         self._metrics.sync()
         self._prompts.sync()
 
@@ -156,9 +153,7 @@ class RunReport:
 
     @by_rank_0
     def finish(self, summary: Mapping[str, Any]) -> str:
-        """Write summary.json and curves.png; print and return the line before → after, where
-        `summary` has evaluations' metrics under "before" and "after".
-        """
+        """Write summary.json and curves.png; print and return the line before → after."""
         self.close()
         whole = self.folder / "summary.json.tmp"
         with written(whole):

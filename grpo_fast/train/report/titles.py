@@ -25,7 +25,6 @@ def settings_of(run: str | Path) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{above}{key}"

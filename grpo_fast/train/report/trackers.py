@@ -28,10 +28,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run, by the `names` of `log.trackers`: none of them by default.
-
-    The run has the name of its `folder`, and its `settings` under dotted names.
-    """
+    """The trackers of one run, by the `names` of `log.trackers`: none of them by default."""
 
     def __init__(
         self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]

@@ -137,7 +137,6 @@ def write_checkpoint(
 
 @contextmanager
 def _named(final: Path) -> Iterator[None]:
-    """Raise what the disk refuses as a CheckpointError that says what is still there."""
     from safetensors import SafetensorError
 
     try:
@@ -175,9 +174,7 @@ def set_aside(checkpoint: Path) -> Path | None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint; FormatError for another version's, ValueError or OSError for
-    one that cannot be read.
-    """
+    """The manifest of a checkpoint. Raises FormatError for another version's."""
     was = read_checked(Format, checkpoint / MANIFEST, MOST_BYTES).format
     if was != FORMAT:
         expected = f"expected a checkpoint of format {FORMAT}, which this version writes and reads"
@@ -187,9 +184,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Name the fault of a checkpoint: a file that is missing, changed, or not its own; None: sound.
-    Raises FormatError for one of another version.
-    """
+    """Name a checkpoint's fault: a file that is missing, changed, or not its own; None: sound."""
     try:
         if checkpoint.is_symlink():
             return "it is a link"
@@ -217,10 +212,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said.
-
-    Raises FormatError where one of another version is newer.
-    """
+    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -247,7 +239,6 @@ def prune(latest: Path, keep: int) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All that is no folder below a folder, links among it."""
     return [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
 
 

@@ -56,10 +56,7 @@ def save_models(trainer: Trainer, folder: Path) -> None:
 def unsharded_models(
     config: RunConfig, policy: Policy, critic: Critic | None
 ) -> tuple[Policy, Critic | None]:
-    """The models of a run in one piece on rank 0, those given on the others. Collective.
-
-    Rank 0 builds them again and takes the weights over, a tensor at a time.
-    """
+    """The models of a run in one piece on rank 0, those given on the others. Collective."""
     if not policy.is_sharded:
         return policy, critic
     plain: list[Any] = [policy, critic]

@@ -59,7 +59,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def claim_folder(folder: str | Path) -> Path:
-    """The folder, made where it does not exist. Raises OutputFolderError as `check_folder` does."""
+    """The folder, made where it does not exist; as `check_folder`."""
     check_folder(folder)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,9 @@ def claim_folder(folder: str | Path) -> Path:
 
 
 class FolderLock:
-    """A folder that is this process's alone until `release` or its end: a lock of the kernel's,
-    of which a killed process leaves nothing behind. Raises OutputFolderError if another has it.
+    """A folder that is this process's alone until `release` or its end, by a lock of the kernel's.
+
+    Raises OutputFolderError if another has it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -90,7 +91,7 @@ class FolderLock:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """`path`, or what is there above it. Raises OSError or ValueError for an impossible path."""
+    """`path`, or what is there above it."""
     for candidate in (path, *path.parents):
         try:
             os.lstat(candidate)

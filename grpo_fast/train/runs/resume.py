@@ -52,7 +52,6 @@ class Start:
 
     @property
     def source(self) -> Path | None:
-        """The folder of the run whose checkpoint it is."""
         return None if self.checkpoint is None else self.checkpoint.parent.parent
 
     @property
@@ -86,10 +85,9 @@ def entered(config: RunConfig) -> Iterator[Start]:
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     """Where `config.resume` leads. Creates nothing; the folder is locked, if it exists.
 
-    Raises:
-        OutputFolderError: the folder is occupied, by something that this run cannot go on from.
-        ValueError: a checkpoint that is not there or damaged, or of another configuration or
-            version; logs that are shorter than it says; a link or a device among its files.
+    Raises OutputFolderError for a folder that this run cannot go on from; ValueError for a
+    checkpoint that is not there or damaged, or of another configuration or version, logs that are
+    shorter than it says, a link or a device among its files.
     """
     folder = Path(config.output_dir)
     if config.resume is None:
@@ -118,10 +116,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
 
 
 def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
-    """Take the folder of a run, and let its report write into it. Collective: rank 0 does, for all.
-
-    Raises OutputFolderError for one that holds files of something else, or cannot be made.
-    """
+    """Take the folder of a run, and let its report write into it: rank 0 does, for all."""
     with distributed.together():
         if distributed.is_main():
             _put_back(config, start)

@@ -51,10 +51,7 @@ from grpo_fast.train.update.trainer import Trainer
 
 
 class Run:
-    """Hands out steps; logs, evaluates and saves them when they are made.
-
-    `evaluate` asks the engine the held-out questions.
-    """
+    """Hands out steps; logs, evaluates and saves them when they are made."""
 
     def __init__(
         self,
@@ -130,7 +127,6 @@ class Run:
             return self._evaluate(engine).metrics
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
-        """The completions of a step for its table and for the page."""
         examples = self.collector.examples_of(step.collected)
         used = dataclasses.replace(step.collected, advantages=step.batch.used_advantages())
         answers = [example.answer for example in examples if example.answer]
@@ -142,10 +138,7 @@ class Run:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save a checkpoint when a signal, the engine or the gradients end the run.
-
-        Other errors leave the checkpoints that are there.
-        """
+        """Save a checkpoint when a signal, the engine or the gradients end the run."""
         try:
             yield
         except NonFiniteLogits as error:
@@ -207,10 +200,7 @@ class Run:
         )  # fmt: skip
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint. Collective.
-
-        Raises ValueError for one that does not fit: nothing is filled in.
-        """
+        """Go on from a checkpoint. Collective. Raises ValueError for one that does not fit."""
         from safetensors.torch import load_file
 
         with _refused(folder):
@@ -274,7 +264,6 @@ def _check_place(step: Step, config: RunConfig, number: int) -> None:
 
 @contextmanager
 def _refused(folder: Path) -> Iterator[None]:
-    """Name the checkpoint that does not fit."""
     try:
         yield
     except Exception as error:  # the readers of safetensors have classes of their own

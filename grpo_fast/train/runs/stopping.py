@@ -36,7 +36,7 @@ class Stopping:
     ) -> Iterator[None]:
         """Answer signals at the forward passes of `model`, in an `agreed()`; then as before.
 
-        Outside of the main thread, where Python takes no signals, nothing is changed.
+        Outside of the main thread Python takes no signals, and nothing is changed.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

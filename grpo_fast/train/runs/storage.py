@@ -1,7 +1,6 @@
 """Tensors of a checkpoint through torch.distributed.checkpoint, as safetensors.
 
-Each rank writes the shards that it has, and a tensor that all ranks have is written by one of them.
-Reading fills the tensors that the caller has in place, on any number of ranks, in any shards.
+Each rank writes the shards that it has; reading fills the tensors that the caller has in place.
 """
 
 from __future__ import annotations
@@ -33,15 +32,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """The names of the tensors in a folder."""
     return sorted(_metadata(folder))
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
     """Fill tensors with those of the same names, all that begin with `prefix`. Collective.
 
-    Raises ValueError for a name that is missing or not asked for, another shape or dtype, a tensor
-    that is not there as a whole.
+    Raises ValueError for a name that is missing or not asked for, another shape or dtype.
     """
     with distributed.together():
         stored = _metadata(folder)
@@ -54,7 +51,6 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> 
 
 
 def owned_files(folder: Path) -> list[Path]:
-    """The files that this rank has written."""
     return sorted(folder.glob(f"shard-{distributed.rank() + 1:05d}-*"))
 
 

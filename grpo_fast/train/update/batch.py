@@ -30,7 +30,6 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """The totals of one rank's micro-batches."""
         items = max(1, sum(batch.active_tokens for batch in minibatch))
         trunk = sum(batch.trunk_tokens for batch in minibatch)
         return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
@@ -55,17 +54,13 @@ class StepBatch:
     """The completions of one step in micro-batches of at most `budget` trunk tokens.
 
     `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
-    budget gets one of its own. `pack` with another budget starts again, and keeps what was computed
-    about each completion where asked to.
-
-    Of several ranks each has a share of every minibatch, whole groups, with about as many tokens
-    as the others', and idle micro-batches behind its own until all have equally many. `totals[k]`
-    are those of all ranks, and so is what `of_each` gives.
+    budget gets one of its own. Of several ranks each has a share of every minibatch, whole groups,
+    with about as many tokens as the others', and idle micro-batches until all have equally many.
+    `totals[k]` are those of all ranks, and so is what `of_each` gives.
 
     Args:
         rollout: N·G completions, the G of a prompt side by side.
         advantages: (N·G,).
-        group_size: G.
         minibatches: optimizer steps per pass; it divides N·G.
         shared: the completions of a group share one copy of their prompt.
     """
@@ -106,7 +101,6 @@ class StepBatch:
 
     @property
     def largest(self) -> int:
-        """Trunk tokens of the largest micro-batch."""
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
     def deal(self, order: Sequence[int]) -> None:
@@ -151,7 +145,6 @@ class StepBatch:
         self.has_fixed = bool(packing.fixed)
 
     def has(self, name: str) -> bool:
-        """Whether the micro-batches have values of this name."""
         return all(getattr(batch, name) is not None for batch in self.micro_batches)
 
     def of_each(self, name: str) -> list[Tensor]:

@@ -66,14 +66,10 @@ class TokenBudget:
     ) -> Iterator[Attempt]:
         """`for attempt in attempts(…): with attempt: …` until the work fits into memory.
 
-        After each attempt that runs out of memory the budget is halved and `batch` packed again.
+        After each attempt that runs out of memory `undo` forgets what it left behind, the budget is
+        halved and `batch` packed again. Raises ValueError with one completion per micro-batch.
 
-        Args:
-            undo: forgets whatever an attempt left behind (its gradients).
-            keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
-
-        Raises:
-            ValueError: memory ran out with one completion per micro-batch.
+        keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
         """
         while True:
             self.largest = max(self.largest, batch.largest)

@@ -33,10 +33,7 @@ class OptimizerState:
 
 
 class Optimizer:
-    """Clip → step → schedule.
-
-    A gradient that is not finite is dropped and counted; the third in a row ends the run.
-    """
+    """Clip → step → schedule; a gradient that is not finite is dropped, three in a row end a run."""
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
@@ -55,7 +52,6 @@ class Optimizer:
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
-        """`apply` and `check`."""
         norm = self.apply()
         self.check()
         return norm
@@ -84,7 +80,6 @@ class Optimizer:
             raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
 
     def state_dict(self) -> OptimizerState:
-        """The state beside the moments."""
         return OptimizerState(self.steps, self.skipped, self.skipped_in_a_row)
 
     def load_state_dict(self, state: OptimizerState) -> None:
@@ -124,10 +119,8 @@ class Optimizer:
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """AdamW with its moments kept as `config.states` says.
-
-    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, about 2 bytes
-    per weight. offload: torchao's, weights and moments in host memory, where the step is taken.
+    """AdamW with its moments kept as `config.states` says: full: torch's, in the weights' dtype;
+    8bit: torchao's or bitsandbytes'; offload: torchao's, weights and moments in host memory.
 
     Raises ValueError where the package is not installed, or offload has no accelerator.
     """

@@ -85,7 +85,6 @@ class Trainer:
         self.num_tokens = self.peak_memory = 0
 
     def begin(self, number: int) -> Step:
-        """A step before its completions."""
         first = (number - 1) * self.updates_per_step + 1
         return Step(number, Updates(self.config.minibatches, first), Clock())
 
@@ -127,11 +126,7 @@ class Trainer:
                 step.epoch = config.inner_iterations
 
     def update(self, step: Step, minibatch: int) -> None:
-        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches.
-
-        Raises:
-            NonFiniteGradient: the third bad gradient in a row.
-        """
+        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
         batch, keep_fixed = step.batch, len(step.updates) > 0
         for attempt in self.budget.attempts(batch, self.forget_gradients, keep_fixed):
             with attempt:
@@ -169,9 +164,8 @@ class Trainer:
         )  # fmt: skip
 
     def finish(self, step: Step) -> None:
-        """Give a step whose updates are all made its metrics; move schedules and reference on.
-
-        After an early stop the schedule goes on as if all updates had been made.
+        """Give a step whose updates are all made its metrics; move schedules and reference on,
+        after an early stop as if all updates had been made.
         """
         collected, batch, done, clock = step.collected, step.batch, step.updates, step.clock
         for optimizer in self.optimizers.values():
@@ -224,8 +218,7 @@ class Trainer:
     ) -> dict[str, Tensor]:
         """The moments of these weights by name, as they lie in the optimizers.
 
-        Args:
-            stored: names of a checkpoint's tensors: make room for the moments that it has.
+        stored: names of a checkpoint's tensors: make room for the moments that it has.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
         moments: dict[str, Tensor] = {}
@@ -236,14 +229,12 @@ class Trainer:
         return moments
 
     def state_dict(self) -> TrainerState:
-        """The state beside weights and moments."""
         return TrainerState(
             self.num_tokens, self.peak_memory, self.beta.value, self.budget.state_dict(),
             {who: optimizer.state_dict() for who, optimizer in self.optimizers.items()},
         )  # fmt: skip
 
     def load_state_dict(self, state: TrainerState) -> None:
-        """Go on from `state_dict`."""
         self.num_tokens, self.peak_memory = state.num_tokens, state.peak_memory
         self.beta.value = state.beta
         self._use_beta()
@@ -265,12 +256,10 @@ class Trainer:
         }
 
     def _use_beta(self) -> None:
-        """Weigh the loss's KL with beta as it is now."""
         if self.loss_config.uses_reference:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
     def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        """Metrics of the losses of a step's updates, and what they were weighed with."""
         done = step.updates
         grad_norm = sum(done.norms) / len(done)
         metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": done.rates[-1]}

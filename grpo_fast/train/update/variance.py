@@ -32,9 +32,8 @@ def gradient_variance(
     shared: bool,
     mask_truncated: bool = False,
 ) -> dict[str, float]:
-    """`grad_variance` and `grad_signal` of the policy term, at the policy that drew the rollout.
-
-    The parameters' gradients must be empty, and are left so. Returns {} for a single group.
+    """`grad_variance` and `grad_signal` of the policy term, at the policy that drew the rollout; {}
+    for a single group. The parameters' gradients must be empty, and are left so.
     """
     count = len(advantages) // group_size
     if count < 2:

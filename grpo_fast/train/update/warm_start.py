@@ -41,7 +41,6 @@ def warm_start(
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
-    """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)
     solutions = ([*text["input_ids"], policy.tokenizer.eos_token_id] for text in texts)

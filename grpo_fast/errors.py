@@ -11,10 +11,12 @@ from typing import Any
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
-def require(fits: Any, name: str, expected: str, came: Any) -> None:
-    """Raise a ValueError with an argument's name, what was expected, what came, unless it fits."""
+def require(
+    fits: Any, name: str, expected: str, came: Any, kind: type[Exception] = ValueError
+) -> None:
+    """Raise an error that names an argument, what was expected and what came, unless it fits."""
     if not fits:
-        raise ValueError(f"{name}: expected {expected}, came {came}")
+        raise kind(f"{name}: expected {expected}, came {came}")
 
 
 class RunError(RuntimeError):

@@ -32,7 +32,10 @@ class GeneratedTask(Made[Example]):
         most = f"at most the {space} different prompts of this task"
         need(n_test <= space, "data.n_test", most, longer)
         self.split, self.seed = split, seed
-        self.held_out = self._draw_held_out(n_test)
+        rng, chosen = random.Random(HELD_OUT_SEED), dict[tuple[int, ...], None]()
+        while len(chosen) < n_test:
+            chosen[self.draw(rng)] = None
+        self.held_out = list(chosen)  # in the order of drawing
         self._not_trained = frozenset(self.held_out if n_test < space else ())
         self.length = n_test if split == "test" else n_train
 
@@ -47,13 +50,6 @@ class GeneratedTask(Made[Example]):
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
         """The text of a drawn prompt and its answer."""
-
-    def _draw_held_out(self, n_test: int) -> list[tuple[int, ...]]:
-        rng = random.Random(HELD_OUT_SEED)
-        chosen: dict[tuple[int, ...], None] = {}  # a dict keeps the order of drawing
-        while len(chosen) < n_test:
-            chosen[self.draw(rng)] = None
-        return list(chosen)
 
     def make(self, index: int) -> Example:
         if self.split == "test":

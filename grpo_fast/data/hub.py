@@ -29,16 +29,10 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        _stay_offline()
+        # For libraries that have read it already, too.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
+            vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True
     return False
-
-
-def _stay_offline() -> None:
-    """As HF_HUB_OFFLINE=1, for libraries that have read it already, too."""
-    from huggingface_hub import constants
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
-    if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
-        vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)

@@ -24,7 +24,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """From a name in PROMPT_TEMPLATES or a text with `{question}`; None: the question itself."""
+        """From a name in PROMPT_TEMPLATES or a text with `{question}`; None: as it is."""
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         need("{question}" in text, "prompt_template", expected, repr(template))

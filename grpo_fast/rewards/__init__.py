@@ -120,8 +120,10 @@ def _worker_path(name: str, in_process: bool) -> str | None:
 def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any]) -> list[str]:
     """The columns that the function cannot do without; ValueError for options that it lacks."""
     try:
-        is_apart = isinstance(function, IsolatedReward)
-        takes, needs = function.parameters if is_apart else parameters_of(function)
+        if isinstance(function, IsolatedReward):
+            takes, needs = function.parameters
+        else:
+            takes, needs = parameters_of(function)
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
         raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None

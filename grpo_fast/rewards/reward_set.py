@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import math
+import os
 import reprlib
+import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -27,7 +30,7 @@ from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
 from grpo_fast.rewards.isolated import IsolatedReward
-from grpo_fast.rewards.surroundings import undisturbed
+from grpo_fast.rollout.saved import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,27 @@ WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
 Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
+
+
+# The folder and the streams belong to the process: functions that change them run one at a time.
+_ALONE = threading.RLock()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep the working folder and torch's gradient mode; print what a function has printed,
+    escaped, to stderr. Other threads wait.
+    """
+    with _ALONE, torch.set_grad_enabled(torch.is_grad_enabled()):
+        home, said = calling.open_folder(), io.StringIO()  # behind the lock: another may have moved
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                yield
+        finally:
+            if home is not None:
+                os.fchdir(home)
+                os.close(home)
+            print(escape_control(said.getvalue()), end="", file=sys.stderr)
 
 
 class WeightedReward(NamedTuple):
@@ -50,12 +74,12 @@ class WeightedReward(NamedTuple):
 class RewardResult(NamedTuple):
     """Rewards of N completions, fp32 on the CPU; NaN marks a sample that has none."""
 
-    total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
-    per_fn: dict[str, Tensor]  # name → (N,)
+    total: Saved  # (N,) weighted sum, NaN where any function with a weight has none
+    per_fn: dict[str, Saved]  # name → (N,)
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
-    per_token: list[Tensor] | None = None
+    per_token: list[Saved] | None = None
 
     @property
     def failures(self) -> dict[str, int]:

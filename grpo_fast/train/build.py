@@ -14,10 +14,9 @@ from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import Engine
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import RecordedCollector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
@@ -62,15 +61,10 @@ def build_collector(
     return Collector(*of_run, seed=config.seed, steps=config.steps)
 
 
-def is_dealt_to(kind: str | None) -> bool:
-    """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
-    return kind in SHARDED and not distributed.is_main()
-
-
 def start_warm(config: RunConfig, policy: Policy, splits: Splits, log: Callable[..., Any]) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(config.distributed)  # inside `alone` every rank is the main one
-    alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
+    is_dealt = config.is_sharded and not distributed.is_main()  # inside `alone` every rank is main
+    alone = distributed.alone() if config.is_sharded else nullcontext()
     with distributed.together(), alone:
         if not is_dealt:
             warm_start(policy, splits.train, config.warm_start, seed=config.seed, log=log)

@@ -9,18 +9,10 @@ from typing import Any
 import torch
 
 from grpo_fast.rollout import build_engine, check_prompts
-from grpo_fast.train.build import (
-    agreement,
-    build_collector,
-    is_dealt_to,
-    kernels_of,
-    load_inputs,
-    start_warm,
-)
+from grpo_fast.train.build import agreement, build_collector, kernels_of, load_inputs, start_warm
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.reference import Reference, load_another
@@ -68,11 +60,12 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         _be_deterministic()
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
+    is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config.distributed))
+        policy = load_policy(config.model, tokenizer, empty=is_dealt)
         another = load_another(config.reference, config.model, policy)
-    if config.distributed not in SHARDED:
+    if not config.is_sharded:
         distributed.align([policy.model])
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)

@@ -210,7 +210,7 @@ def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
     assert (
         escape_control("\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800")
-        == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
+        == r"\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800"
     )
     assert escape_control("é漢🙂") == "é漢🙂"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from grpo_fast.data import reason
 from grpo_fast.rollout import Engine, Rollout, awake
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.models.policy import Policy
@@ -31,23 +31,20 @@ class Sampled:
     seconds: float
 
 
+@dataclass
 class Ahead:
     """At most one rollout, of the step after the one that a run is in."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        policy: Policy,
-        engine: Engine,
-        queue: PromptQueue,
-        *,
-        seed: int,
-        steps: int,
-    ) -> None:
-        self.config, self.policy, self.engine, self.queue = config, policy, engine, queue
-        self.seed, self.steps = seed, steps
-        self.sampled: Sampled | None = None
-        self.coming: Future[Sampled] | None = None
+    config: RolloutConfig
+    policy: Policy
+    engine: Engine
+    queue: PromptQueue
+    seed: int
+    steps: int
+    sampled: Sampled | None = None
+    coming: Future[Sampled] | None = None
+
+    def __post_init__(self) -> None:
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
     def begin(self, step: int, clock: Clock) -> None:

@@ -12,8 +12,14 @@ from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.ahead import Ahead
-from grpo_fast.train.collect.groups import Drawn, PromptRecord, Use, difficulties, uses_of
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import (
+    Drawn,
+    PromptQueue,
+    PromptRecord,
+    Use,
+    difficulties,
+    uses_of,
+)
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.clock import Clock
@@ -45,30 +51,22 @@ class CollectorState:
     baseline: dict[str, float | None] | None
 
 
+@dataclass
 class Collector:
-    """Prompts → G completions each → rewards → advantages.
+    """Prompts → G completions each → rewards → advantages."""
 
-    Args:
-        engine: samples with the weights it was last given.
-        seed: of the run; a step's random numbers follow from it and the step's number.
-        steps: of the run: nothing is sampled ahead behind the last one.
-    """
+    config: RolloutConfig
+    policy: Policy
+    engine: Engine  # samples with the weights it was last given
+    rewards: RewardSet
+    queue: PromptQueue
+    advantages: Advantages
+    seed: int  # of the run; a step's random numbers follow from it and the step's number
+    steps: int  # of the run: nothing is sampled ahead behind the last one
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        policy: Policy,
-        engine: Engine,
-        rewards: RewardSet,
-        queue: PromptQueue,
-        advantages: Advantages,
-        *,
-        seed: int,
-        steps: int,
-    ) -> None:
-        self.config, self.policy, self.engine, self.seed = config, policy, engine, seed
-        self.rewards, self.queue, self.advantages = rewards, queue, advantages
-        self.ahead = Ahead(config, policy, engine, queue, seed=seed, steps=steps)
+    def __post_init__(self) -> None:
+        known = self.config, self.policy, self.engine, self.queue, self.seed, self.steps
+        self.ahead = Ahead(*known)
 
     def next(self, step: int, clock: Clock) -> Collected:
         """The completions of a step, sampled by the weights of the step before or ahead of it.

@@ -1,4 +1,4 @@
-"""Groups of scored completions: concatenated, selected, judged by the spread of their rewards."""
+"""Which prompts a run asks; groups of scored completions, judged by the spread of their rewards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,38 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.collect.prompts import Asked
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.samples import spread_of
 
 Use = Literal["kept", "filled", "dropped"]
+
+
+class Asked(NamedTuple):
+    """A training prompt and its place in the training set."""
+
+    number: int
+    example: Example
+
+
+class PromptQueue:
+    """The training set in its order, round and round. `consumed` alone says where it stands."""
+
+    def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
+        self.examples, self.consumed = examples, consumed
+
+    def next(self, count: int) -> list[Asked]:
+        """The `count` prompts that `take` would give."""
+        places = range(self.consumed, self.consumed + count)
+        numbers = [place % len(self.examples) for place in places]
+        return [Asked(number, self.examples[number]) for number in numbers]
+
+    def take(self, count: int) -> list[Asked]:
+        asked = self.next(count)
+        self.consumed += count
+        return asked
 
 
 @dataclass

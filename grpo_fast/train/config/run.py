@@ -26,7 +26,6 @@ from grpo_fast.train.config.model import (
     WarmStartConfig,
 )
 
-SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
 Rules = Iterator[tuple[Any, str, str, Any]]  # fits, the setting, what is expected, what came
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
@@ -250,7 +249,7 @@ class RunConfig(Section):
              engine),
             (states == "full", "optim.states", "full", states),
         ):  # fmt: skip
-            fits = fits or self.distributed not in SHARDED
+            fits = fits or not self.is_sharded
             yield fits, name, f"{expected} beside sharded weights", came
 
     def _step_rules(self) -> Rules:
@@ -263,6 +262,11 @@ class RunConfig(Section):
         yield fits, "reference.kind", expected, "synced"
         expected = f"a number that divides the {completions} completions of a step"
         yield completions % self.minibatches == 0, "minibatches", expected, self.minibatches
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank has a part of the weights."""
+        return self.distributed in ("fsdp2", "hsdp")
 
     @property
     def has_code(self) -> bool:

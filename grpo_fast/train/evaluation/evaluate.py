@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example
@@ -18,13 +18,8 @@ from grpo_fast.rollout import Engine, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
-
-class Generate(Protocol):
-    """Returns `len(prompts) * samples` texts, the samples of a prompt side by side; 0 is greedy."""
-
-    def __call__(
-        self, prompts: list[Any], *, samples: int, temperature: float, seed: int
-    ) -> list[str]: ...
+# (prompts, *, samples, temperature, seed) → a text for each sample, those of a prompt side by side.
+Generate = Callable[..., list[str]]
 
 
 class Sampled(list[str]):

@@ -23,7 +23,7 @@ from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_scorer
-from grpo_fast.train.models.policy import without_bars
+from grpo_fast.train.models.policy import in_silence
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.report import start_bar
 from grpo_fast.train.runs.folder import check_folder, claim_folder
@@ -63,7 +63,7 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
         "eval_margin": mean_and_error(margins)[0], "train_loss": result.training_loss,
         "steps": float(config.steps), "seconds": result.metrics["train_runtime"],
     }  # fmt: skip
-    with without_bars():
+    with in_silence():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     text = json.dumps(plain_json(summary), indent=2) + "\n"

@@ -34,19 +34,14 @@ def enable_checkpointing(model: Any, every: int = 1, offload: bool = False) -> N
     """Recompute every n-th layer in the backward pass; `offload`: its input waits on the host,
     pinned where there is a GPU (transformers' own offload asks for pinned memory everywhere).
     """
-    _checkpointing_of(model)(RECOMPUTE, every_n_layers=every)
+    newer = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    (newer or model.gradient_checkpointing_enable)(RECOMPUTE, every_n_layers=every)
     if not offload:
         return
     for module in model.modules():
         recompute = getattr(module, "_gradient_checkpointing_func", None)
         if recompute is not None:
             module._gradient_checkpointing_func = functools.partial(_offloaded, recompute)
-
-
-def _checkpointing_of(model: Any) -> Callable[..., None]:
-    """transformers' method by its name since 5.23, or by the one before."""
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    return model.gradient_checkpointing_enable if newer is None else newer
 
 
 def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:

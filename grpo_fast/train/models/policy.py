@@ -191,21 +191,25 @@ class Policy(SampledModel):
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
         model.set_attn_implementation(self.generation_attn)
-        with without_bars():
+        with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         self.lm.set_attn_implementation(NAME)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Without transformers' bars for weights, which would run through the run's own."""
+def in_silence() -> Iterator[None]:
+    """Without transformers' bars, which would run through the run's own, and its table of missing
+    weights, which our own refusal sums up.
+    """
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if was_on:
             logging.enable_progress_bar()

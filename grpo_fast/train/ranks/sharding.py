@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,24 +20,19 @@ from grpo_fast.train.ranks import distributed
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
     """Every model of a run, those that are None apart. Random numbers are then rank 0's, too."""
-    mesh = mesh_of(device, replicas)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    # In rows, each of which holds the weights once.
+    rows = {"shard": distributed.size()}
+    if replicas is not None:
+        rows = {"replicate": replicas, "shard": distributed.size() // replicas}
+    mesh = init_device_mesh(device.type, tuple(rows.values()), mesh_dim_names=tuple(rows))
     for model in models:
         if model is not None:
             model.shard(mesh)
     state = torch.get_rng_state()
     torch.distributed.broadcast(state, 0)
     torch.set_rng_state(state)
-
-
-def mesh_of(device: torch.device, replicas: int | None) -> Any:
-    """All ranks in a row, or in `replicas` rows: a row holds the weights once."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks = distributed.size()
-    if replicas is None:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape = (replicas, ranks // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
@@ -70,7 +65,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     set_model_state_dict(model, whole, options=options)
     del whole
     _take_buffers(model, device)
-    model.inside = types.MethodType(_inside, model)
+    model.inside = types.MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "inside")
     # FSDP2 assigns parameters to groups in the first forward pass, so run one through the root.
     with torch.no_grad():
@@ -113,14 +108,12 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         owner[name] = sent
 
 
-def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:
-    return work()
-
-
 @contextmanager
 def unsharded(model: Any) -> Iterator[None]:
     """All weights on every rank, and no rank waits for another inside; then shards again."""
-    parts = _parts(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
     model.set_reshard_after_forward(False)
     for part in parts:
         part.unshard()
@@ -131,9 +124,3 @@ def unsharded(model: Any) -> Iterator[None]:
         for part in parts:
             part.reshard()
         model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward
-
-
-def _parts(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]

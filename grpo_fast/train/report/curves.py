@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import escape_control
-from grpo_fast.train.report.titles import differing, has_entropy_bonus, settings_of, title_of
+from grpo_fast.train.config.plain import read_yaml_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +39,10 @@ COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2
 INK, GRID = "#3b4252", "#e3e6eb"
 LARGEST = 1e300  # axes: differences and margins of what they show are finite
 SMOOTHED = 2000  # points of a smoothed series, at most about: more than a picture has columns
+
+MOST_SETTINGS = 3  # of those that differ
+LONGEST_VALUE = 30  # characters of a value
+OWN = ("output_dir", "log", "resume")  # they differ from run to run and explain nothing
 
 
 def read_metrics(run: str | Path) -> Rows:
@@ -225,3 +229,52 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
+
+
+def settings_of(run: str | Path) -> dict[str, Any]:
+    """Dotted key → value of the run's config.yaml; empty without a readable one."""
+    folder = Path(run) if Path(run).is_dir() else Path(run).parent
+    try:
+        settings = read_yaml_file(folder / "config.yaml", "config.yaml")
+    except (OSError, ValueError):
+        return {}
+    return flat(settings) if isinstance(settings, dict) else {}
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flattened: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{above}{key}"
+        flattened |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flattened
+
+
+def title_of(name: str, settings: dict[str, Any]) -> str:
+    """`sort · seed 0 · llama · grpo, centered`; the name is harmless already."""
+    if not settings:
+        return name
+    model = settings.get("model.path") or settings.get("model.config.model_type")
+    chosen = [settings.get("loss.loss_type"), settings.get("advantages")]
+    parts = [f"seed {settings.get('seed')}", model, ", ".join(map(str, filter(None, chosen)))]
+    return " · ".join([name, *(plain(part) for part in parts if part)])
+
+
+def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """For each run the settings that not all have alike, the first few: `optim.lr=0.1, seed=2`."""
+    keys = [key for key in dict.fromkeys(k for run in runs for k in run) if not key.startswith(OWN)]
+    telling = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
+    shown = telling[:MOST_SETTINGS]
+    more = ", …" * (len(telling) > MOST_SETTINGS)
+    return [", ".join(f"{key}={plain(run.get(key))}" for key in shown) + more for run in runs]
+
+
+def has_entropy_bonus(settings: dict[str, Any]) -> bool:
+    """Whether the logged loss contains −coefficient · entropy, so that it may fall below 0."""
+    return bool(settings.get("loss.entropy_coef"))
+
+
+def plain(value: Any) -> str:
+    """A value as a picture shows it: short, harmless, no mathematics."""
+    text = escape_control(str(value))
+    text = text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+    return text.replace("$", r"\$")

@@ -22,11 +22,10 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config.run import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.curves import plot_runs
+from grpo_fast.train.report.curves import plot_runs, settings_of
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
-from grpo_fast.train.report.titles import settings_of
 from grpo_fast.train.report.trackers import Trackers
 
 CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown

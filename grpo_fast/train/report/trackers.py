@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.titles import flat
+from grpo_fast.train.report.curves import flat
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files

@@ -178,10 +178,10 @@ class StepBatch:
             plan = self._plan([groups[g] for g in own], budget)
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
-        micro_batches = [self._packed(chosen) for chosen in plans[self.rank]]
+        micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
         if missing := max(map(len, plans)) - len(micro_batches):
             shortest = min(part, key=lambda i: self._cost([i]))
-            micro_batches += [self._packed([[shortest]]).idle()] * missing
+            micro_batches += [self.packed([[shortest]]).idle()] * missing
         # The loss takes len(part)/G for the number of prompts: here it is that of those present.
         scale = len(groups) * self.group_size / len(part)
         of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
@@ -191,7 +191,7 @@ class StepBatch:
         items = sum(map(self._tokens, part))
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
-    def _packed(self, chosen: list[list[int]]) -> MicroBatch:
+    def packed(self, chosen: list[list[int]]) -> MicroBatch:
         options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
         return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
 

@@ -15,7 +15,6 @@ import torch
 
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.planning.memory_model import USABLE_GPU, predict_model
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
@@ -48,7 +47,7 @@ class TokenBudget:
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         fixed = config.tokens_per_microbatch
         self.tokens = fixed or min(distributed.gather(self._default()))
-        self.in_step = config.distributed in SHARDED and distributed.size() > 1
+        self.in_step = config.is_sharded and distributed.size() > 1
 
     def _default(self) -> int:
         if self.memory is None:

@@ -33,7 +33,7 @@ class OptimizerState:
 
 
 class Optimizer:
-    """Clip → step → schedule; a gradient that is not finite is dropped, three in a row end a run."""
+    """Clip → step → schedule; a gradient that is not finite is dropped, the third ends a run."""
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
@@ -104,10 +104,6 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
-
-    def pass_over(self, steps: int) -> None:
-        """Let the schedule go on as if so many steps had been taken."""
-        self.steps += steps
 
     def zero_grad(self) -> None:
         self.adam.zero_grad(set_to_none=True)

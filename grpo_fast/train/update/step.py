@@ -95,10 +95,6 @@ class Step:
             return 0
         return 1 + len(self.updates) + (self.metrics is not None)
 
-    def done(self, losses: LossMetrics, rate: float, norm: float) -> None:
-        self.updates.add(losses, rate, norm)
-        self.minibatch += 1
-
     def stored(self) -> Step:
         """The step for a checkpoint. Collective: each rank has a part of the batch."""
         assert self.batch is not None

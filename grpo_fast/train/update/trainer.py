@@ -20,10 +20,9 @@ from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.config.run import SHARDED
-from grpo_fast.train.metrics.agreement import SamplerWatch, sampling_metrics
 from grpo_fast.train.metrics.clock import Clock, Work
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
+from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.ranks import distributed, sharding
@@ -71,7 +70,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
-        if config.distributed in SHARDED:
+        if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
@@ -114,7 +113,7 @@ class Trainer:
         config, batch = self.config, step.batch
         self.policy.model.train()
         if config.log.grad_variance and step.noise is None:
-            step.noise = self._noise(batch)
+            step.noise = gradient_variance(self.policy, batch, self.loss_config)
         while step.epoch < config.inner_iterations:
             if config.shuffle != "off" and step.minibatch == 0:
                 seed = f"{config.seed}/shuffle/{step.number}/{step.epoch}"
@@ -143,7 +142,8 @@ class Trainer:
                 losses = losses.of_all_ranks()
         rate = self.optimizer.learning_rate
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.done(losses, rate, norm)
+        step.updates.add(losses, rate, norm)
+        step.minibatch += 1
         for optimizer in self.optimizers.values():
             optimizer.check()
 
@@ -169,7 +169,7 @@ class Trainer:
         """
         collected, batch, done, clock = step.collected, step.batch, step.updates, step.clock
         for optimizer in self.optimizers.values():
-            optimizer.pass_over(self.updates_per_step - len(done))
+            optimizer.steps += self.updates_per_step - len(done)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
@@ -268,13 +268,6 @@ class Trainer:
         if self.beta.value:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
-
-    def _noise(self, batch: StepBatch) -> dict[str, float]:
-        """The variance of the policy gradient over the groups, before the first update."""
-        return gradient_variance(
-            self.policy, batch.rollout, batch.advantages, self.loss_config, shared=self.shared,
-            group_size=batch.group_size, mask_truncated=batch.mask_truncated,
-        )  # fmt: skip
 
     def _is_too_far(self, step: Step) -> bool:
         """Whether the latest pass saw a policy too far from the old one, or from the reference."""

@@ -107,7 +107,6 @@ def _both_splits(
 
 
 def _locate(path: Path) -> tuple[Path, Path | None]:
-    """The training file and, where there is one, the test file that belongs to it."""
     if os.path.isdir(path):  # Path's own methods raise where a folder may not be looked into
         path = path / "train.jsonl"
     if not os.path.isfile(path):
@@ -143,7 +142,6 @@ def _without(train: list[Example], test: list[Example]) -> list[Example]:
 
 # --------------------------------------------------------------------------------------- records
 def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
-    """One record as an example."""
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:

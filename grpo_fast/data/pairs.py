@@ -13,8 +13,6 @@ CUT = 0.25  # of the spoiled answers lack their end, the others have wrong symbo
 
 
 class Pair(NamedTuple):
-    """A prompt and its two answers."""
-
     prompt: Prompt
     chosen: str
     rejected: str

@@ -35,8 +35,6 @@ class Branch(NamedTuple):
 
 
 class RecordedTrace(NamedTuple):
-    """One rollout."""
-
     task: str  # rollouts of one task are a group
     reward: float | None
     branches: list[Branch]

@@ -114,7 +114,6 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and message."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 

@@ -179,7 +179,6 @@ def _pump(stream: TextIO, lines: queue.Queue[str]) -> None:
 
 
 def _show(stream: TextIO) -> None:
-    """Copy the function's output to this process's stderr."""
     with stream:
         for text in iter(lambda: stream.readline(4096), ""):
             # It may be closed, or None: then the pipe is emptied all the same.

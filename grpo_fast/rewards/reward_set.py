@@ -83,7 +83,6 @@ class RewardResult(NamedTuple):
 
     @property
     def failures(self) -> dict[str, int]:
-        """Name → samples lost in this call."""
         return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
@@ -240,7 +239,6 @@ class RewardSet:
 
 
 def _sum(score: Score | str) -> float:
-    """A completion's reward; NaN for one that has none."""
     if isinstance(score, list):
         return float(sum(score))
     return math.nan if isinstance(score, str) else score

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grpo_fast.data import TRACES
@@ -21,7 +19,6 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
 from grpo_fast.train.runs.resume import Start
-from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +38,6 @@ def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dic
 
 
 def kernels_of(policy: Policy) -> dict[str, Any]:
-    """The backend of the head, and why it is not a faster one."""
     return {
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
@@ -59,17 +55,3 @@ def build_collector(
         path = str(config.data.path)
         return RecordedCollector(path, *of_run, seed=config.seed, steps=config.steps)
     return Collector(*of_run, seed=config.seed, steps=config.steps)
-
-
-def start_warm(config: RunConfig, policy: Policy, splits: Splits, log: Callable[..., Any]) -> None:
-    """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = config.is_sharded and not distributed.is_main()  # inside `alone` every rank is main
-    alone = distributed.alone() if config.is_sharded else nullcontext()
-    with distributed.together(), alone:
-        if not is_dealt:
-            warm_start(policy, splits.train, config.warm_start, seed=config.seed, log=log)
-
-
-def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
-    """How the ranks agree on a signal in a forward pass, where they make that in step."""
-    return lambda: distributed.together() if policy.in_step else nullcontext()

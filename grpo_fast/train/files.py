@@ -72,7 +72,6 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def sha256_of(path: Path) -> tuple[int, str]:
-    """The size and the sha256 of a regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from grpo_fast.rollout import build_engine, check_prompts
-from grpo_fast.train.build import agreement, build_collector, kernels_of, load_inputs, start_warm
+from grpo_fast.train.build import build_collector, kernels_of, load_inputs
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RunConfig
@@ -28,6 +29,7 @@ from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.update.warm_start import warm_start
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -73,14 +75,21 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
     if start.checkpoint is None:
         enter_folder(config, start, report)
+
+    def agreed() -> AbstractContextManager[None]:  # on a signal, where ranks make passes in step
+        return distributed.together() if policy.in_step else nullcontext()
+
     with (
         report,
         build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model, agreement(policy)),
+        Stopping().listening(policy.lm.base_model, agreed),
         distributed.answered(),
     ):
         if config.warm_start is not None and start.checkpoint is None:
-            start_warm(config, policy, questions, report.log)
+            warm_start(
+                policy, questions.train, config.warm_start, seed=config.seed,
+                is_sharded=config.is_sharded, log=report.log,
+            )  # fmt: skip
         reference = Reference(policy, config.reference, another)
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)

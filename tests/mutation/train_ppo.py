@@ -100,7 +100,7 @@ MUTANTS = [
            'f"{config.seed}/shuffle', 'f"shuffle',
            "another seed deals the same minibatches", "ppo_passes"),
     Mutant("ppo-keep-fixed", "grpo_fast/train/update/trainer.py",
-           "keep_fixed = step.batch, len(step.updates) > 0", "keep_fixed = step.batch, False",
+           "keep_fixed = len(step.updates) > 0", "keep_fixed = False",
            "out of memory after an update: values of weights that have moved", "ppo_passes"),
     Mutant("ppo-stop-by-last", UPDATES,
            "self.losses[-self.per_pass :]", "self.losses[-1:]",

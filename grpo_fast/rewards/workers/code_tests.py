@@ -104,7 +104,6 @@ def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
 
 
 def _read(pipe: int, most: int, seconds: float) -> bytes:
-    """Read until the end of the stream, the time limit, or `most` bytes."""
     told, end = b"", time.monotonic() + seconds
     while len(told) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(pipe, most - len(told))

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Sampled:
-    """A rollout, and the seconds that it took."""
-
     rollout: Rollout
     seconds: float
 

@@ -21,8 +21,6 @@ Use = Literal["kept", "filled", "dropped"]
 
 
 class Asked(NamedTuple):
-    """A training prompt and its place in the training set."""
-
     number: int
     example: Example
 
@@ -34,7 +32,6 @@ class PromptQueue:
         self.examples, self.consumed = examples, consumed
 
     def next(self, count: int) -> list[Asked]:
-        """The `count` prompts that `take` would give."""
         places = range(self.consumed, self.consumed + count)
         numbers = [place % len(self.examples) for place in places]
         return [Asked(number, self.examples[number]) for number in numbers]
@@ -97,7 +94,6 @@ class Drawn(NamedTuple):
         return [torch.cat([total.new_zeros(max(n - 1, 0)), total[None][:n]]) for total, n in pairs]
 
     def judged(self, name: str | None) -> Tensor:  # (groups, G)
-        """The rewards of the function `name`, or their sum, a row for each group."""
         values = self.scores.total if name is None else self.scores.per_fn[name]
         return values.view(len(self.asked), -1)
 

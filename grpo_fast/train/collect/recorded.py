@@ -43,7 +43,6 @@ class RecordedCollector(Collector):
                 raise DatasetError(f"{path}: expected a sampled token in {task!r}, got none")
 
     def next(self, step: int, clock: Clock) -> Collected:
-        """The samples of a step; every rank has all of them."""
         asked = self.queue.take(self.config.prompts_per_step)
         traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])

@@ -51,8 +51,6 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward function and its weight in the sum."""
-
     name: str  # a built-in one's, package.module:function or file.py:function
     label: str | None = None  # its name in the metrics; None: the function's
     weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
@@ -79,8 +77,6 @@ class DynamicSamplingConfig(Section):
 
 
 class RolloutConfig(Section, Sampling):
-    """How completions are sampled in training."""
-
     engine: EngineName = "transformers"  # who samples
     continuous: ContinuousOptions = Field(default_factory=ContinuousOptions)
     temperature: float = Field(1.0, gt=0)
@@ -111,8 +107,6 @@ class RolloutConfig(Section, Sampling):
 
 
 class HeldOut(Section, Sampling):
-    """How held-out prompts are asked."""
-
     n: Positive | None = None  # prompts; None: all
     samples: Positive = 1  # per prompt
     max_new_tokens: Size | None = None  # None: the rollout's

@@ -40,8 +40,6 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Origin):
-    """The policy."""
-
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
@@ -64,8 +62,6 @@ class ModelConfig(Origin):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
-
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Count = 0  # optimizer steps, of which a batch may see several

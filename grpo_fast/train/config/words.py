@@ -91,7 +91,6 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a dotted key, making sections that are not there."""
     node: Any = settings
     *above, last = key.split(".")
     for part in above:
@@ -173,7 +172,6 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
 
 
 def dotted_keys(kind: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key that a word may have."""
     for name, field in kind.model_fields.items():
         yield above + name
         section = _section(field.annotation)

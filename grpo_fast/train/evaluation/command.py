@@ -97,7 +97,6 @@ def _asked(
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """The metrics as aligned lines, value ± one standard error."""
     lines = []
     for mode, metrics in results.items():
         n, samples = metrics["eval_n"], metrics["eval_samples"]

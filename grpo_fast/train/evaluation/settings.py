@@ -89,7 +89,6 @@ class Source(NamedTuple):
 
 
 def is_model(word: str) -> bool:
-    """Whether a word behind the first model names a second one rather than a setting."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 

@@ -38,8 +38,6 @@ COLUMNS = {
 
 
 class Arm(NamedTuple):
-    """One setting of the grid."""
-
     name: str  # of its folder and in the picture, such as loss_type=grpo,advantages=max
     values: dict[str, str]  # key of the grid → value
     runs: list[RunConfig]  # one for each seed, each with its own output_dir
@@ -169,7 +167,6 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def table(comparison: Comparison) -> str:
-    """A line for each setting: mean ± standard error over the seeds."""
     runs = [run for arm in comparison.arms for run in comparison.rows[arm.name]]
     shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -186,7 +183,6 @@ def table(comparison: Comparison) -> str:
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
-    """The table's values, seed by seed; a run that failed has none."""
     arms = [
         {
             "setting": arm.name, "values": arm.values,

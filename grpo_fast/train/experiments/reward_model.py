@@ -138,7 +138,6 @@ def collate(pairs: Sequence[Pair], tokenizer: Any, pad_id: int) -> dict[str, Ten
 def held_out_margins(
     model: Any, pairs: Sequence[Pair], tokenizer: Any, pad_id: int, batch_size: int
 ) -> list[float]:
-    """By how much the model scores the chosen answer of each pair higher."""
     model.eval()
     margins: list[float] = []
     for first in range(0, len(pairs), batch_size):

@@ -73,7 +73,6 @@ class Work:
         self.peak = peak_flops(head.device) if is_dense else None
 
     def forward(self, tokens: int, rows: int) -> int:
-        """The flops of a forward pass of `tokens`, `rows` of which reach the head."""
         return 2 * (self.trunk * tokens + self.head * rows)
 
     def update(self, tokens: int, rows: int) -> int:

@@ -134,5 +134,4 @@ def _numbers(part: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without NaN values (a mean over nothing)."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -54,8 +54,6 @@ class LectureConfig(PreTrainedConfig):
 
 
 class LecturePreTrainedModel(PreTrainedModel):
-    """How weights begin, of the trunk and of the whole model."""
-
     config_class = LectureConfig
     base_model_prefix = "model"
 

@@ -68,7 +68,6 @@ class Policy(SampledModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model has no weights yet: sharding brings them from rank 0."""
         return head_of(self.lm).weight.is_meta
 
     @property
@@ -186,7 +185,6 @@ class Policy(SampledModel):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()

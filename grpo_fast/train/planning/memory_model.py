@@ -41,8 +41,6 @@ STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scal
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder that memory depends on."""
-
     layers: int
     hidden: int
     mlp: int

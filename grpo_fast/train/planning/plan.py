@@ -70,8 +70,6 @@ class PlanSettings(Section):
 
 
 class Case(NamedTuple):
-    """One shape of a group: prompt tokens, completion tokens, completions."""
-
     prompt: int
     completion: int
     group: int
@@ -82,8 +80,6 @@ class Case(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The answer of `grpo-fast plan`."""
-
     name: str
     shape: Shape
     gpu: float  # GB (10⁹ bytes)
@@ -123,7 +119,6 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
 
 
 def _dtypes(run: RunConfig) -> str:
-    """`weights, gradients and moments float32, computed in bfloat16`."""
     kept, computed = run.model.dtype, run.model.autocast or run.model.dtype
     moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {kept}"
     return f"weights and gradients {kept}, {moments}, computed in {computed}"

@@ -159,7 +159,6 @@ def unnoticed() -> Iterator[None]:
 
 @contextmanager
 def _quiet(number: int) -> Iterator[None]:
-    """Show warnings of rank 0 alone."""
     logger = logging.getLogger("grpo_fast")
     before = logger.level
     logger.setLevel(before if number == 0 else logging.ERROR)

@@ -104,7 +104,6 @@ def _gathered(value: Any) -> list[tuple[Any, dict[str, Tensor]]]:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for number in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -172,7 +172,6 @@ def save_picture(figure: Any, path: Path) -> Path:
 
 
 def _labels(runs: Sequence[str | Path]) -> list[str]:
-    """The folders' names; where two are the same, the paths."""
     paths = [Path(run).resolve() for run in runs]
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
     if len(set(map(escape_control, names))) != len(names):
@@ -204,7 +203,6 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
 
 
 def finish_axes(axes: Axes, title: str) -> None:
-    """Title, grid and scales as all pictures of runs have them."""
     axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -33,8 +33,6 @@ Row = Mapping[str, Any]  # of `grpo_fast.train.report.samples.rows_of`
 
 
 class Part(NamedTuple):
-    """A step as it stands in the page."""
-
     place: int  # among all the steps that were added
     step: int
     html: str
@@ -137,7 +135,6 @@ def has_fixed_length(row: Row) -> bool:
 
 
 def token_html(text: str, logp: float, advantage: float, largest: float) -> str:
-    """A token in its shades: `p1` … for surprise, `u1` … and `d1` … for advantage."""
     if not text:  # the beginning of a character that a later token ends
         return ""
     surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))

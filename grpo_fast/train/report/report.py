@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -43,8 +43,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def by_rank_0(method: Method) -> Method:
-    """Let a method of a report do nothing on the other ranks."""
-
     @functools.wraps(method)
     def only_there(self: RunReport, *arguments: Any) -> Any:
         return method(self, *arguments) if self._is_writer else None
@@ -52,7 +50,7 @@ def by_rank_0(method: Method) -> Method:
     return only_there  # type: ignore[return-value]
 
 
-class RunReport:
+class RunReport(AbstractContextManager[Any]):
     """Writes into a run's folder and shows its progress, on rank 0 for all: from `begin` on.
 
     Args:
@@ -92,9 +90,6 @@ class RunReport:
             self._progress = start_bar(self._stream, self.total_steps)
             self._plain = self._progress is None
 
-    def __enter__(self) -> RunReport:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -109,7 +104,6 @@ class RunReport:
 
     @by_rank_0
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append to prompts.jsonl: one line for each prompt that a step has asked."""
         self._prompts.append(rows)
 
     def lengths(self) -> tuple[int, int]:
@@ -206,7 +200,6 @@ class RunReport:
 
 
 def start_bar(stream: TextIO, total: int) -> Progress | None:
-    """A live bar on a terminal, None elsewhere."""
     console = Console(file=stream)
     if not console.is_terminal:
         return None

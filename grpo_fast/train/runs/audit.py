@@ -21,8 +21,6 @@ WAITING = "drawn and not yet trained"
 
 
 class Fate(NamedTuple):
-    """One drawing of a prompt: its place in the order of drawing, and what came of it."""
-
     place: int
     prompt: int
     step: int

@@ -91,7 +91,6 @@ class FolderLock:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """`path`, or what is there above it."""
     for candidate in (path, *path.parents):
         try:
             os.lstat(candidate)

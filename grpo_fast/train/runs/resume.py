@@ -56,7 +56,6 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The steps that are finished."""
         return 0 if self.checkpoint is None else order_of(self.checkpoint.name)[0]
 
 

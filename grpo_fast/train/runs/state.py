@@ -35,8 +35,6 @@ MAY_CHANGE = {"config", "fingerprints", "training_set", "fallback", "random"}
 
 @dataclass
 class RandomState:
-    """The states of torch's global generators."""
-
     cpu: Saved
     cuda: Saved | None
 

@@ -21,8 +21,6 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopping:
-    """Whether a signal has come."""
-
     def __init__(self) -> None:
         self.number: int | None = None
 

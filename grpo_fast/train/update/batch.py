@@ -110,7 +110,6 @@ class StepBatch:
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Deal the completions, or whole groups of them, in an order that the seed fixes."""
         size = self.group_size if by_group else 1
         count = len(self.rollout.completion_ids)
         blocks = [range(first, first + size) for first in range(0, count, size)]
@@ -165,7 +164,6 @@ class StepBatch:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
     def used_advantages(self) -> Tensor:
-        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
         if not self.has("token_advantages"):
             return self.advantages
         return torch.cat(self.of_each("token_advantages"))
@@ -196,7 +194,6 @@ class StepBatch:
         return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Completions by micro-batch and, in it, by group."""
         if self.is_recorded:
             every = [i for group in groups for i in group]
             rows = plan_trees(samples_of(self.rollout, every), budget)
@@ -205,7 +202,6 @@ class StepBatch:
         return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
 
     def _group(self, i: int) -> Any:
-        """Completions of one group stand side by side."""
         return self.rollout.prompts[i] if self.is_recorded else i // self.group_size
 
     def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:

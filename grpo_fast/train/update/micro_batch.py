@@ -75,7 +75,6 @@ class MicroBatch:
         )
 
     def idle(self) -> MicroBatch:
-        """The same row without a token that counts."""
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 
@@ -85,7 +84,6 @@ class MicroBatch:
 
     @property
     def trunk_tokens(self) -> int:
-        """T."""
         return self.packed.layout.total
 
     def __len__(self) -> int:

@@ -25,8 +25,6 @@ MAX_SKIPS_IN_A_ROW = 3
 
 @dataclass
 class OptimizerState:
-    """The place in the schedule, and the bad gradients so far."""
-
     steps: Count
     skipped: Count
     skipped_in_a_row: Count
@@ -47,7 +45,6 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
         kind, warmup = self.config.schedule, self.config.warmup
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
@@ -74,7 +71,6 @@ class Optimizer:
         return norm
 
     def check(self) -> None:
-        """Raise NonFiniteGradient after the third bad gradient in a row."""
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
             raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")

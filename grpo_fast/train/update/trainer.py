@@ -88,7 +88,6 @@ class Trainer:
         return Step(number, Updates(self.config.minibatches, first), Clock())
 
     def pack(self, step: Step, collected: Collected) -> None:
-        """Give a step its completions, packed into micro-batches."""
         rollout, distill = self.config.rollout, self.config.distill
         step.collected = collected
         task = 1.0 if distill is None else distill.task
@@ -101,7 +100,6 @@ class Trainer:
         step.batch.token_rewards = collected.token_rewards
 
     def resume(self, step: Step) -> None:
-        """Make a step of a checkpoint ready for its next update."""
         assert step.collected is not None and step.packing is not None
         self.pack(step, step.collected)
         step.batch.load_state_dict(step.packing)
@@ -126,20 +124,23 @@ class Trainer:
 
     def update(self, step: Step, minibatch: int) -> None:
         """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
-        batch, keep_fixed = step.batch, len(step.updates) > 0
-        for attempt in self.budget.attempts(batch, self.forget_gradients, keep_fixed):
-            with attempt:
-                self.precompute(batch)
-                with distributed.together(in_step=self.policy.is_sharded):
-                    losses = accumulate(
-                        self.policy, batch.minibatches[minibatch], self.loss_config,
-                        validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
-                        correct_sampling=self.config.rollout.correct_sampling,
-                        critic=self.critic, totals=batch.totals[minibatch],
-                        ref_head=self.reference.head if self.reads_reference else None,
-                        distill=self.config.distill,
-                    )  # fmt: skip
-                losses = losses.of_all_ranks()
+        batch = step.batch
+
+        def work() -> LossMetrics:
+            self.precompute(batch)
+            with distributed.together(in_step=self.policy.is_sharded):
+                losses = accumulate(
+                    self.policy, batch.minibatches[minibatch], self.loss_config,
+                    validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
+                    correct_sampling=self.config.rollout.correct_sampling,
+                    critic=self.critic, totals=batch.totals[minibatch],
+                    ref_head=self.reference.head if self.reads_reference else None,
+                    distill=self.config.distill,
+                )  # fmt: skip
+            return losses.of_all_ranks()
+
+        keep_fixed = len(step.updates) > 0
+        losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
         rate = self.optimizer.learning_rate
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.add(losses, rate, norm)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, words_of
+from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask, listed_examples
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
@@ -58,8 +58,7 @@ def load_examples(
         DatasetError (a ValueError): an unknown task or split, a missing file or package, a bad line
             (`file:line: why`).
     """
-    if split not in ("train", "test"):
-        raise DatasetError(f"split: expected 'train' or 'test', got {split!r}")
+    need(split in ("train", "test"), "split", "'train' or 'test'", repr(split))
     if data.task in GENERATED:
         task = GENERATED[data.task]
         return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))

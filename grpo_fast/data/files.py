@@ -16,6 +16,7 @@ from typing import Any
 from grpo_fast.data import hub
 from grpo_fast.data.example import DatasetError, DataSource, Example, need
 from grpo_fast.data.prompts import Form, ShotPrompts
+from grpo_fast.errors import require
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ def load_file_examples(
     if budget is None:
         prefix = "".join(form.shot(e) for e in train[:shots])
         return [form.dress(e, prefix) for e in chosen]
-    if count_tokens is None:
-        raise DatasetError("count_tokens: expected a function beside data.shots_tokens, got None")
+    need(count_tokens, "count_tokens", "a function beside data.shots_tokens", None)
     pool = [e for e in train if isinstance(e.prompt, str)]
     draws = seed if split == "train" else "test"
     return ShotPrompts(chosen, pool, form, budget=budget, count_tokens=count_tokens, seed=draws)
@@ -173,13 +173,11 @@ def gold_answer(solution: str) -> str:
     ValueError for none.
     """
     _, marker, tail = solution.rpartition("####")
-    if not marker:
-        expected = "'#### <number>' at the end of the answer"
-        raise ValueError(f"expected {expected}, got {solution[-60:]!r}")
+    require(marker, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
     text = tail.strip()
-    if not _GOLD.fullmatch(text) or sum(map(str.isdigit, text)) > MAX_DIGITS:
-        expected = f"a number after '####', of at most {MAX_DIGITS} digits"
-        raise ValueError(f"expected {expected}, got {text[:60]!r}")
+    fits = _GOLD.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
+    expected = f"a number after '####', of at most {MAX_DIGITS} digits"
+    require(fits, "answer", expected, repr(text[:60]))
     return text.replace(",", "")
 
 

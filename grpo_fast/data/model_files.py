@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data.hub import is_offline
+from grpo_fast.errors import require
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
 MOST_LAYERS = 10_000
@@ -16,10 +17,10 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
     layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
     """
     for name, value in fields.items():
-        if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
-        if "_implementation" in name and "/" in str(value) and not allow_code:
-            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
+        if name in LAYERS and isinstance(value, int):
+            require(0 <= value <= MOST_LAYERS, name, f"0 to {MOST_LAYERS} layers", value)
+        fits = allow_code or "_implementation" not in name or "/" not in str(value)
+        require(fits, name, "one of transformers' own", repr(value))
         if isinstance(value, dict):
             check_fields(value, allow_code)
 
@@ -38,5 +39,5 @@ def check_files(path: str) -> None:
     if not Path(path).exists():
         is_offline()
     for file in Path(path).glob("*"):
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")
+        fits = not file.exists() or file.is_file() or file.is_dir()
+        require(fits, "model.path", f"regular files in {path}", file.name)

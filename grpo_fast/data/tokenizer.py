@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.errors import require
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -26,9 +28,8 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < BYTE_ALPHABET + 2:
-        expected = f"at least {BYTE_ALPHABET + 2} (256 bytes, pad, eos)"
-        raise ValueError(f"vocab_size: expected {expected}, got {vocab_size}")
+    least = BYTE_ALPHABET + 2
+    require(vocab_size >= least, "vocab_size", f"at least {least} (bytes, pad, eos)", vocab_size)
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,9 +53,8 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     bad = [s for s in symbols if not s or re.search(r"\s", s) or s in (PAD_TOKEN, EOS_TOKEN)]
-    if bad or not symbols or len(set(symbols)) != len(symbols):
-        expected = "different non-empty words without blanks"
-        raise ValueError(f"symbols: expected {expected}, got {list(symbols)!r}")
+    fits = symbols and not bad and len(set(symbols)) == len(symbols)
+    require(fits, "symbols", "different non-empty words without blanks", list(symbols))
     vocabulary = {word: index for index, word in enumerate([PAD_TOKEN, EOS_TOKEN, *symbols])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import reason
-from grpo_fast.errors import WriteError
+from grpo_fast.errors import WriteError, require
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def check_regular(path: Path) -> None:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path}: expected a regular file or a folder, got {_kind(mode)}")
+    fits = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    require(fits, str(path), "a regular file or a folder", _kind(mode))
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -66,8 +66,7 @@ def read_regular(path: Path, most: int) -> bytes:
     """The content of a regular file of at most so many bytes. Raises ValueError for another."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"{path}: expected at most {most} bytes, got {size}")
+        require(size <= most, str(path), f"at most {most} bytes", size)
         return file.read(size)
 
 

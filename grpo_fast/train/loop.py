@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import build_engine, check_prompts
 from grpo_fast.train.build import build_collector, kernels_of, load_inputs
 from grpo_fast.train.collect.collector import Collector
@@ -16,6 +16,7 @@ from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lines
@@ -55,13 +56,8 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _train(config: RunConfig, start: Start) -> dict[str, Any]:
-    started, memory_before = time.perf_counter(), host_peak()
-    torch.manual_seed(config.seed)
-    if torch.cuda.is_available():
-        _be_deterministic()
-    check_trackers(config.log.trackers)
-    rewards, questions, prints = load_inputs(config, start)
+def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
+    """The policy, and the reference where that is another model."""
     is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -69,20 +65,27 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         another = load_another(config.reference, config.model, policy)
     if not config.is_sharded:
         distributed.align([policy.model])
+    return policy, another
+
+
+def _train(config: RunConfig, start: Start) -> dict[str, Any]:
+    started, memory_before = time.perf_counter(), host_peak()
+    torch.manual_seed(config.seed)
+    if torch.cuda.is_available():
+        _be_deterministic()
+    check_trackers(config.log.trackers)
+    rewards, questions, prints = load_inputs(config, start)
+    policy, another = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
     report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
     if start.checkpoint is None:
         enter_folder(config, start, report)
-
-    def agreed() -> AbstractContextManager[None]:  # on a signal, where ranks make passes in step
-        return distributed.together() if policy.in_step else nullcontext()
-
     with (
         report,
         build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model, agreed),
+        Stopping().listening(policy.lm.base_model, policy.agreed),
         distributed.answered(),
     ):
         if config.warm_start is not None and start.checkpoint is None:

@@ -96,7 +96,7 @@ def test_gold_answer():
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
         ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
         ({"prompt": "x", "answer": "#### many"}, "expected a number after '####'"),
-        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, got '9"),
+        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, came '9"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' is there twice"),
         ('{"prompt": [{"role": "user", "role": "x"}], "answer": "2"}', "'role' is there twice"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),

@@ -75,7 +75,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
 def test_layers_without_end_or_number(run, layers, is_plan):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
     words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
-    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got {layers}"
+    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, came {layers}"
     assert refused(invoke(*words), said)
 
 

@@ -97,7 +97,7 @@ DAMAGE = {
     ),
     "NaN": (
         lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
-        "expected weights with finite logits, got NaN",
+        "expected weights with finite logits, came NaN",
     ),
 }
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grpo_fast.data import Example
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
@@ -88,9 +89,8 @@ class Collector:
         """
         numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
         count, size = len(collected.rollout.texts), self.config.group_size
-        if len(numbers) * size != count:
-            expected = f"expected {count // size} prompts that are kept"
-            raise ValueError(f"underway.collected.prompts: {expected}, got {len(numbers)}")
+        fits, expected = len(numbers) * size == count, f"{count // size} prompts that are kept"
+        require(fits, "underway.collected.prompts", expected, len(numbers))
         return [self.queue.examples[number] for number in numbers for _ in range(size)]
 
     def state_dict(self) -> CollectorState:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.data import DatasetError, Example, load_traces
+from grpo_fast.data import Example, load_traces
+from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
@@ -32,15 +33,13 @@ class RecordedCollector(Collector):
         size = self.config.group_size
         for task, traces in self.traces.items():
             expected = f"{size} traces of each task (rollout.group_size)"
-            if len(traces) != size:
-                raise DatasetError(f"{path}: expected {expected}, got {len(traces)} of {task!r}")
+            need(len(traces) == size, path, expected, f"{len(traces)} of {task!r}")
             branches = [branch for trace in traces for branch in trace.branches]
             is_scored = all(branch.advantages is not None for branch in branches)
-            if not is_scored and any(trace.reward is None for trace in traces):
-                expected = "a reward for each trace, or advantages in its nodes"
-                raise DatasetError(f"{path}: expected {expected}, got neither in {task!r}")
-            if not branches:
-                raise DatasetError(f"{path}: expected a sampled token in {task!r}, got none")
+            fits = is_scored or all(trace.reward is not None for trace in traces)
+            expected = "a reward for each trace, or advantages in its nodes"
+            need(fits, path, expected, f"neither in {task!r}")
+            need(branches, path, f"a sampled token in {task!r}", "none")
 
     def next(self, step: int, clock: Clock) -> Collected:
         asked = self.queue.take(self.config.prompts_per_step)

@@ -21,7 +21,7 @@ from grpo_fast.data import hub, reason
 from grpo_fast.data.model_files import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import LoraConfig, ModelConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig, require
 from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
@@ -68,11 +68,9 @@ def _check_vocabulary(policy: Policy) -> None:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     largest = max([policy.pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
-    if largest >= rows:
-        raise ValueError(
-            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, "
-            f"got {largest}: tokenizer and model do not belong together"
-        )
+    expected = f"token ids below {rows}, the rows of the model's embedding"
+    came = f"{largest}: tokenizer and model do not belong together"
+    require(largest < rows, "tokenizer", expected, came)
 
 
 def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
@@ -259,8 +257,8 @@ def self_check(policy: Policy) -> float:
 
     Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
     """
-    if policy.positions < 9:  # 4 tokens of prompt, 5 of a completion
-        raise ValueError(f"max_position_embeddings: expected at least 9, got {policy.positions}")
+    # 4 tokens of prompt, 5 of a completion
+    require(policy.positions >= 9, "max_position_embeddings", "at least 9", policy.positions)
     rows = policy.head.weight.shape[0]
     prompt, *completions = (
         [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
@@ -279,8 +277,8 @@ def self_check(policy: Policy) -> float:
         with policy.generation():
             own = [_own_logps(policy, prompt + c)[len(prompt) - 1 :] for c in completions]
     theirs = torch.cat(own)
-    if theirs.isnan().any():
-        raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
+    fits = not theirs.isnan().any()
+    require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
     difference = float((ours - theirs).abs().max())
     if not difference <= check_tolerance(dtype):
         raise ValueError(

@@ -24,7 +24,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.data import reason
 from grpo_fast.rollout import SampledModel
-from grpo_fast.train.ranks import sharding
+from grpo_fast.train.ranks import distributed, sharding
 
 Result = TypeVar("Result")
 
@@ -136,10 +136,10 @@ class Policy(SampledModel):
                 unique.setdefault(id(tensor), (name, tensor))
         return dict(unique.values())
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the ranks wait for each other in every forward pass."""
-        return self.is_sharded and not self._is_apart
+    def agreed(self) -> AbstractContextManager[None]:
+        """What the ranks raise together in a forward pass that they make in step."""
+        in_step = self.is_sharded and not self._is_apart
+        return distributed.together() if in_step else nullcontext()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

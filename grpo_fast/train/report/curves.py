@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import escape_control
+from grpo_fast.errors import require
 from grpo_fast.train.config.plain import read_yaml_file
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     from matplotlib.lines import Line2D
 
     path = picture_path(out)
-    if not runs:
-        raise ValueError("runs: expected at least one run's folder, got none")
+    require(runs, "runs", "at least one run's folder", "none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
     titles = [
         title
@@ -158,8 +158,8 @@ def picture_path(out: str | Path) -> Path:
     """The file that a picture goes to. Raises ValueError for one that matplotlib cannot name."""
     path = Path(out)
     # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
-    if path.is_dir() or path.suffix in ("", ".pgf"):
-        raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
+    fits = not path.is_dir() and path.suffix not in ("", ".pgf")
+    require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.curves import flat
 
@@ -20,11 +21,9 @@ def check_trackers(names: Sequence[str]) -> None:
     from accelerate.tracking import get_available_trackers
 
     known = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
-    missing = [name for name in names if name not in known]
-    if missing:
-        packages = ", ".join(missing)
-        expected = "expected trackers whose packages are installed"
-        raise ValueError(f"log.trackers: {expected}, got {packages} (pip install {packages})")
+    missing = ", ".join(name for name in names if name not in known)
+    came = f"{missing} (pip install {missing})"
+    require(not missing, "log.trackers", "trackers whose packages are installed", came)
 
 
 class Trackers:

@@ -9,6 +9,8 @@ import unicodedata
 import weakref
 from pathlib import Path
 
+from grpo_fast.errors import require
+
 
 class OutputFolderError(ValueError):
     """The output folder cannot be used; the message says why and what to do."""
@@ -19,8 +21,8 @@ def run_folder(root: str | Path, name: str) -> Path:
     base = Path(root)
     bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
     bad = bad or not name.strip() or name in (".", "..")
-    if bad or (base / name).resolve().parent != base.resolve():
-        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
+    fits = not bad and (base / name).resolve().parent == base.resolve()
+    require(fits, "name", f"a plain folder name inside {base}", repr(name), OutputFolderError)
     return base / name
 
 

@@ -20,6 +20,7 @@ from grpo_fast.errors import (
     NonFiniteLogits,
     RankError,
     Stopped,
+    require,
 )
 from grpo_fast.objective.advantages import CENTERED
 from grpo_fast.objective.losses import OBJECTIVES
@@ -165,9 +166,8 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of the latest mark, and prune the older ones. Collective."""
         trainer, config, underway = self.trainer, self.config, self.state.underway
-        if config.optim.states != "full":
-            expected = "expected optim.states: full, whose moments a file can hold"
-            raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
+        expected, states = "optim.states: full, whose moments a file can hold", config.optim.states
+        require(states == "full", "checkpoint", expected, states, CheckpointError)
         name = name_of(self.state.step, 0 if underway is None else underway.place)
         best = config.checkpoint.best if underway is None else None
         value = None if best is None else self.state.metrics.get(best)
@@ -257,9 +257,9 @@ def _check_place(step: Step, config: RunConfig, number: int) -> None:
     fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
     fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
     has_all = step.collected is not None and step.packing is not None
-    if not (fits and has_all and step.number == number and step.updates.per_pass == per_pass):
-        came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
-        raise ValueError(f"{STATE}: underway: expected a place in step {number}, got {came}")
+    fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
+    came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+    require(fits, f"{STATE}: underway", f"a place in step {number}", came)
 
 
 @contextmanager

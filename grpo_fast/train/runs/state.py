@@ -19,6 +19,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.rollout.saved import Saved, split_tensors
 from grpo_fast.train.collect.ahead import Sampled
 from grpo_fast.train.collect.collector import CollectorState
@@ -76,9 +77,8 @@ def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> St
     state = read_checked(State, checkpoint / STATE, MOST_BYTES, tensors)
     if tensors:
         raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
-    expected = order_of(checkpoint.name)[0]
-    if state.step != expected:
-        raise ValueError(f"{STATE}: step: expected {expected}, as its name says, got {state.step}")
+    step = order_of(checkpoint.name)[0]
+    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
     return state
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
 
 FILE_BYTES = 1 << 30  # of a file: its bytes are put together in memory before they are written
@@ -68,11 +69,10 @@ def _check_names(asked: Collection[str], stored: Collection[str]) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, stored: TensorStorageMetadata) -> None:
     ours, theirs = (tensor.dtype, tensor.shape), (stored.properties.dtype, stored.size)
-    if ours != theirs:
-        expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
-        raise ValueError(f"the tensor {name}: expected {expected}, got {came}")
-    if not _is_whole(stored.chunks, tuple(stored.size)):
-        raise ValueError(f"the tensor {name}: expected all of its rows once, got other chunks")
+    expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
+    require(ours == theirs, f"the tensor {name}", expected, came)
+    fits = _is_whole(stored.chunks, tuple(stored.size))
+    require(fits, f"the tensor {name}", "all of its rows once", "other chunks")
 
 
 def _is_whole(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -77,10 +78,10 @@ class ShotPrompts(Made[Example]):
         seed: int | str,
     ) -> None:
         self.examples, self.form, self.budget, self.length = examples, form, budget, len(examples)
-        self.count_tokens, self.seed = count_tokens, seed
+        self.seed = seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
-        self.lengths: dict[int, int] = {}  # tokens of the shots drawn so far
+        self._length = functools.cache(lambda i: count_tokens(self.texts[i]))
         shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
         if not any(self._length(i) <= budget for i in shortest):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
@@ -103,11 +104,6 @@ class ShotPrompts(Made[Example]):
             taken.append(i)
             seen.add(self.keys[i])
         return taken
-
-    def _length(self, i: int) -> int:
-        if i not in self.lengths:
-            self.lengths[i] = self.count_tokens(self.texts[i])
-        return self.lengths[i]
 
 
 def question_key(prompt: Prompt) -> str:

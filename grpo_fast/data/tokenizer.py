@@ -68,12 +68,11 @@ def token_counter(tokenizer: Any) -> Callable[[str], int]:
 def _wrap(tokenizer: object) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        chat_template=PLAIN_CHAT_TEMPLATE,
     )
-    wrapped.chat_template = PLAIN_CHAT_TEMPLATE
-    return wrapped

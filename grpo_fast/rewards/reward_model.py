@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
@@ -60,12 +61,11 @@ class RewardModel:
 
 def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` (B, L), padded on the right."""
-    longest = max(map(len, ids))
-    rows = [row + [pad_id] * (longest - len(row)) for row in ids]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+    rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
+    mask = [torch.ones_like(row) for row in rows]
     return {
-        "input_ids": torch.tensor(rows, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device),
+        "attention_mask": pad_sequence(mask, batch_first=True).to(device),
     }
 
 

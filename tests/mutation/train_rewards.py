@@ -56,7 +56,7 @@ MUTANTS = [
            "and places == sorted(places)", "",
            "tags in any order earn the whole reward", "shaping"),
     Mutant("scorer-padding", SCORER,
-           "[1] * len(row) + [0] * (longest - len(row))", "[1] * longest",
+           "pad_sequence(mask, batch_first=True)", "pad_sequence(mask, True, 1)",
            "padding is attended to", "scorer"),
     Mutant("scorer-order", SCORER,
            "for i, value in zip(chosen, values, strict=True):",

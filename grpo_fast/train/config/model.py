@@ -46,7 +46,6 @@ class ModelConfig(Origin):
     device: str = "auto"
     lora: LoraConfig | None = None
     gradient_checkpointing: bool = False  # recompute each layer in the backward pass
-    checkpoint_every: Positive = 1  # only every n-th layer; the others keep their activations
     checkpoint_offload: bool = False  # what checkpointed layers keep lies in host memory
     tiled_mlp: Positive | None = None  # MLPs run this many rows at a time, say 2048
     frozen: list[str] = Field(default_factory=list)  # not trained: patterns as "*embed_tokens*"
@@ -54,10 +53,8 @@ class ModelConfig(Origin):
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:
-        checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
-        needed = "true beside checkpoint_every and checkpoint_offload"
-        fits = self.gradient_checkpointing or not checkpoints
-        require(fits, "gradient_checkpointing", needed, "false")
+        fits = self.gradient_checkpointing or not self.checkpoint_offload
+        require(fits, "gradient_checkpointing", "true beside checkpoint_offload", "false")
         return self
 
 

@@ -23,19 +23,19 @@ RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False
 
 def apply_options(model: Any, config: ModelConfig) -> None:
     if config.gradient_checkpointing:
-        enable_checkpointing(model, config.checkpoint_every, config.checkpoint_offload)
+        enable_checkpointing(model, config.checkpoint_offload)
     if config.tiled_mlp is not None:
         tile_mlps(model, config.tiled_mlp)
     if config.frozen:
         freeze(model, config.frozen)
 
 
-def enable_checkpointing(model: Any, every: int = 1, offload: bool = False) -> None:
-    """Recompute every n-th layer in the backward pass; `offload`: its input waits on the host,
-    pinned where there is a GPU (transformers' own offload asks for pinned memory everywhere).
+def enable_checkpointing(model: Any, offload: bool = False) -> None:
+    """Recompute every layer in the backward pass; `offload`: its input waits on the host, pinned
+    where there is a GPU (transformers' own offload asks for pinned memory everywhere).
     """
     newer = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
-    (newer or model.gradient_checkpointing_enable)(RECOMPUTE, every_n_layers=every)
+    (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if not offload:
         return
     for module in model.modules():

@@ -191,12 +191,8 @@ def _per_token(
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
         return layers * layer, backward, tile
-    every = model.checkpoint_every
-    checkpoints = -(-layers // every)
-    stored = 0 if model.checkpoint_offload and not on_cpu else checkpoints * e * h
-    # Layers behind the last checkpoint are released before that one is computed again.
-    last_is_checkpointed = (layers - 1) % every == 0
-    return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
+    stored = 0 if model.checkpoint_offload and not on_cpu else layers * e * h
+    return stored, backward + layer, tile
 
 
 def _tree_backward(shape: Shape, e: int) -> int:

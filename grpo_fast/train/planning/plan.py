@@ -50,7 +50,6 @@ LORA = {"model.lora": {"r": 16}}
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as configured", {}),
     ("checkpointing", CHECKPOINTING),
-    ("checkpointing, every 2nd", {**CHECKPOINTING, "model.checkpoint_every": 2}),
     ("+ tiled MLP", TILED),
     ("+ tiled MLP, offload", OFFLOADED),
     ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),

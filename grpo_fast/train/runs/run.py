@@ -146,10 +146,8 @@ class Run:
             when = f"at step {self.number}" if self.number else "before the first step"
             advice = "a lower optim.lr or a wider model.dtype may help"
             raise NonFiniteLogits(f"{error} {when}; {advice}") from None
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error}; {self._saved()}") from None
-        except EngineError as error:
-            raise EngineError(f"{error}; {self._saved()}") from error
+        except (NonFiniteGradient, EngineError) as error:
+            raise type(error)(f"{error}; {self._saved()}") from error
         except Stopped as stopped:
             self.trainer.forget_gradients()
             path = self.save()

@@ -61,14 +61,9 @@ def evaluate(
     eval_rewards/<fn>, eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n,
     eval_samples.
 
-    Raises ValueError for no examples, a k that is not in 1…samples, a wrong number of texts.
+    Raises ValueError for no examples, or a wrong number of texts.
     """
     require(len(examples), "examples", "at least one", "none")
-    require(samples >= 1, "samples", "at least 1", samples)
-    fits = math.isfinite(temperature) and temperature >= 0
-    require(fits, "temperature", "a number ≥ 0 (0: greedy)", temperature)
-    fits = all(1 <= value <= samples for value in k)
-    require(fits, "k", f"values from 1 to samples = {samples}", list(k))
     per_question: dict[str, list[float]] = {}
     accuracies: dict[str, list[float]] = {}
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)

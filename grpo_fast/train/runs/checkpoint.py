@@ -120,10 +120,10 @@ def write_checkpoint(
         with _named(final):
             write_tensors(part / WEIGHTS, tensors)
         with distributed.together(), _named(final):
-            mine = owned_files(part / WEIGHTS)
+            mine = [f"{WEIGHTS}/{path.name}" for path in owned_files(part / WEIGHTS)]
             if distributed.is_main():
-                mine += [path for path in _files(part) if path.parent.name != WEIGHTS]
-            sums = {path.relative_to(part).as_posix(): _synced_sum(path) for path in mine}
+                mine += [name for name in _files(part) if not name.startswith(f"{WEIGHTS}/")]
+            sums = {name: _synced_sum(part / name) for name in mine}
         sums = {file: known for each in distributed.gather(sums) for file, known in each.items()}
         with distributed.together(), _named(final):
             if distributed.is_main():
@@ -149,7 +149,7 @@ def _named(final: Path) -> Iterator[None]:
 
 
 def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
-    there = {path.relative_to(part).as_posix() for path in _files(part)}
+    there = _files(part)
     if there != manifest["files"].keys():
         raise OSError(f"{part} is not a folder that all ranks share: {sorted(there)}")
     (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -163,14 +163,12 @@ def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
     sync(final.parent.parent)
 
 
-def set_aside(checkpoint: Path) -> Path | None:
-    """Rename a checkpoint, so that no run goes on from it; None where there is none."""
-    if not os.path.lexists(checkpoint):
-        return None
-    names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
-    free = next(x for x in map(checkpoint.with_name, names) if not os.path.lexists(x))
-    os.replace(checkpoint, free)
-    return free
+def set_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint, if there is one, so that no run goes on from it."""
+    if os.path.lexists(checkpoint):
+        names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
+        free = (x for x in map(checkpoint.with_name, names) if not os.path.lexists(x))
+        os.replace(checkpoint, next(free))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -189,7 +187,7 @@ def problem_of(checkpoint: Path) -> str | None:
         if checkpoint.is_symlink():
             return "it is a link"
         files = read_manifest(checkpoint).files
-        there = {path.relative_to(checkpoint).as_posix() for path in _files(checkpoint)}
+        there = _files(checkpoint)
         for name in sorted(there ^ {MANIFEST, *files}):
             return f"{name} is {'not in the manifest' if name in there else 'missing'}"
         for name, known in files.items():
@@ -238,8 +236,9 @@ def prune(latest: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _files(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
+def _files(folder: Path) -> set[str]:
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
 def _synced_sum(file: Path) -> tuple[int, str]:

@@ -92,9 +92,9 @@ MUTANTS = [
            "        missing = _missing()\n", "        missing = []\n",
            "a rank that is gone is not named", "ranks_ended"),
     Mutant("ranks-replicas-unchecked", DISTRIBUTED,
-           "if replicas is not None and count % replicas:", "if replicas is not None and False:",
+           "count % (replicas or 1) == 0, f", "True, f",
            "replicas that do not divide the processes", "ranks_refused"),
     Mutant("ranks-not-asked-for", DISTRIBUTED,
-           "    if kind is None and count > 1:\n", "    if kind is None and count > 9:\n",
+           "kind is not None or count == 1,", "kind is not None or count < 9,",
            "torchrun without distributed trains the same model several times", "ranks_refused"),
 ]  # fmt: skip

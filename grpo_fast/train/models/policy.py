@@ -23,6 +23,7 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
+from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
 
@@ -157,8 +158,7 @@ class Policy(SampledModel):
             self._is_apart = False
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        if self.model is self.lm:
-            raise ValueError("model.lora: expected a peft model, came a plain one")
+        require(self.model is not self.lm, "model.lora", "a peft model", "a plain one")
         return self.model.disable_adapter()
 
     def frozen_copy(self) -> Policy:

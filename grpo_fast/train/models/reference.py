@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedTree
-from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
+from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, require
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
@@ -83,25 +83,19 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows, came = (x.head.weight.shape[0] for x in (policy, other))
-    if rows != came:
-        raise ValueError(f"reference.path: expected a head of {rows} rows as the policy's, came "
-                         f"{came}")  # fmt: skip
-    if other.positions < policy.positions:
-        expected = f"room for the policy's {policy.positions} tokens"
-        raise ValueError(f"reference.path: expected {expected}, came {other.positions}")
+    require(rows == came, "reference.path", f"a head of {rows} rows as the policy's", came)
+    expected = f"room for the policy's {policy.positions} tokens"
+    require(other.positions >= policy.positions, "reference.path", expected, other.positions)
     other.model.requires_grad_(False).eval()
     return other
 
 
 def _check_vocabulary(tokenizer: Any, other: Any) -> None:
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours == theirs:
-        return
     moved = sum(theirs.get(token) != index for token, index in ours.items())
-    raise ValueError(
-        f"reference.path: expected the policy's vocabulary of {len(ours)} tokens, came one of "
-        f"{len(theirs)}, where {moved} of the policy's have no or another id"
-    )
+    came = f"one of {len(theirs)}, where {moved} of the policy's have no or another id"
+    expected = f"the policy's vocabulary of {len(ours)} tokens"
+    require(ours == theirs, "reference.path", expected, came)
 
 
 class KLWeight:

@@ -27,6 +27,7 @@ from grpo_fast.errors import (
     RewardError,
     Stopped,
     WriteError,
+    require,
 )
 
 Result = TypeVar("Result")
@@ -117,14 +118,12 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
     count = dist.get_world_size() if is_there else count
-    if kind is None and count > 1:
-        raise ValueError(f"distributed: expected ddp, fsdp2 or hsdp for {count} processes, came "
-                         "none")  # fmt: skip
-    if kind is not None and not is_there and "RANK" not in os.environ:
-        raise ValueError(f"distributed: expected processes ({LAUNCH}), came {kind} and only one")
-    if replicas is not None and count % replicas:
-        expected = f"expected a number that divides the {count} processes"
-        raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
+    fits, expected = kind is not None or count == 1, "ddp, fsdp2 or hsdp"
+    require(fits, "distributed", f"{expected} for {count} processes", "none")
+    fits = kind is None or is_there or "RANK" in os.environ
+    require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
+    fits, expected = count % (replicas or 1) == 0, f"a number that divides the {count} processes"
+    require(fits, "distributed_replicas", expected, replicas)
     if kind is None or is_there:
         with answered(), _quiet(rank()):
             yield

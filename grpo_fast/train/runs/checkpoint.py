@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import CheckpointError
+from grpo_fast.errors import CheckpointError, require
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.files import read_regular, sha256_of, sync
 from grpo_fast.train.ranks import distributed
@@ -79,8 +79,7 @@ def name_of(step: int, place: int) -> str:
 def order_of(name: str) -> tuple[int, int]:
     """Where a name stands in the run. Raises ValueError for what is no checkpoint's name."""
     match = NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"checkpoint: expected a name such as step_000010, came {name!r}")
+    require(match, "checkpoint", "a name such as step_000010", repr(name))
     return int(match[1]), int(match[2] or 0)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
-from grpo_fast.train.config import OptimConfig
+from grpo_fast.train.config import OptimConfig, require
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks.distributed import sum_gradients, whole
 
@@ -36,8 +36,7 @@ class Optimizer:
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
     ) -> None:
-        if not parameters:
-            raise ValueError("parameters: expected at least one that is trained, came none")
+        require(parameters, "parameters", "at least one that is trained", "none")
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
         self.adam = build_adam(parameters, config)
         self.steps = self.skipped = self.skipped_in_a_row = 0

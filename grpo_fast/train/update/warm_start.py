@@ -9,7 +9,7 @@ from typing import Any
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.data import Example
 from grpo_fast.rollout import encode_prompts
-from grpo_fast.train.config import OptimConfig, WarmStartConfig
+from grpo_fast.train.config import OptimConfig, WarmStartConfig, require
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.optimizer import Optimizer
@@ -34,8 +34,7 @@ def warm_start(
                     warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
         return
     usable = [e for e in examples if e.solution]
-    if not usable:
-        raise ValueError("warm_start: expected examples with a solution, came none")
+    require(usable, "warm_start", "examples with a solution", "none")
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     rng = random.Random(f"{seed}/warm start")

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
-from grpo_fast.data.model_files import check_files, read_fields
+from grpo_fast.data.hub import check_files, read_fields
 from grpo_fast.errors import require
 
 

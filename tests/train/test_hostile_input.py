@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_fast.data.model_files import MOST_LAYERS
+from grpo_fast.data.hub import MOST_LAYERS
 from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
 

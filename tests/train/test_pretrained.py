@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.data.model_files import read_fields
+from grpo_fast.data.hub import read_fields
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy

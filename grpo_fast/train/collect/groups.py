@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +60,8 @@ class Drawn(NamedTuple):
     scores: RewardResult
 
     def concat(self, other: Drawn) -> Drawn:
-        names = [field.name for field in dataclasses.fields(Rollout)]
-        lists = {n: getattr(self.rollout, n) + getattr(other.rollout, n) for n in names}
+        theirs = vars(other.rollout)
+        lists = {name: values + theirs[name] for name, values in vars(self.rollout).items()}
         a, b = self.scores, other.scores
         scores = RewardResult(
             torch.cat([a.total, b.total]),
@@ -76,8 +75,7 @@ class Drawn(NamedTuple):
         """Some of the groups, without the reasons of lost samples, which are of all."""
         size = len(self.scores.total) // len(self.asked)
         places = [group * size + i for group in groups for i in range(size)]
-        names = [field.name for field in dataclasses.fields(Rollout)]
-        lists = {name: [getattr(self.rollout, name)[i] for i in places] for name in names}
+        lists = {name: [x[i] for i in places] for name, x in vars(self.rollout).items()}
         scores = RewardResult(
             self.scores.total[places],
             {name: values[places] for name, values in self.scores.per_fn.items()},

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.train.evaluation.evaluate import mean_and_error
-from grpo_fast.train.report.curves import COLORS, Rows, Series, finish_axes, series, smooth
+from grpo_fast.train.report.curves import (
+    COLORS,
+    Rows,
+    Series,
+    finish_axes,
+    save_picture,
+    series,
+    smooth,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +61,7 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
         row[0].set_ylabel(band_words(key, list(settings.values())), fontsize=8)
         if len(lines) > 1:
             row[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
-    return path
+    return save_picture(figure, path)
 
 
 def band_words(key: str, settings: list[dict[str, str]]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_fast.attention import check_tolerance, pack_groups, small_windows
 from grpo_fast.data import hub, reason
-from grpo_fast.data.model_files import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, require

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
-from grpo_fast.data.model_files import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.train.config import RunConfig, Section, require
 from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
 from grpo_fast.train.config.words import own_words, read_words, set_key

@@ -87,8 +87,8 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
         for name in OF_A_GROUP:
             plain[name] = [one for one in plain[name] for _ in range(group_size)]
         part = TypeAdapter(Rollout).validate_python(plain, context=tensors)
-        for field in dataclasses.fields(Rollout):
-            getattr(every, field.name).extend(getattr(part, field.name))
+        for name, values in vars(part).items():
+            getattr(every, name).extend(values)
     return every
 
 

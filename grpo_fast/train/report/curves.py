@@ -124,7 +124,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     settings = [settings_of(run) for run in runs]
     for axes, title in zip(grid, titles, strict=False):
         _draw(axes, title, list(logged.values()))
-        if title == "Loss" and any(map(has_entropy_bonus, settings)):
+        if title == "Loss" and any(known.get("loss.entropy_coef") for known in settings):
             axes.set_title("Loss, entropy bonus included", fontsize=10, loc="left", color=INK)
     for axes in grid[len(titles) :]:
         axes.set_visible(False)
@@ -264,11 +264,6 @@ def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
     shown = telling[:MOST_SETTINGS]
     more = ", …" * (len(telling) > MOST_SETTINGS)
     return [", ".join(f"{key}={plain(run.get(key))}" for key in shown) + more for run in runs]
-
-
-def has_entropy_bonus(settings: dict[str, Any]) -> bool:
-    """Whether the logged loss contains −coefficient · entropy, so that it may fall below 0."""
-    return bool(settings.get("loss.entropy_coef"))
 
 
 def plain(value: Any) -> str:

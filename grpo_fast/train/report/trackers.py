@@ -8,7 +8,6 @@ from typing import Any
 
 from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.curves import flat
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
@@ -27,7 +26,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run, by the `names` of `log.trackers`: none of them by default."""
+    """The trackers of one run, by the `names` of `log.trackers`; `settings` have dotted names."""
 
     def __init__(
         self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
@@ -46,7 +45,7 @@ class Trackers:
         options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
         plain = {  # trackers take numbers and texts; None is a text, too
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in flat(settings).items()
+            for name, value in settings.items()
         }
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
         self.trackers = accelerator.trackers

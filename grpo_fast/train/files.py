@@ -19,7 +19,6 @@ from grpo_fast.errors import WriteError, require
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raise errors of the disk as a WriteError that names the file."""
     from safetensors import SafetensorError
 
     try:

@@ -15,8 +15,6 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
-    """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
-
     task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
     # jsonl file, or a folder with train.jsonl and test.jsonl; traces: of recorded rollouts
     path: UserPath | None = None
@@ -118,8 +116,6 @@ class HeldOut(Section, Sampling):
 
 
 class EvalConfig(HeldOut):
-    """Evaluation on held-out prompts: before the run, on the way and after it."""
-
     every: Count = 0  # steps; 0: only before and after
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     batch_size: Positive = 256

@@ -45,8 +45,6 @@ class Arm(NamedTuple):
 
 @dataclass
 class Comparison:
-    """The runs of every arm, as far as they came."""
-
     recipe: str
     arms: list[Arm]
     rows: dict[str, list[Rows]] = field(default_factory=dict)  # arm → metrics.jsonl of those `done`

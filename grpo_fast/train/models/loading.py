@@ -180,7 +180,6 @@ def _from_config(
 
 
 def _register(fields: dict[str, Any]) -> None:
-    """Make the model of this package known to transformers, where it is asked for."""
     if fields.get("model_type") == "lecture":
         from grpo_fast.train.models import lecture
 

@@ -70,7 +70,6 @@ def launched_rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this rank writes."""
     return rank() == 0
 
 

@@ -68,7 +68,6 @@ def opening_lines(
 
 
 def zero_line(loss: LossConfig, advantages: str) -> str:
-    """Tell that the logged loss stays near 0, because the policy term of every step is 0."""
     rest = "beta * KL" if loss.uses_reference else ""
     rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
     by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")

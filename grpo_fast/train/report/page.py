@@ -47,7 +47,6 @@ class CompletionsPage:
         self.added, self.every = 0, 1
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
-        """One more step; the latest one is always there."""
         self.parts = [part for part in self.parts if part.place % self.every == 0]
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"

@@ -118,7 +118,6 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def note(self, *lines: str) -> None:
-        """Lines for the person watching, above the progress bar."""
         text = "\n".join(map(escape_control, lines))
         with self._unless_lost():
             if self._progress is not None:

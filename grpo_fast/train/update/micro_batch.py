@@ -115,7 +115,6 @@ def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int],
 def support_of(
     rollout: Rollout, chosen: Sequence[int], device: torch.device | str
 ) -> Support | None:
-    """The sets that the tokens of these completions were drawn from; None: nothing truncated."""
     kept = [rollout.kept[i] for i in chosen]
     sets = [None if one is None else (one.ids, one.offsets.diff()) for one in kept]
     return Support.join(sets, [rollout.lengths[i] for i in chosen], device)

@@ -271,7 +271,6 @@ class Trainer:
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
     def _is_too_far(self, step: Step) -> bool:
-        """Whether the latest pass saw a policy too far from the old one, or from the reference."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
         return any(
             limit is not None and step.updates.last_pass(name) > limit

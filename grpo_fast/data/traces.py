@@ -155,31 +155,22 @@ def _array(value: Any) -> Tensor:
 
 def _paths(name: str, nodes: list[_Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """From root to leaf, one for each leaf but compactions that were not taken up."""
-    done: set[int | None] = {None}
+    every = []
     for start in range(len(nodes)):
-        at, walk = start, dict[int, None]()
-        while at not in done:
-            fits = at not in walk
+        path, at = dict[int, None](), start
+        while at is not None:
+            fits = at not in path
             need(fits, f"{name}.nodes[{start}].parent", "a path to a root", f"a cycle over {at}")
-            walk[at] = None
-            above = nodes[at].parent
+            path[at], above = None, nodes[at].parent
             fits = above is None or (type(above) is int and 0 <= above < len(nodes))
             need(fits, f"{name}.nodes[{at}].parent", f"None or one of {len(nodes)} nodes", above)
             at = above  # type: ignore[assignment]
-        done |= set(walk)
-    links = [node.get("semantic_parents") or () for node in raw]
-    taken = {link["node"] for each in links for link in each if link["type"] == "compaction"}
-    inner, paths = {node.parent for node in nodes}, []
-    for leaf in range(len(nodes)):
-        is_attempt = any(link["type"] == "compaction_attempt" for link in links[leaf])
-        if leaf in inner or (is_attempt and leaf not in taken):
-            continue
-        path, above = [leaf], nodes[leaf].parent
-        while above is not None:
-            path.append(above)
-            above = nodes[above].parent
-        paths.append(path[::-1])
-    return paths
+        every.append([*path][::-1])
+    links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
+    taken = {link["node"] for _, link in links if link["type"] == "compaction"}
+    tried = {i for i, link in links if link["type"] == "compaction_attempt"}
+    inner = {node.parent for node in nodes} | (tried - taken)
+    return [path for leaf, path in enumerate(every) if leaf not in inner]
 
 
 def _branch(path: list[tuple[_Node, bool]]) -> Branch:

@@ -61,7 +61,9 @@ def load_examples(
     need(split in ("train", "test"), "split", "'train' or 'test'", repr(split))
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))
+        options = {x: getattr(data, x, None) for x in (*task.options, "n_train", "n_test")}
+        said = {name: value for name, value in options.items() if value is not None}
+        return task(split=split, seed=seed, **said)
     if data.task in LISTED:
         return listed_examples(data.task)
     if data.task == TRACES:  # both splits: nobody is asked
@@ -77,14 +79,9 @@ def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) ->
     examples: those of both splits, where they are loaded already.
     """
     if data.task in GENERATED:
-        task = GENERATED[data.task]
-        return task.vocabulary(**_options_of(data, *task.options))
+        made: Any = load_examples(data, split="test", seed=0)
+        return made.vocabulary
     if examples is None:
         train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
         examples = [*train, *test]
     return sorted({word for example in examples for word in words_of(example)})
-
-
-def _options_of(data: DataSource, *names: str) -> dict[str, int]:
-    options = {name: getattr(data, name, None) for name in names}
-    return {name: value for name, value in options.items() if value is not None}

@@ -75,9 +75,9 @@ class SortTask(GeneratedTask):
         self.digits, self.symbols = digits, symbols
         super().__init__(**split)
 
-    @staticmethod
-    def vocabulary(*, digits: int = 5, symbols: int = 10) -> list[str]:
-        return [*map(str, range(symbols)), "="]
+    @property
+    def vocabulary(self) -> list[str]:
+        return [*map(str, range(self.symbols)), "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
         return tuple(rng.randrange(self.symbols) for _ in range(self.digits))
@@ -100,8 +100,8 @@ class ArithmeticTask(GeneratedTask):
         self.digits = digits
         super().__init__(**split)
 
-    @staticmethod
-    def vocabulary(*, digits: int = 2) -> list[str]:
+    @property
+    def vocabulary(self) -> list[str]:
         return [*map(str, range(10)), "+", "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:

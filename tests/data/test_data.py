@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_gsm8k_task_needs_a_marked_number(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"question": "q", "answer": "18"})
     assert read_examples(path)[0].answer == "18"
-    with pytest.raises(DatasetError, match=r"d\.jsonl:1: expected '#### <number>'"):
+    with pytest.raises(DatasetError, match=r"d\.jsonl:1: answer: expected '#### <number>'"):
         read_examples(path, gsm8k=True)
 
 

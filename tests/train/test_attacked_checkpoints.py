@@ -368,7 +368,7 @@ def test_what_a_link_points_at_stays(folder, tmp_path, place):
         target.write_text("dear\n" * 999)
     before = contents(target)
     was.symlink_to(target)
-    with pytest.raises(ValueError, match="got a link"):
+    with pytest.raises(ValueError, match="came a link"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     assert contents(target) == before
 

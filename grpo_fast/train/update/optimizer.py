@@ -31,7 +31,7 @@ class OptimizerState:
 
 
 class Optimizer:
-    """Clip → step → schedule; a gradient that is not finite is dropped, the third ends a run."""
+    """Clip → step → schedule. Gradients that are not finite are dropped; three in a row end it."""
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int

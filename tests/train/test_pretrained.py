@@ -93,7 +93,7 @@ DAMAGE = {
             [chr(0x4E00 + i) * 3 for i in range(99)], 500
         ).save_pretrained(f),
         "tokenizer: expected token ids below 295",
-        "got 499",
+        "came 499",
     ),
     "NaN": (
         lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
@@ -162,7 +162,7 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
     assert refused(
         invoke("train", write_recipe(tmp_path), *words),
         "tokenizer: expected token ids below 5",
-        "got 12",
+        "came 12",
     )
     assert refused(
         invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),

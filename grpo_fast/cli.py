@@ -62,9 +62,10 @@ def train(
     with told(debug, RunError):
         words = settings or []
         config = load_recipe(recipe, words)
+        says_where = config.resume == "auto" or any(w.startswith("output_dir=") for w in words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        elif _may_move(recipe in recipe_names(), words, config.resume):
+        elif recipe in recipe_names() and not says_where:  # whose own folder may hold another run
             taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
             if config.output_dir != taken and launched_rank() == 0:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
@@ -74,11 +75,6 @@ def train(
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
-
-
-def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
-    """Whether nobody said which folder it is: a shipped recipe's own may hold another run."""
-    return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
 @app.command()

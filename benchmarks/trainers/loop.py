@@ -176,7 +176,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
-    from grpo_fast.train.collect.prompts import PromptQueue
+    from grpo_fast.train.collect.groups import PromptQueue
     from grpo_fast.train.config.recipes import load_recipe
     from grpo_fast.train.loop import build_collector, make_step
     from grpo_fast.train.models.reference import Reference

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, words_of
+from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask, listed_examples
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
@@ -58,11 +58,12 @@ def load_examples(
         DatasetError (a ValueError): an unknown task or split, a missing file or package, a bad line
             (`file:line: why`).
     """
-    if split not in ("train", "test"):
-        raise DatasetError(f"split: expected 'train' or 'test', got {split!r}")
+    need(split in ("train", "test"), "split", "'train' or 'test'", repr(split))
     if data.task in GENERATED:
         task = GENERATED[data.task]
-        return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))
+        options = {x: getattr(data, x, None) for x in (*task.options, "n_train", "n_test")}
+        said = {name: value for name, value in options.items() if value is not None}
+        return task(split=split, seed=seed, **said)
     if data.task in LISTED:
         return listed_examples(data.task)
     if data.task == TRACES:  # both splits: nobody is asked
@@ -78,14 +79,9 @@ def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) ->
     examples: those of both splits, where they are loaded already.
     """
     if data.task in GENERATED:
-        task = GENERATED[data.task]
-        return task.vocabulary(**_options_of(data, *task.options))
+        made: Any = load_examples(data, split="test", seed=0)
+        return made.vocabulary
     if examples is None:
         train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
         examples = [*train, *test]
     return sorted({word for example in examples for word in words_of(example)})
-
-
-def _options_of(data: DataSource, *names: str) -> dict[str, int]:
-    options = {name: getattr(data, name, None) for name in names}
-    return {name: value for name, value in options.items() if value is not None}

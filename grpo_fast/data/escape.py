@@ -10,10 +10,8 @@ _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 def escape_control(text: str) -> str:
     r"""Control, bidi and invisible characters become \x1b, \u202e …; \n and \t stay."""
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else _escaped(ord(c))
-        for c in text
-    )
+    hidden = {c for c in text if c not in "\n\t" and unicodedata.category(c) in _INVISIBLE}
+    return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
 
 
 def reason(error: BaseException) -> str:
@@ -25,9 +23,3 @@ def reason(error: BaseException) -> str:
     if not said or not isinstance(error, (ValueError, OSError)):
         said = f"{type(error).__name__}: {said}".removesuffix(": ")
     return said if len(said) <= REASON else f"{said[:REASON]}…"
-
-
-def _escaped(code: int) -> str:
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -21,7 +21,6 @@ class Example(NamedTuple):
 
 
 def words_of(example: Example) -> set[str]:
-    """The words, by blanks, in the texts of an example."""
     prompt = example.prompt
     asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     texts = [*asked, example.answer, example.solution]

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_fast.data import hub
 from grpo_fast.data.example import DatasetError, DataSource, Example, need
 from grpo_fast.data.prompts import Form, ShotPrompts
+from grpo_fast.errors import require
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ def load_file_examples(
     if budget is None:
         prefix = "".join(form.shot(e) for e in train[:shots])
         return [form.dress(e, prefix) for e in chosen]
-    if count_tokens is None:
-        raise DatasetError("count_tokens: expected a function beside data.shots_tokens, got None")
+    need(count_tokens, "count_tokens", "a function beside data.shots_tokens", None)
     pool = [e for e in train if isinstance(e.prompt, str)]
     draws = seed if split == "train" else "test"
     return ShotPrompts(chosen, pool, form, budget=budget, count_tokens=count_tokens, seed=draws)
@@ -107,7 +107,6 @@ def _both_splits(
 
 
 def _locate(path: Path) -> tuple[Path, Path | None]:
-    """The training file and, where there is one, the test file that belongs to it."""
     if os.path.isdir(path):  # Path's own methods raise where a folder may not be looked into
         path = path / "train.jsonl"
     if not os.path.isfile(path):
@@ -143,7 +142,6 @@ def _without(train: list[Example], test: list[Example]) -> list[Example]:
 
 # --------------------------------------------------------------------------------------- records
 def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
-    """One record as an example. Raises DatasetError with the place and the reason."""
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:
@@ -171,19 +169,15 @@ def _parse(where: str, fields: Any, gsm8k: bool) -> Example:
 
 
 def gold_answer(solution: str) -> str:
-    """GSM8K's number after the last `#### `, without commas: '… #### 1,080' → '1080'.
-
-    Raises:
-        ValueError: no `#### `, or no plain number behind it.
+    """GSM8K's number after the last `#### `, without commas: '… #### 1,080' → '1080'. Raises
+    ValueError for none.
     """
     _, marker, tail = solution.rpartition("####")
-    if not marker:
-        expected = "'#### <number>' at the end of the answer"
-        raise ValueError(f"expected {expected}, got {solution[-60:]!r}")
+    require(marker, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
     text = tail.strip()
-    if not _GOLD.fullmatch(text) or sum(map(str.isdigit, text)) > MAX_DIGITS:
-        expected = f"a number after '####', of at most {MAX_DIGITS} digits"
-        raise ValueError(f"expected {expected}, got {text[:60]!r}")
+    fits = _GOLD.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
+    expected = f"a number after '####', of at most {MAX_DIGITS} digits"
+    require(fits, "answer", expected, repr(text[:60]))
     return text.replace(",", "")
 
 

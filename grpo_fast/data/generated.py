@@ -1,9 +1,7 @@
 """Tasks that need no download: sort a few symbols, add two numbers, or answer listed prompts.
 
-The first two are sequences: example i of the training split is a function of (seed, i) alone. The
-held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
-split redraws whatever falls among them. Only where all the prompts that there are are test prompts,
-training has the same ones. The prompts that are listed are too few to hold any out.
+Example i of the training split of the first two is a function of (seed, i) alone. Held-out prompts
+do not depend on the run's seed, and are trained on only where there are no others.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
 class GeneratedTask(Made[Example]):
-    """Shared part: the split, and the promise that a test prompt is trained on only if all are."""
+    """The split; a test prompt is trained on only if all are."""
 
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -34,7 +32,10 @@ class GeneratedTask(Made[Example]):
         most = f"at most the {space} different prompts of this task"
         need(n_test <= space, "data.n_test", most, longer)
         self.split, self.seed = split, seed
-        self.held_out = self._draw_held_out(n_test)
+        rng, chosen = random.Random(HELD_OUT_SEED), dict[tuple[int, ...], None]()
+        while len(chosen) < n_test:
+            chosen[self.draw(rng)] = None
+        self.held_out = list(chosen)  # in the order of drawing
         self._not_trained = frozenset(self.held_out if n_test < space else ())
         self.length = n_test if split == "test" else n_train
 
@@ -49,13 +50,6 @@ class GeneratedTask(Made[Example]):
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
         """The text of a drawn prompt and its answer."""
-
-    def _draw_held_out(self, n_test: int) -> list[tuple[int, ...]]:
-        rng = random.Random(HELD_OUT_SEED)
-        chosen: dict[tuple[int, ...], None] = {}  # a dict keeps the order of drawing
-        while len(chosen) < n_test:
-            chosen[self.draw(rng)] = None
-        return list(chosen)
 
     def make(self, index: int) -> Example:
         if self.split == "test":
@@ -81,10 +75,9 @@ class SortTask(GeneratedTask):
         self.digits, self.symbols = digits, symbols
         super().__init__(**split)
 
-    @staticmethod
-    def vocabulary(*, digits: int = 5, symbols: int = 10) -> list[str]:
-        """Every symbol a prompt or answer may hold."""
-        return [*map(str, range(symbols)), "="]
+    @property
+    def vocabulary(self) -> list[str]:
+        return [*map(str, range(self.symbols)), "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
         return tuple(rng.randrange(self.symbols) for _ in range(self.digits))
@@ -107,9 +100,8 @@ class ArithmeticTask(GeneratedTask):
         self.digits = digits
         super().__init__(**split)
 
-    @staticmethod
-    def vocabulary(*, digits: int = 2) -> list[str]:
-        """Every symbol a prompt or answer may hold."""
+    @property
+    def vocabulary(self) -> list[str]:
         return [*map(str, range(10)), "+", "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Ask once whether the hub can be reached: its clients retry for half a minute, and say so."""
+"""Models of others: whether the hub can be reached, and what a folder must not ask for."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import functools
 import os
 import socket
 import sys
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from grpo_fast.errors import require
+
 SECONDS = 3.0
 LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
+MOST_LAYERS = 10_000
 
 
 @functools.cache
 def is_offline() -> bool:
-    """Whether nothing answers at the hub. Then its clients look into their cache alone from now on.
-
-    Where a proxy stands in between, the clients ask it themselves.
+    """Ask the hub once, whose clients retry for half a minute; where nothing answers they look into
+    their cache alone from now on. A proxy is left to the clients.
     """
     from huggingface_hub import constants
 
@@ -30,16 +35,41 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        _stay_offline()
+        # For libraries that have read it already, too.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
+            vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True
     return False
 
 
-def _stay_offline() -> None:
-    """As HF_HUB_OFFLINE=1, for libraries that have read it already, too."""
-    from huggingface_hub import constants
+def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
+    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
+    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
+    """
+    for name, value in fields.items():
+        if name in LAYERS and isinstance(value, int):
+            require(0 <= value <= MOST_LAYERS, name, f"0 to {MOST_LAYERS} layers", value)
+        fits = allow_code or "_implementation" not in name or "/" not in str(value)
+        require(fits, name, "one of transformers' own", repr(value))
+        if isinstance(value, dict):
+            check_fields(value, allow_code)
 
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
-    if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
-        vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
+
+def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
+    """The fields of a model's config.json, checked; transformers' own errors for no model."""
+    from transformers import PreTrainedConfig
+
+    fields = PreTrainedConfig.get_config_dict(path)[0]
+    check_fields(fields, allow_code)
+    return fields
+
+
+def check_files(path: str) -> None:
+    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
+    if not Path(path).exists():
+        is_offline()
+    for file in Path(path).glob("*"):
+        fits = not file.exists() or file.is_file() or file.is_dir()
+        require(fits, "model.path", f"regular files in {path}", file.name)

@@ -1,8 +1,4 @@
-"""Two answers to one prompt of which one is better: for a reward model.
-
-From a file: each line has the texts `chosen` and `rejected` beside its prompt, and perhaps a number
-`margin`. From a generated task: the right answer with some symbols spoiled, and with more of them.
-"""
+"""Two answers to one prompt of which one is better: for a reward model."""
 
 from __future__ import annotations
 
@@ -17,8 +13,6 @@ CUT = 0.25  # of the spoiled answers lack their end, the others have wrong symbo
 
 
 class Pair(NamedTuple):
-    """A prompt and its two answers."""
-
     prompt: Prompt
     chosen: str
     rejected: str
@@ -26,15 +20,21 @@ class Pair(NamedTuple):
 
 
 class SpoiledPairs(Made[Pair]):
-    """A pair for each of some examples; pair i depends on the seed and on i alone."""
+    """For each example its answer with a few wrong places, or none, against one with more of them;
+    pair i depends on the seed and on i alone.
+    """
 
     def __init__(self, examples: Sequence[Example], symbols: Sequence[str], seed: int | str):
         self.examples, self.symbols, self.seed = examples, symbols, seed
         self.length = len(examples)
 
     def make(self, index: int) -> Pair:
-        rng = random.Random(f"{self.seed}/pairs/{index}")
-        return spoiled(self.examples[index], self.symbols, rng)
+        rng, example = random.Random(f"{self.seed}/pairs/{index}"), self.examples[index]
+        answer = str(example.answer).split()
+        worse = rng.randint(1, len(answer))
+        better = rng.randrange(worse)
+        chosen, rejected = (_with_wrong(answer, n, self.symbols, rng) for n in (better, worse))
+        return Pair(example.prompt, chosen, rejected)
 
 
 def pairs_of(
@@ -44,23 +44,12 @@ def pairs_of(
 
     Args:
         symbols: of a generated task, whose answers are spoiled with them; None: a file's examples.
-        seed: decides how the answers are spoiled.
 
-    Raises:
-        DatasetError: an example of a file without the two texts, or with a margin that is none.
+    Raises DatasetError for a file's example without the two texts, or with a margin that is none.
     """
     if symbols is None:
         return [_stored(example) for example in examples]
     return SpoiledPairs(examples, symbols, seed)
-
-
-def spoiled(example: Example, symbols: Sequence[str], rng: random.Random) -> Pair:
-    """The example's answer with a few wrong places, or none, against one with more of them."""
-    answer = str(example.answer).split()
-    worse = rng.randint(1, len(answer))
-    better = rng.randrange(worse)
-    chosen, rejected = (_with_wrong(answer, wrong, symbols, rng) for wrong in (better, worse))
-    return Pair(example.prompt, chosen, rejected)
 
 
 def _with_wrong(answer: list[str], wrong: int, symbols: Sequence[str], rng: random.Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,10 +25,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """From a name in PROMPT_TEMPLATES or a text; None leaves the question as it is.
-
-        Raises DatasetError for a text without `{question}`.
-        """
+        """From a name in PROMPT_TEMPLATES or a text with `{question}`; None: as it is."""
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         need("{question}" in text, "prompt_template", expected, repr(template))
@@ -58,20 +56,15 @@ class Form(NamedTuple):
 class ShotPrompts(Made[Example]):
     """Examples whose prompts begin with worked examples, made when asked for.
 
-    8k tokens are about 50 solved GSM8K questions. The shots of number i depend on (seed, i) only. A
-    question never occurs among its own shots, and no question occurs twice among them (compared
-    without case and blanks).
+    The shots of number i depend on (seed, i) only. A question never occurs among its own shots, and
+    no question occurs twice among them (compared without case and blanks).
 
     Args:
-        examples: the questions.
         pool: the worked examples to draw from; they must come from the training split.
-        form: how questions and shots are put.
-        budget: tokens the shots of a prompt may hold together, by `count_tokens` of each. Shots are
-            drawn until the next one does not fit.
-        seed: decides the draws.
+        budget: tokens that the shots of a prompt may hold together; the first that does not fit
+        ends them.
 
-    Raises:
-        DatasetError: a pool that is empty, or in which not one shot fits into the budget.
+    Raises DatasetError for a pool that is empty, or in which not one shot fits into the budget.
     """
 
     def __init__(
@@ -85,10 +78,10 @@ class ShotPrompts(Made[Example]):
         seed: int | str,
     ) -> None:
         self.examples, self.form, self.budget, self.length = examples, form, budget, len(examples)
-        self.count_tokens, self.seed = count_tokens, seed
+        self.seed = seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
-        self.lengths: dict[int, int] = {}  # tokens of the shots drawn so far
+        self._length = functools.cache(lambda i: count_tokens(self.texts[i]))
         shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
         if not any(self._length(i) <= budget for i in shortest):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
@@ -111,11 +104,6 @@ class ShotPrompts(Made[Example]):
             taken.append(i)
             seen.add(self.keys[i])
         return taken
-
-    def _length(self, i: int) -> int:
-        if i not in self.lengths:
-            self.lengths[i] = self.count_tokens(self.texts[i])
-        return self.lengths[i]
 
 
 def question_key(prompt: Prompt) -> str:

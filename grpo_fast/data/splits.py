@@ -15,13 +15,8 @@ MADE = 256  # of examples that are made when asked for, so many stand for all
 
 
 class Splits:
-    """Training and held-out examples of a data config; questions stand without `shots_tokens`,
-    which need a tokenizer, until `with_shots`.
-
-    Args:
-        data: a section of a configuration, as `load_examples` reads it.
-        seed: of the run; shuffles the training examples.
-        tokenizer: counts the tokens of worked examples; None: the questions stand alone.
+    """Training and held-out examples of a data config, a section as `load_examples` reads it;
+    questions stand without `shots_tokens`, which need a tokenizer, until `with_shots`.
     """
 
     def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
@@ -40,14 +35,10 @@ class Splits:
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The training examples that a check reads before a run.
-
-        Of those that are made when asked for, which are all alike, the first stands for all.
-        """
+        """The examples that a check reads before a run: of those made when asked for, the first."""
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
-        """As `task_symbols`."""
         return task_symbols(self.data, itertools.chain(self.train, self.test))
 
     def fingerprints(self) -> dict[str, str]:

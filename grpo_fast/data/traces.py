@@ -1,10 +1,7 @@
-"""Recorded rollouts of agents: traces of verifiers (schema version 1, written by verifiers 0.4), as
-JSON lines or from the wire, branch by branch.
+"""Recorded rollouts of agents: traces of verifiers (schema version 1, written by verifiers 0.4).
 
-A trace is a graph of messages; each node has the tokens that its message adds, and says which of
-them the model sampled. A path from a root to a leaf is a branch, and each branch is a sample: its
-turns stand in its history. A sampled node that several branches of a trace share is trained in the
-first one only, so that it counts once.
+A trace is a graph of messages with their tokens. Each path from a root to a leaf is a branch, and
+each branch is a sample. A sampled node that several branches share is trained in one only.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ class Branch(NamedTuple):
 
 
 class RecordedTrace(NamedTuple):
-    """One rollout."""
-
     task: str  # rollouts of one task are a group
     reward: float | None
     branches: list[Branch]
@@ -58,9 +53,7 @@ class _Node(NamedTuple):
 def load_traces(path: str | Path) -> list[RecordedTrace]:
     """The traces of a file of JSON lines, or of all `.jsonl` files in a folder, in their order.
 
-    Raises:
-        DatasetError: no trace; a line that is none (`file:line: why`); one trace twice, with other
-            nodes.
+    Raises DatasetError for no trace, a line that is none, one trace twice with other nodes.
     """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
     rows = [row for file in files for row in read_jsonl(file)]
@@ -129,7 +122,6 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[_Node]) -> Recorded
 
 
 def _node(name: str, node: Mapping[str, Any]) -> _Node:
-    """Check one node by itself."""
     ids, mask = node.get("token_ids") or [], node.get("mask") or []
     need(ids, f"{name}.token_ids", "the tokens of the message", "none: it cannot be trained on")
     need(len(mask) == len(ids), f"{name}.mask", f"{len(ids)} bools, as token_ids", len(mask))
@@ -163,31 +155,22 @@ def _array(value: Any) -> Tensor:
 
 def _paths(name: str, nodes: list[_Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """From root to leaf, one for each leaf but compactions that were not taken up."""
-    done: set[int | None] = {None}
+    every = []
     for start in range(len(nodes)):
-        at, walk = start, dict[int, None]()
-        while at not in done:
-            fits = at not in walk
+        path, at = dict[int, None](), start
+        while at is not None:
+            fits = at not in path
             need(fits, f"{name}.nodes[{start}].parent", "a path to a root", f"a cycle over {at}")
-            walk[at] = None
-            above = nodes[at].parent
+            path[at], above = None, nodes[at].parent
             fits = above is None or (type(above) is int and 0 <= above < len(nodes))
             need(fits, f"{name}.nodes[{at}].parent", f"None or one of {len(nodes)} nodes", above)
             at = above  # type: ignore[assignment]
-        done |= set(walk)
-    links = [node.get("semantic_parents") or () for node in raw]
-    taken = {link["node"] for each in links for link in each if link["type"] == "compaction"}
-    inner, paths = {node.parent for node in nodes}, []
-    for leaf in range(len(nodes)):
-        is_attempt = any(link["type"] == "compaction_attempt" for link in links[leaf])
-        if leaf in inner or (is_attempt and leaf not in taken):
-            continue
-        path, above = [leaf], nodes[leaf].parent
-        while above is not None:
-            path.append(above)
-            above = nodes[above].parent
-        paths.append(path[::-1])
-    return paths
+        every.append([*path][::-1])
+    links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
+    taken = {link["node"] for _, link in links if link["type"] == "compaction"}
+    tried = {i for i, link in links if link["type"] == "compaction_attempt"}
+    inner = {node.parent for node in nodes} | (tried - taken)
+    return [path for leaf, path in enumerate(every) if leaf not in inner]
 
 
 def _branch(path: list[tuple[_Node, bool]]) -> Branch:

@@ -73,12 +73,10 @@ class RewardSpec(Protocol):
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
-    A function of one's own (by import path or in a file) runs in a worker process, unless its spec
-    asks for it here.
+    A function of one's own runs in a worker process, unless its spec asks for it here.
 
-    Raises:
-        ValueError: an unknown name (the nearest is named), a path that does not lead to a function,
-            options that the function does not take, a timeout that cannot be waited for.
+    Raises ValueError for an unknown name, a path that leads to no function, options that the
+    function does not take, a timeout that cannot be waited for.
     """
     rewards = [_resolve(spec) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)

@@ -1,7 +1,6 @@
 """Finding and calling a reward function, here or in a process of its own.
 
-Only the standard library: `isolated.py` runs this very file as its child, which must start in no
-time and must not load torch unless the user's function does.
+Only the standard library: `isolated.py` runs this very file as its child, which must start at once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """The reason that a call which raised `error` is counted under."""
     if isinstance(error, TimeoutError):
         return "timeout"
     return error.why if isinstance(error, RewardFailure) else "error"
@@ -51,7 +49,6 @@ class Parameters(NamedTuple):
     needs: list[str]
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that the function takes."""
         chosen = columns if self.takes is None else self.takes
         return {name: columns[name] for name in chosen if name in columns}
 
@@ -74,10 +71,7 @@ def parameters_of(function: RewardFunction) -> Parameters:
 
 
 def import_function(path: str) -> RewardFunction:
-    """The function at "package.module:function" or "file.py:function".
-
-    Raises ValueError when there is none.
-    """
+    """The function at "package.module:function" or "file.py:function", or a ValueError."""
     module_name, colon, attribute = path.rpartition(":")
     if not (module_name and colon and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
@@ -110,8 +104,8 @@ def _run_file(path: str) -> ModuleType:
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
     """Call the function for `count` completions: a number, or one per token, else a text, for each.
 
-    Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
-    is not one value per completion in their order.
+    Raises whatever the function raises, and a RewardFailure for anything that is not one value per
+    completion in their order.
     """
     result = function(**arguments)
     if inspect.isawaitable(result):
@@ -120,7 +114,6 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and message, also where the message cannot be had."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
@@ -188,10 +181,7 @@ def open_folder() -> int | None:
 
 
 def serve(path: str) -> None:
-    """The child's loop: one JSON line in, one out with its number.
-
-    One before: was `path` found, and what does the function take?
-    """
+    """The child's loop: one JSON line in, one out; before them one on what the function takes."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # The function, and what it starts, finds nothing on stdin and prints to stderr.
@@ -220,10 +210,9 @@ def serve(path: str) -> None:
 def _end_with_the_caller(lifeline: int) -> None:
     """Have the kernel kill this process group when the other end of the pipe `lifeline` is gone.
 
-    A thread that waits for that would need the interpreter lock, which a backtracking regular
-    expression never gives back; PR_SET_PDEATHSIG watches the thread that started this process, not
-    its process. The signal says that there is something to read, which can only be the end: nobody
-    writes to this pipe.
+    A thread would need the interpreter lock, which a backtracking regular expression never gives
+    back; PR_SET_PDEATHSIG watches a thread, not its process. Nobody writes to this pipe: what there
+    is to read can only be the end.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

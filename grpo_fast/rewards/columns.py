@@ -1,9 +1,8 @@
-"""The columns that a reward function asks for by the names of its parameters, one entry for each
+"""The columns that a reward function asks for by the names of its parameters, an entry a
 completion.
 
 `prompts`, `completions` (texts), `answers`; `completion_ids` (the tokens, with the EOS where there
-is one) and `completion_lengths` (their number); and under its own name every other field of the
-examples, None where one lacks it. `**columns` gets them all.
+is one) and `completion_lengths`; and under its own name every other field of the examples.
 """
 
 from __future__ import annotations

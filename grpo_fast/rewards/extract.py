@@ -30,10 +30,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def marked_content(text: str) -> str | None:
-    """The text behind the last `####` in its line, or inside the last `<answer>…</answer>`.
-
-    The later of the two.
-    """
+    """The text behind the last `####` in its line or in the last `<answer>…</answer>`."""
     hashes = text.rfind("####")
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1

@@ -1,9 +1,8 @@
 """A user's reward function in a process of its own, with a time limit on each call.
 
-A function that hangs, crashes the interpreter or eats all memory then costs its samples, not the
-run. The child is a fresh interpreter (running `calling.py`) that reads one JSON line per call and
-answers with one: no fork of a process full of threads, and no pickle. It starts at the first call,
-and again after one that ended without its answer.
+A function that hangs, crashes or eats all memory then costs its samples, not the run. The child, a
+fresh interpreter that runs `calling.py`, answers JSON lines: no fork of a process full of threads,
+no pickle. It starts at the first call, and again after one that ended without its answer.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class IsolatedReward:
 
     Raises:
         ValueError: a `timeout` that cannot be waited for, `options` that JSON cannot carry.
-        TimeoutError: (a call) after `timeout` seconds; `per_sample`: so many for each of its
-            completions, of a function that bounds the time of each itself.
+        TimeoutError: (a call) after `timeout` seconds; `per_sample`: so many for each completion.
         RewardFailure: (a call) with the function's own message when it raises or dies.
     """
 
@@ -61,7 +59,6 @@ class IsolatedReward:
         self._parameters: calling.Parameters | None = None
 
     def __call__(self, **columns: list[Any]) -> list[float | str]:
-        """One value for each of `columns`' entries, as `calling.call` gives them."""
         count = len(next(iter(columns.values())))
         with self._closed_by_an_error():
             self._start()
@@ -76,13 +73,12 @@ class IsolatedReward:
 
     @property
     def parameters(self) -> calling.Parameters:
-        """The function's own; asks the process for them. Raises RewardFailure where it has none."""
+        """The function's own. Raises RewardFailure where it cannot be had."""
         with self._closed_by_an_error():
             self._start()
         return self._parameters
 
     def close(self) -> None:
-        """End the child process, if there is one."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
@@ -183,7 +179,6 @@ def _pump(stream: TextIO, lines: queue.Queue[str]) -> None:
 
 
 def _show(stream: TextIO) -> None:
-    """Copy the function's output to this process's stderr."""
     with stream:
         for text in iter(lambda: stream.readline(4096), ""):
             # It may be closed, or None: then the pipe is emptied all the same.

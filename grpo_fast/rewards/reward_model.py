@@ -8,27 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
-from grpo_fast.data.model_files import check_files, read_fields
+from grpo_fast.data.hub import check_files, read_fields
 from grpo_fast.errors import require
 
 
 class RewardModel:
     """Callable as a reward function: the model's score of each completion behind its prompt.
 
-    Texts are scored in batches of like length, padded on the right, without gradient; padding does
-    not change a score beyond rounding. A text with more tokens than the model has positions for has
-    no score (NaN).
+    Texts are scored in batches of like length; padding does not change a score beyond rounding. A
+    text with more tokens than the model has positions for has no score (NaN).
 
     Args:
         path: a folder or hub id with a tokenizer.
         batch_size: texts at a time.
         device: "auto" is the GPU where there is one.
 
-    Raises:
-        ValueError: no such model, one with missing weights, or not with exactly one output.
+    Raises ValueError for no such model, one with missing weights, or not with exactly one output.
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
@@ -56,19 +55,17 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, ids: Sequence[list[int]]) -> Tensor:  # (B,) fp32
-        """The model's output for token sequences, in one batch."""
         batch = padded(ids, self.pad_id, self.model.device)
         return self.model(**batch).logits[:, 0].float()
 
 
 def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` (B, L), padded on the right."""
-    longest = max(map(len, ids))
-    rows = [row + [pad_id] * (longest - len(row)) for row in ids]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+    rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
+    mask = [torch.ones_like(row) for row in rows]
     return {
-        "input_ids": torch.tensor(rows, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device),
+        "attention_mask": pad_sequence(mask, batch_first=True).to(device),
     }
 
 

@@ -1,23 +1,23 @@
 """Calling reward functions so that none of them can stop or poison a run.
 
-A function takes the columns that it names (see `columns.py`) and returns one number per completion,
-or for each a list with one number per token.
 If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
-those that fail again are lost. A lost sample, or one scored NaN or inf, is NaN in the result: the
-trainer drops it from the baseline and gives it no advantage. Losses are counted by reason; above a
-threshold the run is not learning what it was meant to and ends (`RewardError`).
+those that fail again are lost. A lost sample is NaN in the result: the trainer drops it from the
+baseline and gives it no advantage. Above a share of lost samples the run ends (`RewardError`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import math
+import os
 import reprlib
+import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +30,7 @@ from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
 from grpo_fast.rewards.isolated import IsolatedReward
-from grpo_fast.rewards.surroundings import undisturbed
+from grpo_fast.rollout.saved import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,27 @@ WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
 Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
+
+
+# The folder and the streams belong to the process: functions that change them run one at a time.
+_ALONE = threading.RLock()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep the working folder and torch's gradient mode; print what a function has printed,
+    escaped, to stderr. Other threads wait.
+    """
+    with _ALONE, torch.set_grad_enabled(torch.is_grad_enabled()):
+        home, said = calling.open_folder(), io.StringIO()  # behind the lock: another may have moved
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                yield
+        finally:
+            if home is not None:
+                os.fchdir(home)
+                os.close(home)
+            print(escape_control(said.getvalue()), end="", file=sys.stderr)
 
 
 class WeightedReward(NamedTuple):
@@ -53,16 +74,15 @@ class WeightedReward(NamedTuple):
 class RewardResult(NamedTuple):
     """Rewards of N completions, fp32 on the CPU; NaN marks a sample that has none."""
 
-    total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
-    per_fn: dict[str, Tensor]  # name → (N,)
+    total: Saved  # (N,) weighted sum, NaN where any function with a weight has none
+    per_fn: dict[str, Saved]  # name → (N,)
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
-    per_token: list[Tensor] | None = None
+    per_token: list[Saved] | None = None
 
     @property
     def failures(self) -> dict[str, int]:
-        """Name → samples lost in this call."""
         return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
@@ -76,12 +96,11 @@ class RewardsState:
 
 
 class RewardSet:
-    """Several weighted reward functions as one.
+    """Several weighted reward functions, with names that differ, as one.
 
     Args:
-        rewards: at least one, names all different.
         max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which
-            RewardError is raised.
+        RewardError is raised.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -101,7 +120,6 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
-        """The functions' names, in the order of the configuration."""
         return [reward.name for reward in self.rewards]
 
     def __call__(
@@ -113,9 +131,7 @@ class RewardSet:
     ) -> RewardResult:
         """Score N completions. `columns` are what a function may ask for besides the three.
 
-        Raises:
-            ValueError: lists of different lengths.
-            RewardError: more samples lost than `max_failures` allows.
+        Raises ValueError for lists of different lengths, RewardError above `max_failures`.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
         lists = {**(columns or {}), **usual}
@@ -137,7 +153,6 @@ class RewardSet:
         return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> RewardsState:
-        """The failures so far, for a checkpoint."""
         with self._lock:
             recent = {name: list(calls) for name, calls in self._recent.items()}
             return RewardsState(dict(self.failed_total), recent, dict(self._last_error))
@@ -224,7 +239,6 @@ class RewardSet:
 
 
 def _sum(score: Score | str) -> float:
-    """A completion's reward; NaN for one that has none."""
     if isinstance(score, list):
         return float(sum(score))
     return math.nan if isinstance(score, str) else score

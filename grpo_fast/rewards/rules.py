@@ -1,7 +1,4 @@
-"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges.
-
-A reward takes the columns that it reads by keyword and returns one float per completion.
-"""
+"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
+from grpo_fast.errors import require
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
 
 Texts = Sequence[str]
@@ -33,9 +31,7 @@ def gsm8k_format(*, completions: Texts) -> list[float]:
 def gold_number(answer: str) -> Decimal:
     """The gold answer as a number. Raises ValueError where it is none: a fault of the data."""
     number = parse_number(answer)
-    if number is None:
-        expected = "expected a number of at most 32 digits"
-        raise ValueError(f"answers: {expected}, got {answer[:60]!r}")
+    require(number is not None, "answers", "a number of at most 32 digits", repr(answer[:60]))
     return number
 
 
@@ -115,9 +111,9 @@ def scorer_for(task: str, answers: Texts = ()) -> Scorer:
     """
     if task in ("sort", "arithmetic", "lecture"):
         return Scorer(_symbols, _symbols, _symbols)
-    if task not in ("gsm8k", "jsonl", "open", "traces"):
-        known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
-        raise ValueError(f"task: expected one of {known}, got {task!r}")
+    known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
+    fits = task in ("gsm8k", "jsonl", "open", "traces")
+    require(fits, "task", f"one of {known}", repr(task))
     is_text = not answers or any(parse_number(answer) is None for answer in answers)
     if task == "open" or (task == "jsonl" and is_text):
         return Scorer(_normal, _last_line, _normal)

@@ -1,7 +1,4 @@
-"""Rewards for the form of a completion: its length, its tags, its words.
-
-A reward takes the columns that it reads by keyword and returns one float per completion.
-"""
+"""Rewards for the form of a completion: its length, its tags, its words."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def format_tags(
     *, completions: Sequence[str], tags: Sequence[str] = TAGS, per_tag: float = 0.1,
     number: bool = False,
 ) -> list[float]:  # fmt: skip
-    """`per_tag` for each tag that stands there exactly once, and once more for all in their order;
-    `number`: once more for a number as the answer instead.
+    """`per_tag` for each tag that stands there exactly once, and once more for all in their order,
+    or with `number` for a number as the answer.
 
     With the four tags of a thought and an answer that is 0 … 0.5.
     """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grpo_fast.data import TRACES
@@ -14,24 +12,19 @@ from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import Engine
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import RecordedCollector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
 from grpo_fast.train.runs.resume import Start
-from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
 
 def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
-    """Rewards, data, and the fingerprints of all that a run depends on.
-
-    Raises ValueError where a rank, or the checkpoint of the start, has others.
-    """
+    """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
         splits = Splits(config.data, config.seed)
@@ -45,7 +38,6 @@ def load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dic
 
 
 def kernels_of(policy: Policy) -> dict[str, Any]:
-    """The backend of the head, and why it is not a faster one."""
     return {
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
@@ -55,7 +47,6 @@ def kernels_of(policy: Policy) -> dict[str, Any]:
 def build_collector(
     config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
 ) -> Collector:
-    """The collector of a run."""
     group_size = config.rollout.group_size
     weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, group_size, weights)
@@ -64,22 +55,3 @@ def build_collector(
         path = str(config.data.path)
         return RecordedCollector(path, *of_run, seed=config.seed, steps=config.steps)
     return Collector(*of_run, seed=config.seed, steps=config.steps)
-
-
-def is_dealt_to(kind: str | None) -> bool:
-    """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
-    return kind in SHARDED and not distributed.is_main()
-
-
-def start_warm(config: RunConfig, policy: Policy, splits: Splits, log: Callable[..., Any]) -> None:
-    """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(config.distributed)  # inside `alone` every rank is the main one
-    alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
-    with distributed.together(), alone:
-        if not is_dealt:
-            warm_start(policy, splits.train, config.warm_start, seed=config.seed, log=log)
-
-
-def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
-    """How the ranks agree on a signal in a forward pass, where they make that in step."""
-    return lambda: distributed.together() if policy.in_step else nullcontext()

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import reason
-from grpo_fast.errors import WriteError
+from grpo_fast.errors import WriteError, require
 
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raise errors of the disk as a WriteError that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -35,8 +34,8 @@ def check_regular(path: Path) -> None:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path}: expected a regular file or a folder, got {_kind(mode)}")
+    fits = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    require(fits, str(path), "a regular file or a folder", _kind(mode))
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -66,13 +65,11 @@ def read_regular(path: Path, most: int) -> bytes:
     """The content of a regular file of at most so many bytes. Raises ValueError for another."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f"{path}: expected at most {most} bytes, got {size}")
+        require(size <= most, str(path), f"at most {most} bytes", size)
         return file.read(size)
 
 
 def sha256_of(path: Path) -> tuple[int, str]:
-    """The size and the sha256 of a regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
@@ -103,12 +100,7 @@ def plain_json(value: Any) -> Any:
 class JsonLines:
     """An open file of lines. What other programs read of it is never half a call's.
 
-    Args:
-        path: of the file, made where there is none.
-        length: bytes of it that stay; what stands behind them is cut off.
-
-    Raises:
-        ValueError: a file that is shorter than `length`, or no regular one.
+    length: bytes of it that stay; what stands behind them is cut off.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
@@ -137,11 +129,9 @@ class JsonLines:
         self.length += written
 
     def sync(self) -> None:
-        """Every line is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Again: nothing."""
         if self._is_open:
             os.close(self._file)
             self._is_open = False

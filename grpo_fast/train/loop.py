@@ -8,21 +8,15 @@ from typing import Any
 
 import torch
 
+from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import build_engine, check_prompts
-from grpo_fast.train.build import (
-    agreement,
-    build_collector,
-    is_dealt_to,
-    kernels_of,
-    load_inputs,
-    start_warm,
-)
+from grpo_fast.train.build import build_collector, kernels_of, load_inputs
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lines
@@ -36,6 +30,7 @@ from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.update.warm_start import warm_start
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -45,8 +40,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
-        NonFiniteLogits, NonFiniteGradient, RewardError, EngineError: the run cannot go on.
-        CheckpointError, WriteError: the disk is full, or does not allow it.
+        RunError: the run cannot go on, or the disk does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
@@ -62,6 +56,18 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
+    """The policy, and the reference where that is another model."""
+    is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
+    with distributed.together():
+        tokenizer = build_tokenizer(config.model, questions)
+        policy = load_policy(config.model, tokenizer, empty=is_dealt)
+        another = load_another(config.reference, config.model, policy)
+    if not config.is_sharded:
+        distributed.align([policy.model])
+    return policy, another
+
+
 def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
@@ -69,12 +75,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         _be_deterministic()
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
-    with distributed.together():
-        tokenizer = build_tokenizer(config.model, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config.distributed))
-        another = load_another(config.reference, config.model, policy)
-    if config.distributed not in SHARDED:
-        distributed.align([policy.model])
+    policy, another = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
@@ -84,11 +85,14 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     with (
         report,
         build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model, agreement(policy)),
+        Stopping().listening(policy.lm.base_model, policy.agreed),
         distributed.answered(),
     ):
         if config.warm_start is not None and start.checkpoint is None:
-            start_warm(config, policy, questions, report.log)
+            warm_start(
+                policy, questions.train, config.warm_start, seed=config.seed,
+                is_sharded=config.is_sharded, log=report.log,
+            )  # fmt: skip
         reference = Reference(policy, config.reference, another)
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)

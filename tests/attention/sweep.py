@@ -26,8 +26,8 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import causal_lms, family_model
 
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths

@@ -96,7 +96,7 @@ def test_gold_answer():
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
         ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
         ({"prompt": "x", "answer": "#### many"}, "expected a number after '####'"),
-        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, got '9"),
+        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, came '9"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' is there twice"),
         ('{"prompt": [{"role": "user", "role": "x"}], "answer": "2"}', "'role' is there twice"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_gsm8k_task_needs_a_marked_number(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"question": "q", "answer": "18"})
     assert read_examples(path)[0].answer == "18"
-    with pytest.raises(DatasetError, match=r"d\.jsonl:1: expected '#### <number>'"):
+    with pytest.raises(DatasetError, match=r"d\.jsonl:1: answer: expected '#### <number>'"):
         read_examples(path, gsm8k=True)
 
 

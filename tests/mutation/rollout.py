@@ -19,7 +19,7 @@ SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS, MODEL = (
 )
 CPP, TILES = "csrc/api/decode.cpp", "grpo_fast/kernels/cpu/decode.py"
 PRODUCTS = "csrc/attention/products.h"
-AGREEMENT = "grpo_fast/train/metrics/agreement.py"
+AGREEMENT = "grpo_fast/train/metrics/samples.py"
 
 MUTANTS = [
     Mutant("sampler-temperature-twice", SAMPLER,

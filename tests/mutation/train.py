@@ -13,7 +13,7 @@ METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
         "train/evaluation/evaluate",
         "train/update/batch",
         "train/models/reference",
-        "train/collect/prompts",
+        "train/collect/groups",
     )
 )
 PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated.py"

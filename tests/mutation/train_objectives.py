@@ -60,7 +60,7 @@ MUTANTS = [
            "if another is None and config.kind", "if config.kind",
            "the policy's own start in place of the model asked for", "exact_kl_training"),
     Mutant("reference-vocabulary-by-size", REFERENCE,
-           "if ours == theirs:", "if len(ours) == len(theirs):",
+           "require(ours == theirs,", "require(len(ours) == len(theirs),",
            "tokens of the same number with other ids", "exact_kl_training"),
     Mutant("baseline-sees-its-own-step", "grpo_fast/train/collect/collector.py",
            "        advantages = self.advantages.of(chosen.scores, chosen.rollout)\n        self.advantages.observe(drawn.scores.total)\n", "        self.advantages.observe(drawn.scores.total)\n        advantages = self.advantages.of(chosen.scores, chosen.rollout)\n", "the rewards of a step are part of their own baseline", "baseline"),

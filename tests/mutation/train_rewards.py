@@ -8,7 +8,7 @@ REWARDS, TRAIN = "grpo_fast/rewards", "grpo_fast/train"
 CALLING, ISOLATED, SET = (f"{REWARDS}/{x}.py" for x in ("calling", "isolated", "reward_set"))
 COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "shaping", "reward_model"))
 INIT, PATTERN = f"{REWARDS}/__init__.py", f"{REWARDS}/workers/pattern.py"
-GROUPS, PROMPTS, COLLECT = (f"{TRAIN}/collect/{x}.py" for x in ("groups", "prompts", "collect"))
+GROUPS = f"{TRAIN}/collect/groups.py"
 TRAINING, PAIRS = f"{TRAIN}/experiments/reward_model.py", "grpo_fast/data/pairs.py"
 
 SET = "grpo_fast/rewards/reward_set.py"
@@ -56,7 +56,7 @@ MUTANTS = [
            "and places == sorted(places)", "",
            "tags in any order earn the whole reward", "shaping"),
     Mutant("scorer-padding", SCORER,
-           "[1] * len(row) + [0] * (longest - len(row))", "[1] * longest",
+           "pad_sequence(mask, batch_first=True)", "pad_sequence(mask, True, 1)",
            "padding is attended to", "scorer"),
     Mutant("scorer-order", SCORER,
            "for i, value in zip(chosen, values, strict=True):",
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant("dynamic-metrics-of-the-kept", "grpo_fast/train/collect/collector.py",
            "reward_metrics(drawn.scores, size)", "reward_metrics(chosen.scores, size)",
            "the reward of groups that were easy or hopeless is left out of the curve", "dynamic"),
-    Mutant("dynamic-consumed", PROMPTS,
+    Mutant("dynamic-consumed", GROUPS,
            "self.consumed += count", "self.consumed = count",
            "every step asks the same prompts again", "dynamic"),
     Mutant("dynamic-judge", GROUPS,

@@ -8,7 +8,7 @@ import torch
 from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
-from grpo_fast.train.metrics.agreement import SamplerWatch
+from grpo_fast.train.metrics.samples import SamplerWatch
 from tests.train.resuming import config_of
 
 PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]

@@ -133,7 +133,7 @@ def test_what_a_state_cannot_hold(folder, path, value, said):
 
 
 OF_A_STEP = [
-    ("underway.number", 7, "a place in step 2, got step 7"),
+    ("underway.number", 7, "a place in step 2, came step 7"),
     ("underway.minibatch", -1, "underway.minibatch"),
     ("underway.epoch", 99, "epoch"),
     ("underway.minibatch", 99, "minibatch"),
@@ -342,7 +342,7 @@ def test_a_runs_file_that_leads_elsewhere(folder, tmp_path, make, name, is_own):
     """45, 47: in a folder that a run goes on in, or that it copies from."""
     make(folder / name)
     words = ["resume=auto"] if is_own else [f"resume={folder}"]
-    with pytest.raises(ValueError, match=f"{name}: expected a regular file or a folder, got"):
+    with pytest.raises(ValueError, match=f"{name}: expected a regular file or a folder, came"):
         run(folder if is_own else tmp_path / "new", *WORDS, *words, "steps=3")
 
 
@@ -368,7 +368,7 @@ def test_what_a_link_points_at_stays(folder, tmp_path, place):
         target.write_text("dear\n" * 999)
     before = contents(target)
     was.symlink_to(target)
-    with pytest.raises(ValueError, match="got a link"):
+    with pytest.raises(ValueError, match="came a link"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     assert contents(target) == before
 

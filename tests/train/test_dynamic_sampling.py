@@ -15,8 +15,7 @@ from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector as module
-from grpo_fast.train.collect.groups import Drawn, uses_of
-from grpo_fast.train.collect.prompts import Asked, PromptQueue
+from grpo_fast.train.collect.groups import Asked, Drawn, PromptQueue, uses_of
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.loop import build_collector
 from grpo_fast.train.metrics.clock import Clock

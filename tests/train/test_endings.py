@@ -233,7 +233,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     file = tmp_path / "run" / "prompts.jsonl"
     file.unlink()
     file.mkdir()
-    with pytest.raises(ValueError, match=r"at least \d+ bytes in .*prompts.jsonl.*got no file"):
+    with pytest.raises(ValueError, match=r"at least \d+ bytes in .*prompts.jsonl.*came no file"):
         run(tmp_path / "run", "resume=auto")
 
 

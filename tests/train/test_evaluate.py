@@ -130,21 +130,6 @@ def test_mean_and_error():
     assert all(map(math.isnan, mean_and_error([])))
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"samples": 0}, "samples: expected at least 1, came 0"),
-        ({"samples": 2, "k": (3,)}, "k: expected values from 1 to samples = 2, came"),
-        ({"temperature": -1.0}, "temperature: expected"),
-        ({"temperature": math.nan}, "temperature: expected"),
-    ],
-)
-def test_refusals(keywords, message):
-    generate, _ = asked({"q0": ["1"]})
-    with pytest.raises(ValueError, match=message):
-        evaluate(generate, examples("1"), None, NUMBERS, **keywords)
-
-
 def test_refuses_no_examples_and_a_generate_that_loses_texts():
     with pytest.raises(ValueError, match="examples: expected at least one"):
         evaluate(asked({})[0], [], None, NUMBERS)

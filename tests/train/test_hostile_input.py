@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_fast.data.model_files import MOST_LAYERS
+from grpo_fast.data.hub import MOST_LAYERS
 from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
 
@@ -75,7 +75,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
 def test_layers_without_end_or_number(run, layers, is_plan):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
     words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
-    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got {layers}"
+    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, came {layers}"
     assert refused(invoke(*words), said)
 
 

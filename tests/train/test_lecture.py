@@ -13,8 +13,7 @@ from grpo_fast.rollout import generate
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.self_check import self_check
+from grpo_fast.train.models.loading import load_policy, self_check
 from tests.train.tiny_runs import logged
 
 QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0",

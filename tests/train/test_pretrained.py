@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.data.model_files import read_fields
+from grpo_fast.data.hub import read_fields
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
@@ -93,11 +93,11 @@ DAMAGE = {
             [chr(0x4E00 + i) * 3 for i in range(99)], 500
         ).save_pretrained(f),
         "tokenizer: expected token ids below 295",
-        "got 499",
+        "came 499",
     ),
     "NaN": (
         lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
-        "expected weights with finite logits, got NaN",
+        "expected weights with finite logits, came NaN",
     ),
 }
 
@@ -162,7 +162,7 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
     assert refused(
         invoke("train", write_recipe(tmp_path), *words),
         "tokenizer: expected token ids below 5",
-        "got 12",
+        "came 12",
     )
     assert refused(
         invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),

@@ -16,7 +16,7 @@ from grpo_fast import LossConfig, Support, group_advantages, linear_logps
 from grpo_fast.attention import pack_tree
 from grpo_fast.data import load_examples, load_traces
 from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import RecordedCollector
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.recipes import parse_config

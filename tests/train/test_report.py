@@ -210,7 +210,7 @@ def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
     assert (
         escape_control("\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800")
-        == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
+        == r"\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800"
     )
     assert escape_control("é漢🙂") == "é漢🙂"
 
@@ -290,7 +290,7 @@ def test_a_picture_needs_a_files_name(tmp_path, name):
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
+    with pytest.raises(ValueError, match="out: expected a file such as curves.png, came "):
         plot_runs([tmp_path / "run"], tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from grpo_fast.train import build, loop
+from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 
@@ -137,6 +137,6 @@ def test_nan_before_the_first_step(recipe, monkeypatch):
     def ruin(policy, *_, **__):
         policy.head.weight.data.fill_(float("nan"))
 
-    monkeypatch.setattr(build, "warm_start", ruin)
+    monkeypatch.setattr(loop, "warm_start", ruin)
     result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
     assert refused(result, "the policy's logits are NaN or infinite before the first step", code=1)

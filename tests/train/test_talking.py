@@ -13,10 +13,9 @@ from grpo_fast.data import hub
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
 from grpo_fast.train.experiments.compare_plot import band_words
 from grpo_fast.train.planning.plan import plan, render
-from grpo_fast.train.report.curves import plot_runs, tells
+from grpo_fast.train.report.curves import differing, plot_runs, settings_of, tells, title_of
 from grpo_fast.train.report.lines import closing_lines, shown_number
 from grpo_fast.train.report.page import completion_html
-from grpo_fast.train.report.titles import differing, settings_of, title_of
 from tests.command_line import invoke, write_recipe
 from tests.tiny import tiny_folder
 

@@ -18,7 +18,7 @@ from grpo_fast.objective.advantages import CENTERED, MODES
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train.collect import collector, prompts
+from grpo_fast.train.collect import collector, groups
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.losses import LossMetrics, is_zero_on_policy, policy_gradient
@@ -76,9 +76,9 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
         return rollout
 
     monkeypatch.setattr(collector, "generate", recorded)
-    take = prompts.PromptQueue.take
-    monkeypatch.setattr(prompts.PromptQueue, "take", lambda queue, count: take(
-        prompts.PromptQueue(queue.examples), count))  # fmt: skip
+    take = groups.PromptQueue.take
+    monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
+        groups.PromptQueue(queue.examples), count))  # fmt: skip
     sort(tmp_path / "a", "optim.lr=1e-30")
     asked, completions = zip(*drawn, strict=True)
     assert len(drawn) == 3 and all(step == asked[0] for step in asked)
@@ -374,7 +374,7 @@ def test_a_step_has_its_place_in_the_schedules_and_a_gradient_of_its_own():
 
 
 def test_prompts_follow_one_another_round_and_round():
-    queue = prompts.PromptQueue([Example(f"p{i}", "x", None) for i in range(3)])
+    queue = groups.PromptQueue([Example(f"p{i}", "x", None) for i in range(3)])
     assert [[asked.number for asked in queue.take(2)] for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 

@@ -1,8 +1,7 @@
 """Unit tests as a reward: the share of a line's tests that hold for the code in the completion.
 
-Each answer runs in a process of its own (`sandbox.py`): no network, no processes, no file is
-written, memory and time are bounded. What an answer does there costs its own reward: a test that
-was not reached does not hold.
+Each answer runs in a process of its own (`sandbox.py`). What an answer does there costs its own
+reward: a test that was not reached does not hold.
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
 
 
 def _read(pipe: int, most: int, seconds: float) -> bytes:
-    """Read until the end of the stream, the time limit, or `most` bytes."""
     told, end = b"", time.monotonic() + seconds
     while len(told) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(pipe, most - len(told))

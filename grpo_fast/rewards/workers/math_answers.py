@@ -1,7 +1,6 @@
 """Mathematical equality by the package math-verify, which may take forever: run in a worker.
 
-A completion without an expression is wrong. Where an expression cannot be compared within
-`seconds`, the sample has no reward.
+An expression that cannot be compared within `seconds` leaves the sample without a reward.
 """
 
 from __future__ import annotations

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 
 def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = False) -> list[float]:
-    """1 where the pattern is found in the completion (`whole`: where it is all of it).
-
-    A dot stands for a line end, too.
-    """
+    """1 where the pattern is found (`whole`: is all of the text). A dot is a line end, too."""
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search
     return [float(find(text) is not None) for text in completions]

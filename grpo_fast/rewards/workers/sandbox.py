@@ -1,9 +1,8 @@
 """Run one answer's code and its tests where they can harm nothing: the child of `code_tests.py`.
 
-Started as a program by itself, with a JSON request on stdin. The kernel's seccomp filter allows the
-system calls of a computation alone: no sockets, no processes or threads, no signals to others, and
-files are opened for reading only. Limits bound memory and processor time; the parent ends what
-sleeps. Each test that holds is a line on stdout, which nothing else reaches.
+The kernel's seccomp filter allows the system calls of a computation alone: no sockets, no processes
+or threads, no signals to others, and files are opened for reading only. Limits bound memory and
+processor time. Each test that holds is a line on stdout, which nothing else reaches.
 """
 
 import ast

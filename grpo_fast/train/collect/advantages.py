@@ -16,12 +16,9 @@ from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Rewards to advantages, by the mode of the configuration.
+    """Rewards to advantages, by `advantages` and `advantage_options` of the configuration.
 
-    Args:
-        mode, options: `advantages` and `advantage_options`.
-        group_size: G.
-        weights: of the rewards, by their names; those of 0 are only watched.
+    weights: of the rewards, by their names; those of 0 are only watched.
     """
 
     def __init__(
@@ -34,9 +31,8 @@ class Advantages:
 
     def of(self, scores: RewardResult, rollout: Rollout) -> Tensor:
         """(N·G,) advantages of the rewards; `opo` weighs its baseline by the lengths, `gdpo` takes
-        each reward apart.
-
-        With a critic they are computed later, token by token. The rewards are returned till then.
+        each reward apart. A critic's come later, token by token: the rewards are returned till
+        then.
         """
         rewards = scores.total
         if self.mode == GAE:
@@ -57,10 +53,8 @@ class Advantages:
             self.baseline.update(rewards)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The running baseline; None without one."""
         return None if self.baseline is None else dict(self.baseline.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state_dict`."""
         if self.baseline is not None and state is not None:
             self.baseline.load_state_dict(state)

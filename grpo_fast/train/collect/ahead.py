@@ -1,7 +1,7 @@
 """The next step's completions, sampled with the weights from before this step's updates.
 
-They are those of the next prompts of the queue, which moves on only when a step takes them. An
-engine that is apart samples them in a thread while the policy is trained; others before that.
+The prompt queue moves on only when a step takes them. An engine that is apart samples in a thread
+while the policy is trained; others before that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from grpo_fast.data import reason
 from grpo_fast.rollout import Engine, Rollout, awake
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.models.policy import Policy
@@ -25,36 +25,28 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Sampled:
-    """A rollout, and the seconds that it took."""
-
     rollout: Rollout
     seconds: float
 
 
+@dataclass
 class Ahead:
     """At most one rollout, of the step after the one that a run is in."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        policy: Policy,
-        engine: Engine,
-        queue: PromptQueue,
-        *,
-        seed: int,
-        steps: int,
-    ) -> None:
-        self.config, self.policy, self.engine, self.queue = config, policy, engine, queue
-        self.seed, self.steps = seed, steps
-        self.sampled: Sampled | None = None
-        self.coming: Future[Sampled] | None = None
+    config: RolloutConfig
+    policy: Policy
+    engine: Engine
+    queue: PromptQueue
+    seed: int
+    steps: int
+    sampled: Sampled | None = None
+    coming: Future[Sampled] | None = None
+
+    def __post_init__(self) -> None:
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
     def begin(self, step: int, clock: Clock) -> None:
-        """Sample for the step after this one, where the run samples ahead and has not done it.
-
-        The weights are those that this step began with.
-        """
+        """Sample for the step after this one, where the run samples ahead and has not done it."""
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
@@ -89,8 +81,7 @@ class Ahead:
     def rollout(self, clock: Clock) -> Rollout | None:
         """The rollout of the step that begins, if there is one; its seconds count there.
 
-        It stays until the step calls `done`: one that is left before it has all its completions
-        begins again.
+        It stays until `done`: a step that is left before it has all its completions begins again.
         """
         if self.sampled is None:
             return None
@@ -98,7 +89,6 @@ class Ahead:
         return self.sampled.rollout
 
     def done(self) -> None:
-        """The step has taken over its rollout."""
         self.sampled = None
 
     def state_dict(self) -> Sampled | None:

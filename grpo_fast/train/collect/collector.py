@@ -6,14 +6,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grpo_fast.data import Example
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.ahead import Ahead
-from grpo_fast.train.collect.groups import Drawn, PromptRecord, Use, difficulties, uses_of
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.groups import (
+    Drawn,
+    PromptQueue,
+    PromptRecord,
+    Use,
+    difficulties,
+    uses_of,
+)
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.clock import Clock
@@ -45,33 +52,22 @@ class CollectorState:
     baseline: dict[str, float | None] | None
 
 
+@dataclass
 class Collector:
-    """Prompts → G completions each → rewards → advantages.
+    """Prompts → G completions each → rewards → advantages."""
 
-    It owns the place in the training set, the rewards' memory, the running baseline and `ahead`,
-    the completions of the following step.
+    config: RolloutConfig
+    policy: Policy
+    engine: Engine  # samples with the weights it was last given
+    rewards: RewardSet
+    queue: PromptQueue
+    advantages: Advantages
+    seed: int  # of the run; a step's random numbers follow from it and the step's number
+    steps: int  # of the run: nothing is sampled ahead behind the last one
 
-    Args:
-        engine: samples with the weights it was last given.
-        seed: of the run; a step's random numbers follow from it and the step's number.
-        steps: of the run: nothing is sampled ahead behind the last one.
-    """
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        policy: Policy,
-        engine: Engine,
-        rewards: RewardSet,
-        queue: PromptQueue,
-        advantages: Advantages,
-        *,
-        seed: int,
-        steps: int,
-    ) -> None:
-        self.config, self.policy, self.engine, self.seed = config, policy, engine, seed
-        self.rewards, self.queue, self.advantages = rewards, queue, advantages
-        self.ahead = Ahead(config, policy, engine, queue, seed=seed, steps=steps)
+    def __post_init__(self) -> None:
+        known = self.config, self.policy, self.engine, self.queue, self.seed, self.steps
+        self.ahead = Ahead(*known)
 
     def next(self, step: int, clock: Clock) -> Collected:
         """The completions of a step, sampled by the weights of the step before or ahead of it.
@@ -88,16 +84,13 @@ class Collector:
         return collected
 
     def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each completion (so each G times).
-
-        Raises:
-            ValueError, IndexError: of a checkpoint, whose prompts are those of other completions.
+        """The example of each completion (so each G times). Raises ValueError or IndexError for a
+        checkpoint's prompts that are those of other completions.
         """
         numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
         count, size = len(collected.rollout.texts), self.config.group_size
-        if len(numbers) * size != count:
-            expected = f"expected {count // size} prompts that are kept"
-            raise ValueError(f"underway.collected.prompts: {expected}, got {len(numbers)}")
+        fits, expected = len(numbers) * size == count, f"{count // size} prompts that are kept"
+        require(fits, "underway.collected.prompts", expected, len(numbers))
         return [self.queue.examples[number] for number in numbers for _ in range(size)]
 
     def state_dict(self) -> CollectorState:
@@ -107,7 +100,6 @@ class Collector:
         )
 
     def load_state_dict(self, state: CollectorState) -> None:
-        """Go on from `state_dict`."""
         self.queue.consumed = state.consumed
         self.rewards.load_state_dict(state.rewards)
         self.advantages.load_state_dict(state.baseline)
@@ -155,7 +147,6 @@ class Collector:
     def _scored(
         self, drawn: Drawn, uses: list[Use], metrics: dict[str, float], step: int
     ) -> Collected:
-        """The groups that are not dropped, with their advantages; metrics of all of them."""
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
         advantages = self.advantages.of(chosen.scores, chosen.rollout)
@@ -180,12 +171,8 @@ class Collector:
 
 
 def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
-    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's.
-
-    Returns {} with most = 0.
-
-    Raises:
-        RuntimeError: some are older than `most`.
+    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's; {}
+    with most = 0. Raises RuntimeError where some are older than `most`.
     """
     ages = [step - 1 - version for version in rollout.weight_versions]
     if max(ages, default=0) > most:

@@ -1,8 +1,7 @@
-"""Groups of scored completions: concatenated, selected, judged by the spread of their rewards."""
+"""Which prompts a run asks; groups of scored completions, judged by the spread of their rewards."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +10,35 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.collect.prompts import Asked
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.samples import spread_of
 
 Use = Literal["kept", "filled", "dropped"]
+
+
+class Asked(NamedTuple):
+    number: int
+    example: Example
+
+
+class PromptQueue:
+    """The training set in its order, round and round. `consumed` alone says where it stands."""
+
+    def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
+        self.examples, self.consumed = examples, consumed
+
+    def next(self, count: int) -> list[Asked]:
+        places = range(self.consumed, self.consumed + count)
+        numbers = [place % len(self.examples) for place in places]
+        return [Asked(number, self.examples[number]) for number in numbers]
+
+    def take(self, count: int) -> list[Asked]:
+        asked = self.next(count)
+        self.consumed += count
+        return asked
 
 
 @dataclass
@@ -39,9 +60,8 @@ class Drawn(NamedTuple):
     scores: RewardResult
 
     def concat(self, other: Drawn) -> Drawn:
-        """These groups, followed by the other ones."""
-        names = [field.name for field in dataclasses.fields(Rollout)]
-        lists = {n: getattr(self.rollout, n) + getattr(other.rollout, n) for n in names}
+        theirs = vars(other.rollout)
+        lists = {name: values + theirs[name] for name, values in vars(self.rollout).items()}
         a, b = self.scores, other.scores
         scores = RewardResult(
             torch.cat([a.total, b.total]),
@@ -52,11 +72,10 @@ class Drawn(NamedTuple):
         return Drawn(self.asked + other.asked, Rollout(**lists), scores)
 
     def select(self, groups: Sequence[int]) -> Drawn:
-        """Some of the groups; the reasons of lost samples, which are of all, are left behind."""
+        """Some of the groups, without the reasons of lost samples, which are of all."""
         size = len(self.scores.total) // len(self.asked)
         places = [group * size + i for group in groups for i in range(size)]
-        names = [field.name for field in dataclasses.fields(Rollout)]
-        lists = {name: [getattr(self.rollout, name)[i] for i in places] for name in names}
+        lists = {name: [x[i] for i in places] for name, x in vars(self.rollout).items()}
         scores = RewardResult(
             self.scores.total[places],
             {name: values[places] for name, values in self.scores.per_fn.items()},
@@ -73,7 +92,6 @@ class Drawn(NamedTuple):
         return [torch.cat([total.new_zeros(max(n - 1, 0)), total[None][:n]]) for total, n in pairs]
 
     def judged(self, name: str | None) -> Tensor:  # (groups, G)
-        """The rewards of the function `name`, or their sum, a row for each group."""
         values = self.scores.total if name is None else self.scores.per_fn[name]
         return values.view(len(self.asked), -1)
 
@@ -96,7 +114,6 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
 def difficulties(
     asked: Sequence[Asked], judged: Tensor, uses: Sequence[Use], step: int
 ) -> list[PromptRecord]:
-    """The mean and the spread of each prompt's rewards."""
     records = []
     for one, group, use in zip(asked, judged.double(), uses, strict=True):
         known = group[~group.isnan()]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.data import DatasetError, Example, load_traces
+from grpo_fast.data import Example, load_traces
+from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
@@ -21,8 +22,7 @@ from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, re
 class RecordedCollector(Collector):
     """The branches of the next tasks' traces as completions, one sample each.
 
-    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces; every
-    branch has its trace's. What a branch is trained on are its completion's tokens.
+    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -33,18 +33,15 @@ class RecordedCollector(Collector):
         size = self.config.group_size
         for task, traces in self.traces.items():
             expected = f"{size} traces of each task (rollout.group_size)"
-            if len(traces) != size:
-                raise DatasetError(f"{path}: expected {expected}, got {len(traces)} of {task!r}")
+            need(len(traces) == size, path, expected, f"{len(traces)} of {task!r}")
             branches = [branch for trace in traces for branch in trace.branches]
             is_scored = all(branch.advantages is not None for branch in branches)
-            if not is_scored and any(trace.reward is None for trace in traces):
-                expected = "a reward for each trace, or advantages in its nodes"
-                raise DatasetError(f"{path}: expected {expected}, got neither in {task!r}")
-            if not branches:
-                raise DatasetError(f"{path}: expected a sampled token in {task!r}, got none")
+            fits = is_scored or all(trace.reward is not None for trace in traces)
+            expected = "a reward for each trace, or advantages in its nodes"
+            need(fits, path, expected, f"neither in {task!r}")
+            need(branches, path, f"a sampled token in {task!r}", "none")
 
     def next(self, step: int, clock: Clock) -> Collected:
-        """The samples of a step; every rank has all of them."""
         asked = self.queue.take(self.config.prompts_per_step)
         traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
@@ -69,7 +66,6 @@ class RecordedCollector(Collector):
         return Collected(rollout, total, {}, torch.stack(own), metrics, 0, records)
 
     def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each sample."""
         every = [self.queue.examples[one.prompt] for one in collected.prompts]
         return [one for one in every for t in self.traces[str(one.prompt)] for _ in t.branches]
 

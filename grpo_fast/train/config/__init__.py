@@ -1,7 +1,6 @@
 """The run configuration: one pydantic tree, read from a recipe and changed by `key=value`.
 
-Every default exists once: the loss's in `LossConfig`, from which `LossSettings` is made, the rest
-here. Nothing here loads a model, so a typo is refused at once.
+Every default exists once, the loss's in `LossConfig`. Nothing here loads a model.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require

@@ -15,8 +15,6 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
-    """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
-
     task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
     # jsonl file, or a folder with train.jsonl and test.jsonl; traces: of recorded rollouts
     path: UserPath | None = None
@@ -51,8 +49,6 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward function and its weight in the sum."""
-
     name: str  # a built-in one's, package.module:function or file.py:function
     label: str | None = None  # its name in the metrics; None: the function's
     weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
@@ -79,8 +75,6 @@ class DynamicSamplingConfig(Section):
 
 
 class RolloutConfig(Section, Sampling):
-    """How completions are sampled in training."""
-
     engine: EngineName = "transformers"  # who samples
     continuous: ContinuousOptions = Field(default_factory=ContinuousOptions)
     temperature: float = Field(1.0, gt=0)
@@ -111,8 +105,6 @@ class RolloutConfig(Section, Sampling):
 
 
 class HeldOut(Section, Sampling):
-    """How held-out prompts are asked."""
-
     n: Positive | None = None  # prompts; None: all
     samples: Positive = 1  # per prompt
     max_new_tokens: Size | None = None  # None: the rollout's
@@ -124,8 +116,6 @@ class HeldOut(Section, Sampling):
 
 
 class EvalConfig(HeldOut):
-    """Evaluation on held-out prompts: before the run, on the way and after it."""
-
     every: Count = 0  # steps; 0: only before and after
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     batch_size: Positive = 256

@@ -40,15 +40,12 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Origin):
-    """The policy."""
-
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
     device: str = "auto"
     lora: LoraConfig | None = None
     gradient_checkpointing: bool = False  # recompute each layer in the backward pass
-    checkpoint_every: Positive = 1  # only every n-th layer; the others keep their activations
     checkpoint_offload: bool = False  # what checkpointed layers keep lies in host memory
     tiled_mlp: Positive | None = None  # MLPs run this many rows at a time, say 2048
     frozen: list[str] = Field(default_factory=list)  # not trained: patterns as "*embed_tokens*"
@@ -56,16 +53,12 @@ class ModelConfig(Origin):
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:
-        checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
-        needed = "true beside checkpoint_every and checkpoint_offload"
-        fits = self.gradient_checkpointing or not checkpoints
-        require(fits, "gradient_checkpointing", needed, "false")
+        fits = self.gradient_checkpointing or not self.checkpoint_offload
+        require(fits, "gradient_checkpointing", "true beside checkpoint_offload", "false")
         return self
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
-
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Count = 0  # optimizer steps, of which a batch may see several

@@ -79,7 +79,6 @@ def read_yaml(text: str, name: str) -> Any:
 
 
 def read_yaml_file(path: str | Path, name: str) -> Any:
-    """The same from a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -19,7 +19,6 @@ REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
 
 
 def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a run; see `load_settings`."""
     return load_settings(RunConfig, name_or_path, words)
 
 
@@ -34,7 +33,7 @@ def load_settings(
 
 
 def parse_config(settings: dict[str, Any], also: Iterable[str] = ()) -> RunConfig:
-    """Validate a plain mapping; every problem becomes one readable line of a ValueError."""
+    """Validate a plain mapping; a ValueError has a readable line for every problem."""
     return validated(RunConfig, settings, also=also)
 
 
@@ -79,7 +78,6 @@ def _shipped() -> list[str]:
 
 
 def _nearest_recipe(name: str, own: list[str]) -> str:
-    """The end of a refusal: the nearest recipe, with its command where that is another one."""
     close = close_to(name, _shipped())
     if close is None or close in own:
         return f"; nearest: {close}" if close else ""

@@ -26,14 +26,11 @@ from grpo_fast.train.config.model import (
     WarmStartConfig,
 )
 
-SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
 Rules = Iterator[tuple[Any, str, str, Any]]  # fits, the setting, what is expected, what came
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
 class LogConfig(Section):
-    """Logs, tables, pictures and trackers of a run."""
-
     completions_every: Count = 10  # steps between tables of completions; 0: none
     completions: Positive = 8  # how many in each at least: groups are whole
     page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
@@ -126,7 +123,6 @@ class RunConfig(Section):
             self.rollout.max_new_tokens = self.data.digits + longer
 
     def _distill_rules(self) -> Rules:
-        """The teacher is the reference, and its one place in the loss or the advantages is free."""
         if (distill := self.distill) is None:
             return
         came, loss = (self.reference.kind, self.reference.path), self._loss
@@ -206,7 +202,6 @@ class RunConfig(Section):
             yield fits, name, f"{expected} beside data.task: traces", came
 
     def _sampling_rules(self) -> Rules:
-        """Groups are judged by a reward that is there, and can have a spread; k of enough."""
         dynamic, size, samples = self.rollout.dynamic, self.rollout.group_size, self.eval.samples
         if dynamic is not None:
             labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
@@ -217,7 +212,6 @@ class RunConfig(Section):
         yield fits, "eval.k", f"values up to eval.samples = {samples}", self.eval.k
 
     def _kl_rules(self) -> Rules:
-        """A KL has a reference, a weight, and a place."""
         loss, kl, has_reference = self._loss, self.kl, self.reference.kind != "none"
         uses = self.loss_config().uses_reference  # raises with the argument's name
         if kl.into == "reward":
@@ -239,7 +233,6 @@ class RunConfig(Section):
         yield fits, "reference.kind", "frozen or synced beside max_ref_kl", "none"
 
     def _sharding_rules(self) -> Rules:
-        """Replicas have shards, and sharded weights can do what is asked of them."""
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
         expected = "a number beside distributed: hsdp, and there alone"
         yield fits, "distributed_replicas", expected, self.distributed_replicas
@@ -250,7 +243,7 @@ class RunConfig(Section):
              engine),
             (states == "full", "optim.states", "full", states),
         ):  # fmt: skip
-            fits = fits or self.distributed not in SHARDED
+            fits = fits or not self.is_sharded
             yield fits, name, f"{expected} beside sharded weights", came
 
     def _step_rules(self) -> Rules:
@@ -265,8 +258,12 @@ class RunConfig(Section):
         yield completions % self.minibatches == 0, "minibatches", expected, self.minibatches
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether every rank has a part of the weights."""
+        return self.distributed in ("fsdp2", "hsdp")
+
+    @property
     def has_code(self) -> bool:
-        """Whether it names code of somebody's own, a model's or a reward's."""
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     @property

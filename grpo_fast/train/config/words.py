@@ -1,7 +1,5 @@
 """Words `key=value`: set in plain settings, validated, and refused in a sentence that names the
 nearest key or value.
-
-Every command reads its settings here: train, reward-model, compare, eval, plan and the doctor.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def read_words(
     Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML; the last
     of two words with one key counts. `also` are keys that the command has beside those of `kind`.
 
-    Raises:
-        ValueError: a word of another form, an unknown key, or a value that does not fit.
+    Raises ValueError for a word of another form, an unknown key, or a value that does not fit.
     """
     settings = {} if settings is None else settings
     for word in words:
@@ -94,7 +91,6 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a dotted key, making sections that are not there."""
     node: Any = settings
     *above, last = key.split(".")
     for part in above:
@@ -106,7 +102,6 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(node: Any, part: str, key: str) -> Any:
-    """The key or index that a part of a dotted key stands for."""
     if isinstance(node, dict):
         return part
     length = len(node) if isinstance(node, list) else None
@@ -122,7 +117,7 @@ def validated(
 ) -> Config:
     """Plain settings as a `kind`. Raises ValueError with a line for each that does not fit.
 
-    `at` is the dotted key of the section, where it is a part of a configuration.
+    at: the dotted key of the section, where it is a part of a configuration.
     """
     try:
         _refuse_truths(settings, kind, at)
@@ -177,7 +172,6 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
 
 
 def dotted_keys(kind: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key that a word may have."""
     for name, field in kind.model_fields.items():
         yield above + name
         section = _section(field.annotation)

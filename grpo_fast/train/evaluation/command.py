@@ -37,11 +37,10 @@ def run_eval(
     Args:
         model: a model's folder or hub id, or the folder of a finished run.
         allow_code: run code that such a folder brings along: rewards by import path, and the
-            model's own classes (of a run, if its configuration says `trust_remote_code`).
+        model's own classes (of a run, if its configuration says `trust_remote_code`).
 
-    Raises:
-        ValueError: data or a model that cannot be loaded, or code that was not allowed.
-        OSError: `settings.out` cannot be written after all; the message holds the results.
+    Raises ValueError for data or a model that cannot be loaded, or code that was not allowed;
+    OSError, with the results, where `settings.out` cannot be written after all.
     """
     passes = _asked([model], settings, allow_code)
     metrics = {mode: results[0].metrics for mode, results in passes.items()}
@@ -54,8 +53,8 @@ def compare_models(
 ) -> dict[str, dict[str, Paired]]:
     """Ask two models the same questions, with the same random numbers, and compare them in pairs.
 
-    Returns {"greedy": {metric: its values and their difference}, "sampled": …}. Arguments and
-    errors as in `run_eval`; a run as `first` says how both are asked.
+    Returns {"greedy": {metric: its values and their difference}, "sampled": …}; the rest is as in
+    `run_eval`. A run as `first` says how both are asked.
     """
     passes = _asked([first, second], settings, allow_code)
     compared = {
@@ -98,7 +97,6 @@ def _asked(
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """The metrics as aligned lines, value ± one standard error."""
     lines = []
     for mode, metrics in results.items():
         n, samples = metrics["eval_n"], metrics["eval_samples"]
@@ -141,7 +139,6 @@ def _check_out(out: str | None) -> None:
 
 
 def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
-    """The results as JSON where `out` names a file; numbers that are not finite are null."""
     if out is None:
         return
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example
@@ -18,13 +18,8 @@ from grpo_fast.rollout import Engine, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
-
-class Generate(Protocol):
-    """Returns `len(prompts) * samples` texts, the samples of a prompt side by side; 0 is greedy."""
-
-    def __call__(
-        self, prompts: list[Any], *, samples: int, temperature: float, seed: int
-    ) -> list[str]: ...
+# (prompts, *, samples, temperature, seed) → a text for each sample, those of a prompt side by side.
+Generate = Callable[..., list[str]]
 
 
 class Sampled(list[str]):
@@ -60,23 +55,15 @@ def evaluate(
         rewards: also report their mean; samples that a reward failed on do not count in it.
         samples: completions per question; at temperature 0 all samples of a question are equal.
         k: values for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate` (at least one question); None: one call for
-            all, which leaves the size of batches to `generate`: samples do not depend on it.
+        batch_size: completions per call of `generate` (at least one question); None: one call.
 
-    Returns:
-        eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
-        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
+    Returns eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each),
+    eval_rewards/<fn>, eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n,
+    eval_samples.
 
-    Raises:
-        ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
-            generated texts.
+    Raises ValueError for no examples, or a wrong number of texts.
     """
     require(len(examples), "examples", "at least one", "none")
-    require(samples >= 1, "samples", "at least 1", samples)
-    fits = math.isfinite(temperature) and temperature >= 0
-    require(fits, "temperature", "a number ≥ 0 (0: greedy)", temperature)
-    fits = all(1 <= value <= samples for value in k)
-    require(fits, "k", f"values from 1 to samples = {samples}", list(k))
     per_question: dict[str, list[float]] = {}
     accuracies: dict[str, list[float]] = {}
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)

@@ -37,8 +37,7 @@ OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch
 class EvalSettings(HeldOut):
     """The `key=value` settings of `grpo-fast eval`.
 
-    A run's folder, or `recipe`, brings data, system prompt, rewards, lengths and sampling. With
-    more than one sample per question, or a temperature, a sampled pass follows the greedy one.
+    A run's folder, or `recipe`, brings data, system prompt, rewards, lengths and sampling.
     """
 
     recipe: str | None = None  # a recipe's name or a YAML file
@@ -90,12 +89,10 @@ class Source(NamedTuple):
 
 
 def is_model(word: str) -> bool:
-    """Whether a word behind the first model names a second one rather than a setting."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
 def parse_settings(words: Sequence[str]) -> EvalSettings:
-    """The settings that words `key=value` make; see `read_words`."""
     second = "a second model is a folder or a hub id owner/name"
     for word in words:
         require("=" in word, "settings", "key=value", f"{word!r} ({second})")

@@ -1,9 +1,8 @@
 """Two models on the same questions: the paired difference, its standard error and its p-value.
 
-The test is Fisher's sign-flip test. If both models are alike, a question's difference is as likely
-to be d as −d; p is the probability that signs drawn at random give a mean difference at least as
-far from 0 as the one found. It assumes no distribution and holds for any number of questions. Where
-a difference is 1, 0 or −1, it is McNemar's exact test.
+Fisher's sign-flip test: if both models are alike, a question's difference is as likely to be d as
+−d; p is the probability that signs drawn at random give a mean at least as far from 0. It assumes
+no distribution. Where differences are 1, 0 or −1, it is McNemar's exact test.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Paired(NamedTuple):
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Compare one value per question of each model; questions with a NaN are left out.
-
-    Raises ValueError for lists of different lengths.
-    """
+    """Compare one value per question of each model; questions with a NaN are left out."""
     came = f"{len(a)} and {len(b)}"
     require(len(a) == len(b), "paired", "one value of each model per question", came)
     both = [pair for pair in zip(a, b, strict=True) if not any(map(math.isnan, pair))]
@@ -50,11 +46,10 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p-value of "each difference is as likely to have the other sign".
+    """Two-sided p-value of "each difference is as likely to have the other sign"; NaN of none.
 
     Exact as long as the sums have few different values, as those of accuracies do; else from
-    100,000 random draws, the same ones in every call, and counted so that p is never too small:
-    (1 + draws as far from 0) / (1 + draws). NaN without any difference to look at.
+    100,000 random draws, the same ones in every call: (1 + draws as far from 0) / (1 + draws).
     """
     if not differences:
         return math.nan

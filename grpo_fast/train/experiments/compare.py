@@ -1,7 +1,6 @@
 """`grpo-fast compare`: a recipe under every setting of a grid, with several seeds, side by side.
 
-In the folder: a run for each setting and seed, table.md, compare.json and compare.png. A run that
-is finished is not run again; one that was cut off begins anew.
+A run that is finished is not run again; one that was cut off begins anew.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ COLUMNS = {
 
 
 class Arm(NamedTuple):
-    """One setting of the grid."""
-
     name: str  # of its folder and in the picture, such as loss_type=grpo,advantages=max
     values: dict[str, str]  # key of the grid → value
     runs: list[RunConfig]  # one for each seed, each with its own output_dir
@@ -48,8 +45,6 @@ class Arm(NamedTuple):
 
 @dataclass
 class Comparison:
-    """The runs of every arm, as far as they came."""
-
     recipe: str
     arms: list[Arm]
     rows: dict[str, list[Rows]] = field(default_factory=dict)  # arm → metrics.jsonl of those `done`
@@ -66,7 +61,6 @@ class Comparison:
         return [sum(v for _, v in tail) / len(tail) if tail else None for tail in tails]
 
     def cell(self, arm: Arm, metric: str) -> tuple[float, float] | None:
-        """Mean over the seeds and its standard error (NaN for one seed)."""
         values = [value for value in self.values(arm, metric) if value is not None]
         return mean_and_error(values) if values else None
 
@@ -88,11 +82,9 @@ def compare(
         seeds: runs of each setting, with the seeds config.seed, config.seed + 1, …
         out: the folder; None: runs/compare-<recipe>.
         run: trains by a configuration, as `grpo_fast.train.loop.train`.
-        say: shows a line to the person watching.
 
-    Raises:
-        ValueError: a setting that any of the runs refuses, before the first one starts; a folder
-            that holds runs of other settings.
+    Raises ValueError for a setting that any of the runs refuses, before the first one starts, and
+    for a folder that holds runs of other settings.
     """
     stems = "-".join(Path(name).stem for name in recipe.split(","))
     folder = Path(out) if out is not None else Path("runs") / f"compare-{stems}"
@@ -155,11 +147,7 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether this very run lies in its folder, whole.
-
-    Raises ValueError where the folder holds something else: only a run of these settings that was
-    cut off may be replaced.
-    """
+    """Whether this very run lies in its folder, whole. Raises ValueError for another's folder."""
     folder = Path(config.output_dir)
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
@@ -177,7 +165,6 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def table(comparison: Comparison) -> str:
-    """A line for each setting: mean ± standard error over the seeds."""
     runs = [run for arm in comparison.arms for run in comparison.rows[arm.name]]
     shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -194,7 +181,6 @@ def table(comparison: Comparison) -> str:
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
-    """The table's values, seed by seed; a run that failed has none."""
     arms = [
         {
             "setting": arm.name, "values": arm.values,

@@ -1,7 +1,7 @@
 """The picture of a comparison: a row of panels for all settings, and one for each key of the grid.
 
-A line is the mean over the runs of a setting, its band one standard error. In the row of a key the
-lines are its values, each averaged over the other keys' settings, too.
+A line is the mean over the runs of a setting (in a key's row also over the other keys' settings),
+its band one standard error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.train.evaluation.evaluate import mean_and_error
-from grpo_fast.train.report.curves import COLORS, Rows, Series, finish_axes, series, smooth
+from grpo_fast.train.report.curves import (
+    COLORS,
+    Rows,
+    Series,
+    finish_axes,
+    save_picture,
+    series,
+    smooth,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +61,7 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
         row[0].set_ylabel(band_words(key, list(settings.values())), fontsize=8)
         if len(lines) > 1:
             row[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
-    return path
+    return save_picture(figure, path)
 
 
 def band_words(key: str, settings: list[dict[str, str]]) -> str:
@@ -86,7 +93,6 @@ def grouped(
 
 
 def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
-    """A line and its band for each label that has runs with this metric."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:

@@ -23,7 +23,7 @@ from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_scorer
-from grpo_fast.train.models.policy import without_bars
+from grpo_fast.train.models.policy import in_silence
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.report import start_bar
 from grpo_fast.train.runs.folder import check_folder, claim_folder
@@ -33,10 +33,7 @@ SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "
 
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
-    """Train, judge held-out pairs, save; returns what also lies in `output_dir/summary.json`.
-
-    Raises ValueError for data or a model that cannot be used.
-    """
+    """Train, judge held-out pairs, save; returns what also lies in `output_dir/summary.json`."""
     torch.manual_seed(config.seed)
     check_folder(config.output_dir)
     splits = Splits(config.data, config.seed)
@@ -66,7 +63,7 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
         "eval_margin": mean_and_error(margins)[0], "train_loss": result.training_loss,
         "steps": float(config.steps), "seconds": result.metrics["train_runtime"],
     }  # fmt: skip
-    with without_bars():
+    with in_silence():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     text = json.dumps(plain_json(summary), indent=2) + "\n"
@@ -107,7 +104,6 @@ class Progress(TrainerCallback):
             self.bar.update(task, completed=state.global_step, status=text)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Leave the bar as it is."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -123,7 +119,6 @@ class BradleyTerryTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Any:
-        """The loss of one batch."""
         margin = inputs.pop("margin")
         outputs = model(**inputs)
         chosen, rejected = outputs.logits[:, 0].float().chunk(2)
@@ -143,7 +138,6 @@ def collate(pairs: Sequence[Pair], tokenizer: Any, pad_id: int) -> dict[str, Ten
 def held_out_margins(
     model: Any, pairs: Sequence[Pair], tokenizer: Any, pad_id: int, batch_size: int
 ) -> list[float]:
-    """By how much the model scores the chosen answer of each pair higher."""
     model.eval()
     margins: list[float] = []
     for first in range(0, len(pairs), batch_size):

@@ -24,11 +24,7 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 
 @dataclass
 class Clock:
-    """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
-
-    A part that comes again adds to its seconds. A clock that is given `seconds` and `peaks` goes
-    on from there.
-    """
+    """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, Count] = field(default_factory=dict)  # bytes on the GPU at most, by part
@@ -63,8 +59,7 @@ class Work:
     """The flops of a model's matrix products, for `perf/mfu`, whatever the dtype.
 
     Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where
-    it is trained. Attention's scores, the look-up of embeddings and whatever checkpointing does
-    twice do not count.
+    it is trained. Neither attention's scores nor recomputation count.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -78,11 +73,9 @@ class Work:
         self.peak = peak_flops(head.device) if is_dense else None
 
     def forward(self, tokens: int, rows: int) -> int:
-        """The flops of a forward pass of `tokens`, `rows` of which reach the head."""
         return 2 * (self.trunk * tokens + self.head * rows)
 
     def update(self, tokens: int, rows: int) -> int:
-        """The flops of a forward and a backward pass."""
         weights = self.trained_trunk * tokens + self.trained_head * rows
         return 2 * self.forward(tokens, rows) + 2 * weights
 

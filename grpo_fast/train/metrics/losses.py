@@ -35,10 +35,8 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end.
-
-    A mean weighs each micro-batch by its tokens; a micro-batch without tokens is left out of minima
-    and maxima.
+    """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end; a mean weighs
+    each micro-batch by its tokens.
     """
 
     parts: list[tuple[dict[str, Saved], Count]] = field(default_factory=list)  # with its tokens
@@ -47,7 +45,6 @@ class LossMetrics:
     optimizer_steps: Count = 0
 
     def to(self, device: torch.device | str) -> LossMetrics:
-        """The same metrics on a device."""
         parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in self.parts]
         logps = [(own.to(device), theirs.to(device)) for own, theirs in self.logps]
         return LossMetrics(parts, logps, self.optimizer_steps)
@@ -61,7 +58,6 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def extend(self, other: LossMetrics, *, with_logps: bool) -> None:
-        """Take over the parts of another optimizer step."""
         self.parts += other.parts
         self.optimizer_steps += other.optimizer_steps
         if with_logps:
@@ -81,7 +77,6 @@ class LossMetrics:
         return every
 
     def mean(self, name: str) -> float:
-        """One metric, merged (one sync)."""
         return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
@@ -123,10 +118,8 @@ def is_zero_on_policy(loss: LossConfig) -> bool:
 def policy_gradient(
     output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
 ) -> Tensor:
-    """0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps.
-
-    With respect to the parameters it would take a second backward pass; this takes one over the
-    tokens.
+    """0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps: that to the
+    parameters would take a second backward pass through the model.
     """
     beta = 0.0 if config.uses_reference else config.beta
     alone = config.replace(entropy_coef=0.0, beta=beta)
@@ -137,10 +130,8 @@ def policy_gradient(
 
 
 def _numbers(part: Mapping[str, Tensor]) -> dict[str, float]:
-    """The same as numbers (one sync)."""
     return dict(zip(part, torch.stack(list(part.values())).tolist(), strict=True))
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without NaN values (a mean over nothing)."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -1,19 +1,26 @@
-"""Metrics of what was sampled: rewards, lengths, the sets that tokens were drawn from."""
+"""Metrics of what was sampled: rewards, lengths, candidates, agreement with the trainer."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from grpo_fast.rewards.reward_set import RewardResult
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Rollout, Sampling
+
+log = logging.getLogger(__name__)
+
+# Nats per token, on average: ten times what 16-bit kernels differ by, a tenth of a policy that is a
+# few updates old.
+FAR = 0.05
 
 
 def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
-    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's.
-
-    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
-    `rewards/<fn>/failed/<why>` those of a reason that occurred.
+    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's;
+    `rewards/<fn>/failed` counts samples without a reward, and `…/failed/<why>` those of a reason.
     """
     spread = torch.stack([spread_of(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
@@ -68,3 +75,46 @@ def spread_of(values: Tensor) -> Tensor:
 
 def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
+
+
+class SamplerWatch:
+    """Compares logps of the weights that a step begins with; warns once in a run."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.truncates = sampling.truncates
+        self.has_warned = False
+
+    def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Pairs (R,) of a step's first update: the trainer's, before any update, the sampler's."""
+        if self.has_warned or not logps:
+            return
+        trainers, samplers = map(torch.cat, zip(*logps, strict=True))
+        if not trainers.numel():
+            return
+        difference = float((trainers - samplers).abs().mean())
+        if difference <= FAR:
+            return
+        self.has_warned = True
+        causes = "stale weights, another dtype or temperature, or another prompt"
+        if self.truncates:
+            causes = f"the mass that top_k and top_p leave out, {causes}"
+        log.warning(
+            "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "
+            "(expected ≤ %g): %s; rollout.correct_sampling weighs the loss with their ratio",
+            step, difference, FAR, causes,
+        )  # fmt: skip
+
+
+def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`."""
+    trainers, samplers = map(torch.cat, zip(*logps, strict=True))
+    if not trainers.numel():
+        return {}
+    difference, ratio = (trainers - samplers).abs(), (trainers - samplers).exp()
+    return {
+        "sampling/sampling_logp_difference/mean": float(difference.mean()),
+        "sampling/sampling_logp_difference/max": float(difference.max()),
+        "sampling/importance_sampling_ratio/min": float(ratio.min()),
+        "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
+        "sampling/importance_sampling_ratio/max": float(ratio.max()),
+    }

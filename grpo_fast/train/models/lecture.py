@@ -1,13 +1,12 @@
 """The lecture's own model (CS336, policy gradients), as a transformers causal LM.
 
 It is not autoregressive: a prompt of P tokens becomes one vector, Σ_i E[x_i]·A_i with a matrix A_i
-for each position, and the token at place j of the response has the logits E·(vector·B_j) with a
-matrix B_j for each place, whatever the tokens before it are. Embeddings and head share E.
+for each position, and the token at place j of the response has the logits E·(vector·B_j), whatever
+the tokens before it are. Embeddings and head share E.
 
-Row t of a sequence predicts token t + 1, as in any causal LM, so the row at position p serves place
-p + 1 − P. A prompt that is longer than P counts by its first P tokens, and places beyond the last
-matrix use the last one. There is no attention: a packed row is told apart by its layout, through a
-(T, T) mask, which is what the lecture's sizes allow.
+Row t of a sequence predicts token t + 1, so the row at position p serves place p + 1 − P. A longer
+prompt counts by its first P tokens, and places beyond the last matrix use the last one. A packed
+row is told apart by its layout, through a (T, T) mask, which the lecture's sizes allow.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class LectureConfig(PreTrainedConfig):
 
 
 class LecturePreTrainedModel(PreTrainedModel):
-    """How weights begin, of the trunk and of the whole model."""
-
     config_class = LectureConfig
     base_model_prefix = "model"
 
@@ -114,8 +111,6 @@ class LectureModel(LecturePreTrainedModel):
 
 
 class LectureForCausalLM(LecturePreTrainedModel, GenerationMixin):
-    """The trunk and its head, which shares the embedding."""
-
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     sampled_by_generate = "this model is not autoregressive"
 
@@ -139,6 +134,6 @@ class LectureForCausalLM(LecturePreTrainedModel, GenerationMixin):
 
 
 def register() -> None:
-    """Make `model_type: lecture` known to transformers' auto classes (again: harmless)."""
+    """Make `model_type: lecture` known to transformers' auto classes."""
     AutoConfig.register(MODEL_TYPE, LectureConfig, exist_ok=True)
     AutoModelForCausalLM.register(LectureConfig, LectureForCausalLM, exist_ok=True)

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from grpo_fast.attention import check_tolerance, pack_groups, small_windows
 from grpo_fast.data import hub, reason
-from grpo_fast.data.model_files import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import LoraConfig, ModelConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig, require
 from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
-from grpo_fast.train.models.policy import Policy, without_bars
-from grpo_fast.train.models.self_check import self_check
+from grpo_fast.train.models.policy import Policy, in_silence
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
     """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
 
-    Args:
-        empty: build it on the meta device: sharding brings the weights of rank 0.
+    empty: build it on the meta device: sharding brings the weights of rank 0.
 
     Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
     """
@@ -68,18 +68,13 @@ def _check_vocabulary(policy: Policy) -> None:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     largest = max([policy.pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
-    if largest >= rows:
-        raise ValueError(
-            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, "
-            f"got {largest}: tokenizer and model do not belong together"
-        )
+    expected = f"token ids below {rows}, the rows of the model's embedding"
+    came = f"{largest}: tokenizer and model do not belong together"
+    require(largest < rows, "tokenizer", expected, came)
 
 
 def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
-    """A sequence classification model with one output, and its tokenizer, as `load_policy`.
-
-    The output of a model that has none, as a causal LM, begins at random.
-    """
+    """A sequence classification model with one output, and its tokenizer, as `load_policy`."""
     if config.config is not None:
         kind = "AutoModelForSequenceClassification"
         return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
@@ -96,7 +91,6 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
 
 
 def _load_model(config: ModelConfig, empty: bool) -> Any:
-    """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path, allow_code = str(config.path), config.trust_remote_code
@@ -139,7 +133,6 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer at `config.path`. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
     path = str(config.path)
@@ -163,7 +156,6 @@ def build_tokenizer(model: ModelConfig | ScorerConfig, splits: Splits) -> Any:
 def _from_config(
     fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
 ) -> Any:
-    """A random model from the fields of a transformers config, for `tokenizer`."""
     import transformers
     from transformers import AutoConfig
 
@@ -188,7 +180,6 @@ def _from_config(
 
 
 def _register(fields: dict[str, Any]) -> None:
-    """Make the model of this package known to transformers, where it is asked for."""
     if fields.get("model_type") == "lecture":
         from grpo_fast.train.models import lecture
 
@@ -196,7 +187,6 @@ def _register(fields: dict[str, Any]) -> None:
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
-    """The model with a LoRA adapter to train."""
     import peft
 
     settings = peft.LoraConfig(
@@ -209,7 +199,6 @@ def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
 
 
 def _device(name: str) -> torch.device:
-    """The device called `name`. Raises ValueError for one that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -224,13 +213,10 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _reading(path: str, expected: str) -> Iterator[None]:
-    """Let transformers read a model in silence; say in one line why it cannot.
-
-    Raises ValueError.
-    """
+    """Let transformers read a model in silence; a ValueError says in one line why it cannot."""
     check_files(path)
     try:
-        with without_bars(), _without_report():
+        with in_silence():
             yield
     except Exception as error:  # every reader and every architecture has its own classes
         why, damaged = reason(error), _damaged_weights(path)
@@ -262,16 +248,48 @@ def _listed(names: Any) -> str:
     return ", ".join(first) + (", …" if len(names) > len(first) else "")
 
 
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Without transformers' table of missing and unexpected weights: `_check_keys` sums it up."""
-    logger = logging.getLogger("transformers.modeling_utils")
+@torch.no_grad()
+def self_check(policy: Policy) -> float:
+    """Compare packed logps with the model's own logits on a prompt with two completions: finds a
+    head with an unknown rule, attention that ignores the layout, experts drawn at random in
+    training.
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+    Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
+    """
+    # 4 tokens of prompt, 5 of a completion
+    require(policy.positions >= 9, "max_position_embeddings", "at least 9", policy.positions)
+    rows = policy.head.weight.shape[0]
+    prompt, *completions = (
+        [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
+    )
+    groups, is_shared = [(prompt, completions)], policy.unshared is None
+    kind, dtype = policy.lm.config.model_type, policy.autocast or policy.head.weight.dtype
+    training = policy.lm.training
+    with small_windows(policy.lm):
+        policy.lm.train()  # experts that are drawn at random in training would show
+        try:
+            ours = policy.logps(pack_groups(groups, shared=is_shared, device=policy.device))
+        except (AttributeError, TypeError) as error:  # the model computes with its mask
+            raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
+        finally:
+            policy.lm.train(training)
+        with policy.generation():
+            own = [_own_logps(policy, prompt + c)[len(prompt) - 1 :] for c in completions]
+    theirs = torch.cat(own)
+    fits = not theirs.isnan().any()
+    require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
+    difference = float((ours - theirs).abs().max())
+    if not difference <= check_tolerance(dtype):
+        raise ValueError(
+            f"model_type {kind}: packed attention with the fused head "
+            f"differs from its own logits by {difference:.3g} nats (expected ≤ "
+            f"{check_tolerance(dtype)} in {dtype}); its head, attention or training mode "
+            "has a rule this trainer does not know"
+        )
+    return difference
 
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+
+def _own_logps(policy: Policy, sequence: list[int]) -> Tensor:
+    ids = torch.tensor([sequence], device=policy.device)
+    logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

@@ -1,8 +1,6 @@
 """Options that save memory and change no result: checkpointing, tiled MLPs, frozen weights.
 
-Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (the details are in
-`planning/memory_model.py`): layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h;
-offload takes away 2Lh.
+`planning/memory_model.py` has the bytes that each of them saves.
 """
 
 from __future__ import annotations
@@ -24,34 +22,26 @@ RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False
 
 
 def apply_options(model: Any, config: ModelConfig) -> None:
-    """Apply `model.gradient_checkpointing` … `model.frozen` to a model without adapters."""
     if config.gradient_checkpointing:
-        enable_checkpointing(model, config.checkpoint_every, config.checkpoint_offload)
+        enable_checkpointing(model, config.checkpoint_offload)
     if config.tiled_mlp is not None:
         tile_mlps(model, config.tiled_mlp)
     if config.frozen:
         freeze(model, config.frozen)
 
 
-def enable_checkpointing(model: Any, every: int = 1, offload: bool = False) -> None:
-    """Recompute every n-th layer in the backward pass; `offload`: its input waits on the host.
-
-    The host copy is pinned where there is a GPU. transformers' own offload asks for pinned memory
-    everywhere, which a machine without a GPU refuses; this wraps the same checkpoint function.
+def enable_checkpointing(model: Any, offload: bool = False) -> None:
+    """Recompute every layer in the backward pass; `offload`: its input waits on the host, pinned
+    where there is a GPU (transformers' own offload asks for pinned memory everywhere).
     """
-    _checkpointing_of(model)(RECOMPUTE, every_n_layers=every)
+    newer = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if not offload:
         return
     for module in model.modules():
         recompute = getattr(module, "_gradient_checkpointing_func", None)
         if recompute is not None:
             module._gradient_checkpointing_func = functools.partial(_offloaded, recompute)
-
-
-def _checkpointing_of(model: Any) -> Callable[..., None]:
-    """transformers' method by its name since 5.23, or by the one before."""
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    return model.gradient_checkpointing_enable if newer is None else newer
 
 
 def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +52,7 @@ def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:
 def tile_mlps(model: nn.Module, rows: int) -> None:
     """Let every dense MLP see at most `rows` rows at a time, recomputed in the backward pass.
 
-    The result is the same: an MLP treats each row by itself.
-
-    Raises:
-        ValueError: no module named `mlp` or `feed_forward` that consists of linear layers (a
-            mixture of experts, say).
+    Raises ValueError without a module named `mlp` or `feed_forward` that consists of linear layers.
     """
     named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
     mlps = [module for module in named if _is_dense(module)]

@@ -1,8 +1,4 @@
-"""The policy: a transformers causal LM with its tokenizer.
-
-`hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
-`generation()` the mode in which `generate` runs.
-"""
+"""The policy: a transformers causal LM with its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,8 +23,9 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
+from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
-from grpo_fast.train.ranks import sharding
+from grpo_fast.train.ranks import distributed, sharding
 
 Result = TypeVar("Result")
 
@@ -38,14 +35,11 @@ class Policy(SampledModel):
 
     Args:
         model: a transformers causal LM, or a peft model around one.
-        tokenizer: its tokenizer.
         attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
         autocast: dtype the trunk runs in over fp32 weights, or None.
         home: the device that a model without weights is meant for.
 
-    Raises:
-        ValueError: a model that packed attention or the fused head would compute wrongly, or that
-            has no row for a token.
+    Raises ValueError for a model that packed attention or the fused head would compute wrongly.
     """
 
     def __init__(
@@ -75,7 +69,6 @@ class Policy(SampledModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model has no weights yet: sharding brings them from rank 0."""
         return head_of(self.lm).weight.is_meta
 
     @property
@@ -84,8 +77,6 @@ class Policy(SampledModel):
 
     def inside(self, work: Callable[[], Result]) -> Result:
         """Run `work()` inside the model's forward, so that FSDP2 gathers the head's shards.
-
-        A plain model calls it directly.
 
         The tensors that it returns, with a graph, are those that lead back into the model.
         """
@@ -117,8 +108,9 @@ class Policy(SampledModel):
     ) -> Tensor:
         """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
 
-        hidden: what `hidden(packed)` gave, where that is known already.
-        support: of the completion tokens, as in `linear_logps`.
+        Args:
+            hidden: what `hidden(packed)` gave, where that is known already.
+            support: of the completion tokens, as in `linear_logps`.
         """
 
         def logps() -> Tensor:
@@ -131,15 +123,12 @@ class Policy(SampledModel):
         return self.inside(logps)
 
     def shard(self, mesh: Any) -> None:
-        """Leave each rank a part of the weights."""
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds, by name: the model's; over a base that is loaded
-        from a path the adapter's alone.
-
-        Of tied ones the first name. A sharded model has this rank's shards.
+        """The tensors that a checkpoint holds, by name, of tied ones the first: the model's; over a
+        base that is loaded from a path the adapter's alone. A sharded model has this rank's shards.
         """
         is_adapter = self.model is not self.lm and bool(self.lm.name_or_path)
         unique = dict[int, tuple[str, Tensor]]()
@@ -148,10 +137,10 @@ class Policy(SampledModel):
                 unique.setdefault(id(tensor), (name, tensor))
         return dict(unique.values())
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the ranks wait for each other in every forward pass."""
-        return self.is_sharded and not self._is_apart
+    def agreed(self) -> AbstractContextManager[None]:
+        """What the ranks raise together in a forward pass that they make in step."""
+        in_step = self.is_sharded and not self._is_apart
+        return distributed.together() if in_step else nullcontext()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -169,9 +158,7 @@ class Policy(SampledModel):
             self._is_apart = False
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """The model as it was before LoRA."""
-        if self.model is self.lm:
-            raise ValueError("model.lora: expected a peft model, came a plain one")
+        require(self.model is not self.lm, "model.lora", "a peft model", "a plain one")
         return self.model.disable_adapter()
 
     def frozen_copy(self) -> Policy:
@@ -198,26 +185,29 @@ class Policy(SampledModel):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
         model.set_attn_implementation(self.generation_attn)
-        with without_bars():
+        with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         self.lm.set_attn_implementation(NAME)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Without transformers' bars for weights, which would run through the run's own."""
+def in_silence() -> Iterator[None]:
+    """Without transformers' bars, which would run through the run's own, and its table of missing
+    weights, which our own refusal sums up.
+    """
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if was_on:
             logging.enable_progress_bar()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedTree
-from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
+from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, require
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
@@ -22,8 +22,7 @@ class Reference:
     """None, a frozen copy, one synced at times, LoRA's adapter off, or another model.
 
     Args:
-        policy: the policy as it is at the start of training (after a warm start).
-        config: kind, and for `synced` how often and how much.
+        policy: as it is at the start of training (after a warm start).
         another: of `load_another`.
     """
 
@@ -37,7 +36,6 @@ class Reference:
 
     @property
     def head(self) -> Head:
-        """Its head, which turns `hidden` into logits."""
         return (self.copy or self.policy).head
 
     @torch.no_grad()
@@ -56,7 +54,6 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """synced: every `sync_every` steps, reference = mixing·policy + (1 − mixing)·reference."""
         if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
             return
         mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
@@ -72,8 +69,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
 
     model: of the policy, whose dtype and device it takes.
 
-    Raises ValueError for a model that is not there, or with another vocabulary, another head or
-    less room than the policy.
+    Raises ValueError for one with another vocabulary, another head or less room than the policy.
     """
     if config.path is None:
         return None
@@ -87,34 +83,23 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows, came = (x.head.weight.shape[0] for x in (policy, other))
-    if rows != came:
-        raise ValueError(f"reference.path: expected a head of {rows} rows as the policy's, came "
-                         f"{came}")  # fmt: skip
-    if other.positions < policy.positions:
-        expected = f"room for the policy's {policy.positions} tokens"
-        raise ValueError(f"reference.path: expected {expected}, came {other.positions}")
+    require(rows == came, "reference.path", f"a head of {rows} rows as the policy's", came)
+    expected = f"room for the policy's {policy.positions} tokens"
+    require(other.positions >= policy.positions, "reference.path", expected, other.positions)
     other.model.requires_grad_(False).eval()
     return other
 
 
 def _check_vocabulary(tokenizer: Any, other: Any) -> None:
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours == theirs:
-        return
     moved = sum(theirs.get(token) != index for token, index in ours.items())
-    raise ValueError(
-        f"reference.path: expected the policy's vocabulary of {len(ours)} tokens, came one of "
-        f"{len(theirs)}, where {moved} of the policy's have no or another id"
-    )
+    came = f"one of {len(theirs)}, where {moved} of the policy's have no or another id"
+    expected = f"the policy's vocabulary of {len(ours)} tokens"
+    require(ours == theirs, "reference.path", expected, came)
 
 
 class KLWeight:
-    """β, the weight of the KL to the reference: fixed, or led towards a KL that is wanted.
-
-    Args:
-        beta: at the start.
-        config: `target`, where it adapts, and `horizon`, over which it does (1909.08593).
-    """
+    """β, the weight of the KL to the reference: fixed, or led towards a target (1909.08593)."""
 
     def __init__(self, beta: float, config: KLConfig) -> None:
         self.value, self.config = float(beta), config

@@ -41,8 +41,6 @@ STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scal
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder that memory depends on."""
-
     layers: int
     hidden: int
     mlp: int
@@ -54,9 +52,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Shape:
-        """From a transformers config and the model's number of parameters.
-
-        Raises ValueError naming the field that the config lacks.
+        """From a transformers config and the number of parameters (a ValueError: a field is
+        missing).
         """
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):
@@ -194,12 +191,8 @@ def _per_token(
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
         return layers * layer, backward, tile
-    every = model.checkpoint_every
-    checkpoints = -(-layers // every)
-    stored = 0 if model.checkpoint_offload and not on_cpu else checkpoints * e * h
-    # Layers behind the last checkpoint are released before that one is computed again.
-    last_is_checkpointed = (layers - 1) % every == 0
-    return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
+    stored = 0 if model.checkpoint_offload and not on_cpu else layers * e * h
+    return stored, backward + layer, tile
 
 
 def _tree_backward(shape: Shape, e: int) -> int:

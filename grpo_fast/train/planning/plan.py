@@ -13,7 +13,7 @@ from pydantic import Field
 
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
-from grpo_fast.data.model_files import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.train.config import RunConfig, Section, require
 from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
 from grpo_fast.train.config.words import own_words, read_words, set_key
@@ -50,7 +50,6 @@ LORA = {"model.lora": {"r": 16}}
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as configured", {}),
     ("checkpointing", CHECKPOINTING),
-    ("checkpointing, every 2nd", {**CHECKPOINTING, "model.checkpoint_every": 2}),
     ("+ tiled MLP", TILED),
     ("+ tiled MLP, offload", OFFLOADED),
     ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),
@@ -70,8 +69,6 @@ class PlanSettings(Section):
 
 
 class Case(NamedTuple):
-    """One shape of a group: prompt tokens, completion tokens, completions."""
-
     prompt: int
     completion: int
     group: int
@@ -82,8 +79,6 @@ class Case(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The answer of `grpo-fast plan`."""
-
     name: str
     shape: Shape
     gpu: float  # GB (10⁹ bytes)
@@ -101,12 +96,10 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """Predict a model's memory under every set of options.
 
     Args:
-        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a
-            config.json.
+        model: a recipe, a name of KNOWN_MODELS, a hub id, a model's folder, or a config.json.
         settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of a run's configuration.
 
-    Raises:
-        ValueError: something that is none of these, an unknown key, or no gpu where there is none.
+    Raises ValueError for something that is none of these, an unknown key, or no gpu.
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
@@ -125,14 +118,12 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
 
 
 def _dtypes(run: RunConfig) -> str:
-    """`weights, gradients and moments float32, computed in bfloat16`."""
     kept, computed = run.model.dtype, run.model.autocast or run.model.dtype
     moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {kept}"
     return f"weights and gradients {kept}, {moments}, computed in {computed}"
 
 
 def render(plan: Plan) -> list[Any]:
-    """The plan as rich tables."""
     from rich.table import Table
 
     wanted, parameters = plan.cases[0], f"{plan.shape.parameters / 1e6:,.0f}M parameters"

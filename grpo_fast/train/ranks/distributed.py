@@ -1,7 +1,7 @@
 """The processes of a run: how many there are, what they tell each other, how they end together.
 
-Without torch's default process group a process is alone, and every function does what it says for a
-single rank. What ranks tell each other here travels as JSON and tensors, never as a pickle.
+Without torch's default process group every function does what it says for a single rank. Ranks tell
+each other JSON and tensors, never a pickle.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from grpo_fast.errors import (
     RewardError,
     Stopped,
     WriteError,
+    require,
 )
 
 Result = TypeVar("Result")
@@ -45,13 +46,11 @@ _store: list[dist.Store] = []  # of the launcher, in which ranks say that they a
 
 # ------------------------------------------------------------------------------- who is there
 def size() -> int:
-    """How many ranks there are."""
     is_met = dist.is_available() and dist.is_initialized() and not _is_alone
     return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
     return dist.get_rank() if size() > 1 else 0
 
 
@@ -67,12 +66,10 @@ def alone() -> Iterator[None]:
 
 
 def launched_rank() -> int:
-    """The same before the ranks have met, as the launcher says it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_main() -> bool:
-    """Whether this rank writes."""
     return rank() == 0
 
 
@@ -112,24 +109,20 @@ def _missing() -> list[int]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Meet the other ranks, and part from them at the end; a process on its own is left alone.
+    """Meet the other ranks, and part from them at the end; a caller's own group is used and stays.
 
-    A group that is there already, of the caller's, is used and stays.
-
-    Raises:
-        ValueError: ranks that nobody asked for, or none where they were; replicas that do not fit.
+    Raises ValueError for ranks that nobody asked for, none where they were, replicas that are
+    unfit.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
     count = dist.get_world_size() if is_there else count
-    if kind is None and count > 1:
-        raise ValueError(f"distributed: expected ddp, fsdp2 or hsdp for {count} processes, came "
-                         "none")  # fmt: skip
-    if kind is not None and not is_there and "RANK" not in os.environ:
-        raise ValueError(f"distributed: expected processes ({LAUNCH}), came {kind} and only one")
-    if replicas is not None and count % replicas:
-        expected = f"expected a number that divides the {count} processes"
-        raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
+    fits, expected = kind is not None or count == 1, "ddp, fsdp2 or hsdp"
+    require(fits, "distributed", f"{expected} for {count} processes", "none")
+    fits = kind is None or is_there or "RANK" in os.environ
+    require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
+    fits, expected = count % (replicas or 1) == 0, f"a number that divides the {count} processes"
+    require(fits, "distributed_replicas", expected, replicas)
     if kind is None or is_there:
         with answered(), _quiet(rank()):
             yield
@@ -164,7 +157,6 @@ def unnoticed() -> Iterator[None]:
 
 @contextmanager
 def _quiet(number: int) -> Iterator[None]:
-    """Show warnings of rank 0 alone."""
     logger = logging.getLogger("grpo_fast")
     before = logger.level
     logger.setLevel(before if number == 0 else logging.ERROR)
@@ -207,7 +199,6 @@ def from_main(make: Callable[[], Result]) -> Result:
 
 
 def sum_(values: Tensor) -> Tensor:
-    """The sum over the ranks, in place and returned."""
     if size() > 1:
         dist.all_reduce(values)
     return values
@@ -233,7 +224,7 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     Where several fail, a signal counts before the error of the lowest rank.
 
     in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
-        one rank alone ends that rank; the others time out.
+    one rank alone ends that rank; the others time out.
     """
     if size() == 1 or in_step:
         yield
@@ -284,8 +275,7 @@ def align(modules: Iterable[nn.Module]) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Add the ranks' gradients up; those of sharded parameters are sums already.
 
-    Losses are divided by the whole step's counts, so gradients are added and never averaged.
-    Called once for an optimizer step: hooks in every backward pass would cost more than they hide.
+    Losses are divided by the whole step's counts, so gradients are never averaged.
     """
     if size() == 1:
         return

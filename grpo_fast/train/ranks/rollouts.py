@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,50 +70,40 @@ def score(
     if distributed.size() == 1:
         return rewards.score(reward_set, examples, texts, ids)
 
-    def scored() -> dict[str, Any]:
-        scores = rewards.score(reward_set, examples, texts, ids)
-        per_fn = {name: values.tolist() for name, values in scores.per_fn.items()}
-        rows = [row.tolist() for row in scores.per_token or ()]
-        return {
-            "total": scores.total.tolist(), "per_fn": per_fn, "reasons": scores.reasons,
-            "per_token": None if scores.per_token is None else rows,
-        }  # fmt: skip
-
-    scores = distributed.from_main(scored)
-    return RewardResult(
-        torch.tensor(scores["total"]),
-        {name: torch.tensor(values) for name, values in scores["per_fn"].items()},
-        {name: Counter(why) for name, why in scores["reasons"].items()},
-        scores["per_token"]
-        and [torch.tensor(row, dtype=torch.float32) for row in scores["per_token"]],
-    )
+    with distributed.together():
+        is_main = distributed.is_main()
+        own = rewards.score(reward_set, examples, texts, ids) if is_main else None
+    plain, tensors = _gathered(own)[0]
+    return TypeAdapter(RewardResult).validate_python(plain, context=tensors)
 
 
 def join_ranks(own: Rollout, group_size: int) -> Rollout:
     """Gather the rollouts of all ranks into one, in the order of their prompts."""
     if distributed.size() == 1:
         return own
-    from safetensors.torch import load, save
-
-    tensors: dict[str, Tensor] = {}
-    lists = split_tensors(own, tensors)
-    for name in OF_A_GROUP:
-        lists[name] = lists[name][::group_size]
-    packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    short = {name: getattr(own, name)[::group_size] for name in OF_A_GROUP}
     every = Rollout()
-    said = zip(distributed.gather(lists), distributed.gather_tensors(packed), strict=True)
-    for theirs, data in said:
+    for plain, tensors in _gathered(dataclasses.replace(own, **short)):
         for name in OF_A_GROUP:
-            theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
-        known = load(data.numpy().tobytes())
-        part = TypeAdapter(Rollout).validate_python(theirs, context=known)
-        for field in dataclasses.fields(Rollout):
-            getattr(every, field.name).extend(getattr(part, field.name))
+            plain[name] = [one for one in plain[name] for _ in range(group_size)]
+        part = TypeAdapter(Rollout).validate_python(plain, context=tensors)
+        for name, values in vars(part).items():
+            getattr(every, name).extend(values)
     return every
 
 
+def _gathered(value: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+    """A nested value of every rank, as `split_tensors` takes it apart."""
+    from safetensors.torch import load, save
+
+    tensors: dict[str, Tensor] = {}
+    plain = distributed.gather(split_tensors(value, tensors))
+    packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    data = distributed.gather_tensors(packed)
+    return [(p, load(d.numpy().tobytes())) for p, d in zip(plain, data, strict=True)]
+
+
 def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for number in sorted(range(len(costs)), key=lambda i: -costs[i]):

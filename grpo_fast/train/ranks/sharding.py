@@ -1,15 +1,14 @@
 """Models whose weights lie in shards on all ranks (FSDP2).
 
-Each decoder layer is gathered when its turn comes, forward and backward; embeddings, last norm and
-head belong to the model itself, whose method `inside` has them together. Gradients are sums over
-the ranks: losses are divided by the whole step's counts.
+Each decoder layer is gathered when its turn comes; embeddings, last norm and head belong to the
+model itself, whose method `inside` has them together.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +20,13 @@ from grpo_fast.train.ranks import distributed
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
     """Every model of a run, those that are None apart. Random numbers are then rank 0's, too."""
-    mesh = mesh_of(device, replicas)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    # In rows, each of which holds the weights once.
+    rows = {"shard": distributed.size()}
+    if replicas is not None:
+        rows = {"replicate": replicas, "shard": distributed.size() // replicas}
+    mesh = init_device_mesh(device.type, tuple(rows.values()), mesh_dim_names=tuple(rows))
     for model in models:
         if model is not None:
             model.shard(mesh)
@@ -30,24 +35,10 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
     torch.set_rng_state(state)
 
 
-def mesh_of(device: torch.device, replicas: int | None) -> Any:
-    """All ranks in a row, or in `replicas` rows: a row holds the weights once."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks = distributed.size()
-    if replicas is None:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape = (replicas, ranks // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
-    """Leave each rank its part of rank 0's weights, and of the gradients. Collective.
+    """Leave each rank its part of rank 0's weights, on `device`, and of the gradients. Collective.
 
     A tensor at a time is sent. Models of the other ranks may be on the meta device till now.
-
-    Args:
-        device: where the shards lie.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -74,7 +65,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     set_model_state_dict(model, whole, options=options)
     del whole
     _take_buffers(model, device)
-    model.inside = types.MethodType(_inside, model)
+    model.inside = types.MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "inside")
     # FSDP2 assigns parameters to groups in the first forward pass, so run one through the root.
     with torch.no_grad():
@@ -83,10 +74,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
 
 
 def _take_dtypes(model: nn.Module) -> None:
-    """Give the parameters of an empty model the dtypes of rank 0's, which a file may have changed.
-
-    Raises ValueError where rank 0's model has other parameters.
-    """
+    """Give an empty model's parameters the dtypes of rank 0's, which a file may have changed."""
     own = {name: [str(p.dtype), *p.shape] for name, p in model.named_parameters()}
     mains = distributed.gather(own)[0]
     with distributed.together():
@@ -102,7 +90,7 @@ def _take_dtypes(model: nn.Module) -> None:
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
     """Copy rank 0's buffers, and tensors that modules keep as plain attributes, to all ranks.
 
-    No file holds most of them: rotary frequencies, masks. An empty model has garbage there.
+    No file holds most of them (rotary frequencies, masks), and an empty model has garbage there.
     """
     owners: dict[str, tuple[Any, str]] = {}
     for path, module in model.named_modules():
@@ -120,14 +108,12 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         owner[name] = sent
 
 
-def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:
-    return work()
-
-
 @contextmanager
 def unsharded(model: Any) -> Iterator[None]:
     """All weights on every rank, and no rank waits for another inside; then shards again."""
-    parts = _parts(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
     model.set_reshard_after_forward(False)
     for part in parts:
         part.unshard()
@@ -138,9 +124,3 @@ def unsharded(model: Any) -> Iterator[None]:
         for part in parts:
             part.reshard()
         model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward
-
-
-def _parts(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]

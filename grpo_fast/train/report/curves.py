@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import escape_control
-from grpo_fast.train.report.titles import differing, has_entropy_bonus, settings_of, title_of
+from grpo_fast.errors import require
+from grpo_fast.train.config.plain import read_yaml_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,11 +41,14 @@ INK, GRID = "#3b4252", "#e3e6eb"
 LARGEST = 1e300  # axes: differences and margins of what they show are finite
 SMOOTHED = 2000  # points of a smoothed series, at most about: more than a picture has columns
 
+MOST_SETTINGS = 3  # of those that differ
+LONGEST_VALUE = 30  # characters of a value
+OWN = ("output_dir", "log", "resume")  # they differ from run to run and explain nothing
+
 
 def read_metrics(run: str | Path) -> Rows:
-    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one.
-
-    Raises ValueError for no such file, or (with file:line) a line that is no JSON object.
+    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one;
+    ValueError for no such file, or (with file:line) a line that is no JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
@@ -83,9 +87,7 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends; of a long
-    series every n-th one.
-    """
+    """Mean over a centred window of a twentieth of the run; of a long series every n-th one."""
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
@@ -99,15 +101,13 @@ def smooth(points: Series) -> Series:
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Draw the runs' curves into one picture and return its path, without empty panels.
 
-    Raises ValueError when a run has no readable metrics, or none of the metrics drawn here, and for
-    an `out` that is no file's name with an ending.
+    Raises ValueError for runs without metrics that are drawn here, and for an impossible `out`.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.lines import Line2D
 
     path = picture_path(out)
-    if not runs:
-        raise ValueError("runs: expected at least one run's folder, got none")
+    require(runs, "runs", "at least one run's folder", "none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
     titles = [
         title
@@ -124,7 +124,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     settings = [settings_of(run) for run in runs]
     for axes, title in zip(grid, titles, strict=False):
         _draw(axes, title, list(logged.values()))
-        if title == "Loss" and any(map(has_entropy_bonus, settings)):
+        if title == "Loss" and any(known.get("loss.entropy_coef") for known in settings):
             axes.set_title("Loss, entropy bonus included", fontsize=10, loc="left", color=INK)
     for axes in grid[len(titles) :]:
         axes.set_visible(False)
@@ -158,8 +158,8 @@ def picture_path(out: str | Path) -> Path:
     """The file that a picture goes to. Raises ValueError for one that matplotlib cannot name."""
     path = Path(out)
     # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
-    if path.is_dir() or path.suffix in ("", ".pgf"):
-        raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
+    fits = not path.is_dir() and path.suffix not in ("", ".pgf")
+    require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path
 
 
@@ -172,7 +172,6 @@ def save_picture(figure: Any, path: Path) -> Path:
 
 
 def _labels(runs: Sequence[str | Path]) -> list[str]:
-    """The folders' names; where two are the same, the paths."""
     paths = [Path(run).resolve() for run in runs]
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
     if len(set(map(escape_control, names))) != len(names):
@@ -204,7 +203,6 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
 
 
 def finish_axes(axes: Axes, title: str) -> None:
-    """Title, grid and scales as all pictures of runs have them."""
     axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -229,3 +227,47 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
+
+
+def settings_of(run: str | Path) -> dict[str, Any]:
+    """Dotted key → value of the run's config.yaml; empty without a readable one."""
+    folder = Path(run) if Path(run).is_dir() else Path(run).parent
+    try:
+        settings = read_yaml_file(folder / "config.yaml", "config.yaml")
+    except (OSError, ValueError):
+        return {}
+    return flat(settings) if isinstance(settings, dict) else {}
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flattened: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{above}{key}"
+        flattened |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flattened
+
+
+def title_of(name: str, settings: dict[str, Any]) -> str:
+    """`sort · seed 0 · llama · grpo, centered`; the name is harmless already."""
+    if not settings:
+        return name
+    model = settings.get("model.path") or settings.get("model.config.model_type")
+    chosen = [settings.get("loss.loss_type"), settings.get("advantages")]
+    parts = [f"seed {settings.get('seed')}", model, ", ".join(map(str, filter(None, chosen)))]
+    return " · ".join([name, *(plain(part) for part in parts if part)])
+
+
+def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """For each run the settings that not all have alike, the first few: `optim.lr=0.1, seed=2`."""
+    keys = [key for key in dict.fromkeys(k for run in runs for k in run) if not key.startswith(OWN)]
+    telling = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
+    shown = telling[:MOST_SETTINGS]
+    more = ", …" * (len(telling) > MOST_SETTINGS)
+    return [", ".join(f"{key}={plain(run.get(key))}" for key in shown) + more for run in runs]
+
+
+def plain(value: Any) -> str:
+    """A value as a picture shows it: short, harmless, no mathematics."""
+    text = escape_control(str(value))
+    text = text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+    return text.replace("$", r"\$")

@@ -27,7 +27,6 @@ class Worded(TyperCommand):
     """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As TyperCommand's."""
         try:
             return super().parse_args(ctx, [*args])
         except Exception as raised:
@@ -44,9 +43,8 @@ class Worded(TyperCommand):
 
 @contextlib.contextmanager
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Says in a sentence what the user can mend (ValueError) and how a run can fail, and exits.
-
-    What nobody expected, with its type: its text may be a model's and is escaped like every other.
+    """Say in a sentence what the user can mend (ValueError) and how a run can fail, and exit. What
+    nobody expected is said with its type.
     """
     try:
         yield

@@ -23,10 +23,7 @@ COMPARED = (  # before and after: metric, label
 
 
 def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% ± 0.3 → 94.1% ± 1.5 (n=256, …)`.
-
-    Empty without both evaluations.
-    """
+    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% … → …`; empty without both evaluations."""
     parts: list[str] = []
     for key, label in COMPARED:
         if key in before and key in after:
@@ -40,9 +37,8 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def memory_line(summary: Mapping[str, Any]) -> str:
-    """`memory of a training step: 1.24 GiB predicted (micro-batches …), 1.31 GiB measured`.
-
-    Without a GPU the measured part is the growth of the whole process, libraries and rollouts, too.
+    """`memory of a training step: 1.24 GiB predicted (micro-batches …), 1.31 GiB measured`; without
+    a GPU the growth of the whole process.
     """
     predicted, peak = summary["predicted_memory"], summary["peak_memory"]
     said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
@@ -55,8 +51,8 @@ def memory_line(summary: Mapping[str, Any]) -> str:
 def opening_lines(
     rollout: RolloutConfig, kernels: Mapping[str, Any], fallback: str | None
 ) -> list[str]:
-    """`kernels: cpu` and `sampler: own loop`, with why where they are slower ones, and `loss over
-    the tokens that the sampler kept, … (top_k 64, top_p 0.9)` where it is.
+    """`kernels: cpu`, `sampler: own loop`, with why where they are slower ones, and the line on a
+    loss over the tokens that the sampler kept.
 
     fallback: why the engine samples by transformers' `generate`; None: it does not.
     """
@@ -72,7 +68,6 @@ def opening_lines(
 
 
 def zero_line(loss: LossConfig, advantages: str) -> str:
-    """Tell that the logged loss stays near 0, because the policy term of every step is 0."""
     rest = "beta * KL" if loss.uses_reference else ""
     rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
     by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")
@@ -84,7 +79,7 @@ def zero_line(loss: LossConfig, advantages: str) -> str:
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
     """Where things lie, and the commands that look at them, as they stand.
 
-    has_code: the run's settings name code of somebody's own, which an evaluation must be allowed.
+    has_code: the settings name code of somebody's own, which an evaluation must be allowed.
     """
     held = [
         name for name in ("completions.html", "curves.png", "model") if (folder / name).exists()

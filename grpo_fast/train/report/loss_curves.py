@@ -1,7 +1,6 @@
 """Draw the losses: value and slope of any loss type over the importance ratio.
 
-Both come from `token_loss`, the function that the losses themselves call, for completions of one
-token. So the picture shows what a run computes; a new line of `OBJECTIVES` can be drawn at once.
+Both come from `token_loss`, which the losses themselves call, for completions of one token.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ class Settings(Section):
 
     @property
     def ratios(self) -> Tensor:  # (POINTS,)
-        """The ratios of a curve's points."""
         return torch.linspace(max(self.ratio[0], SMALLEST_RATIO), self.ratio[1], POINTS)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of LossConfig."""
         return self.model_dump(include={*OPTIONS}, exclude_unset=True)
 
 
@@ -88,8 +85,6 @@ def plot_losses(words: Sequence[str], out: str | Path) -> Path:
     """Draw the losses that the words name (``grpo,cispo advantage=1,-1 epsilon_low=0.2``).
 
     Losses with the same curves share a line and its label: none is hidden behind another.
-
-    Raises ValueError for an unknown loss or option, or a value that the options refuse.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
@@ -140,7 +135,6 @@ def _is_read(loss: str, option: str) -> bool:
 
 
 def _config(loss: str, drawing: Settings) -> LossConfig:
-    """The loss with those of the options that it reads."""
     options = {name: value for name, value in drawing.options.items() if _is_read(loss, name)}
     return LossConfig(loss, max_completion_length=1, **options)
 

@@ -33,17 +33,13 @@ Row = Mapping[str, Any]  # of `grpo_fast.train.report.samples.rows_of`
 
 
 class Part(NamedTuple):
-    """A step as it stands in the page."""
-
     place: int  # among all the steps that were added
     step: int
     html: str
 
 
 class CompletionsPage:
-    """A page of at most `most` bytes: where the steps exceed it, every second, fourth … of them
-    stays. Every `add` writes the file as a whole.
-    """
+    """A page of at most `most` bytes: beyond, every second, fourth … of the steps stays."""
 
     def __init__(self, path: str | Path, title: str, most: int) -> None:
         self.path, self.title, self.most = Path(path), title, most
@@ -51,7 +47,6 @@ class CompletionsPage:
         self.added, self.every = 0, 1
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
-        """One more step; the latest one is always there."""
         self.parts = [part for part in self.parts if part.place % self.every == 0]
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"
@@ -68,7 +63,6 @@ class CompletionsPage:
         os.replace(unfinished, self.path)
 
     def html(self) -> str:
-        """The whole document."""
         title, left_out = text_html(self.title), self.added - len(self.parts)
         note = f" {left_out} steps that do not fit here are in completions/." if left_out else ""
         links = "\n".join(f'<a href="#s{part.step}">{part.step}</a>' for part in self.parts)
@@ -109,7 +103,6 @@ def _worth(row: Row) -> float:
 
 
 def completion_html(row: Row, largest: float) -> str:
-    """One completion: its numbers in a line, then its tokens, shaded."""
     functions = [name for name in row if name.startswith("rewards/")]
     scores = [f"{text_html(n.removeprefix('rewards/'))} {_number(row[n])}" for n in functions]
     extracted = row["extracted"]
@@ -141,7 +134,6 @@ def has_fixed_length(row: Row) -> bool:
 
 
 def token_html(text: str, logp: float, advantage: float, largest: float) -> str:
-    """A token in its shades: `p1` … for surprise, `u1` … and `d1` … for advantage."""
     if not text:  # the beginning of a character that a later token ends
         return ""
     surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))

@@ -1,6 +1,5 @@
-"""The files that a run writes, and the progress that it shows: metrics.jsonl (an object per logged
-step, TRL's names), prompts.jsonl (one per prompt that was asked), completions/step_000010.parquet …
-and completions.html, curves.png, summary.json. The resolved config.yaml lies beside them.
+"""The files that a run writes, and the progress that it shows: metrics.jsonl (TRL's names),
+prompts.jsonl, completions/step_000010.parquet … and completions.html, curves.png, summary.json.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -23,11 +22,10 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config.run import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.curves import plot_runs
+from grpo_fast.train.report.curves import plot_runs, settings_of
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
-from grpo_fast.train.report.titles import settings_of
 from grpo_fast.train.report.trackers import Trackers
 
 CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
@@ -45,8 +43,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def by_rank_0(method: Method) -> Method:
-    """Let a method of a report do nothing on the other ranks."""
-
     @functools.wraps(method)
     def only_there(self: RunReport, *arguments: Any) -> Any:
         return method(self, *arguments) if self._is_writer else None
@@ -54,7 +50,7 @@ def by_rank_0(method: Method) -> Method:
     return only_there  # type: ignore[return-value]
 
 
-class RunReport:
+class RunReport(AbstractContextManager[Any]):
     """Writes into a run's folder and shows its progress, on rank 0 for all: from `begin` on.
 
     Args:
@@ -94,9 +90,6 @@ class RunReport:
             self._progress = start_bar(self._stream, self.total_steps)
             self._plain = self._progress is None
 
-    def __enter__(self) -> RunReport:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -111,24 +104,20 @@ class RunReport:
 
     @by_rank_0
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append to prompts.jsonl: one line for each prompt that a step has asked."""
         self._prompts.append(rows)
 
     def lengths(self) -> tuple[int, int]:
-        """Bytes of metrics.jsonl and prompts.jsonl."""
         if not self._has_begun:
             return self._lengths
         return self._metrics.length, self._prompts.length
 
     @by_rank_0
     def sync(self) -> None:
-        """Flush the logs to the disk."""
         self._metrics.sync()
         self._prompts.sync()
 
     @by_rank_0
     def note(self, *lines: str) -> None:
-        """Lines for the person watching, above the progress bar."""
         text = "\n".join(map(escape_control, lines))
         with self._unless_lost():
             if self._progress is not None:
@@ -156,9 +145,7 @@ class RunReport:
 
     @by_rank_0
     def finish(self, summary: Mapping[str, Any]) -> str:
-        """Write summary.json and curves.png; print and return the line before → after, where
-        `summary` has evaluations' metrics under "before" and "after".
-        """
+        """Write summary.json and curves.png; print and return the line before → after."""
         self.close()
         whole = self.folder / "summary.json.tmp"
         with written(whole):
@@ -212,7 +199,6 @@ class RunReport:
 
 
 def start_bar(stream: TextIO, total: int) -> Progress | None:
-    """A live bar on a terminal, None elsewhere."""
     console = Console(file=stream)
     if not console.is_terminal:
         return None

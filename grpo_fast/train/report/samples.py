@@ -24,10 +24,8 @@ def rows_of(
     count: int,
     group_size: int,
 ) -> list[dict[str, Any]]:
-    """The first completions, at least `count` of them and whole groups.
-
-    A row holds the prompt, the completion and its answers as texts, the numbers that it was given,
-    and token by token: `tokens` (texts), `logps` (the sampler's), `advantages`.
+    """The first completions, at least `count` of them and whole groups: prompt, completion and
+    answers as texts, its numbers, and by token `tokens`, `logps` (the sampler's), `advantages`.
     """
     rollout = collected.rollout
     shown = min(len(rollout.texts), -(-count // group_size) * group_size)
@@ -58,10 +56,7 @@ def token_advantages(advantages: Tensor, lengths: Sequence[int]) -> list[Tensor]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds, special tokens too.
-
-    A character of several tokens stands at the last of them, the ones before are empty.
-    """
+    """The text that each token adds; a character of several tokens stands at the last of them."""
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)
@@ -76,7 +71,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """An answer that a scorer found, as a text; None where it found none."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
@@ -106,7 +100,6 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path
 
 
 def read_parquet(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a table that `write_parquet` wrote."""
     from pyarrow import parquet
 
     return parquet.read_table(path).drop_columns("step").to_pylist()

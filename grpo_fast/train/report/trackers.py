@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.titles import flat
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
@@ -20,18 +20,13 @@ def check_trackers(names: Sequence[str]) -> None:
     from accelerate.tracking import get_available_trackers
 
     known = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
-    missing = [name for name in names if name not in known]
-    if missing:
-        packages = ", ".join(missing)
-        expected = "expected trackers whose packages are installed"
-        raise ValueError(f"log.trackers: {expected}, got {packages} (pip install {packages})")
+    missing = ", ".join(name for name in names if name not in known)
+    came = f"{missing} (pip install {missing})"
+    require(not missing, "log.trackers", "trackers whose packages are installed", came)
 
 
 class Trackers:
-    """The trackers of one run, by the `names` of `log.trackers`: none of them by default.
-
-    The run has the name of its `folder`, and its `settings` under dotted names.
-    """
+    """The trackers of one run, by the `names` of `log.trackers`; `settings` have dotted names."""
 
     def __init__(
         self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
@@ -50,7 +45,7 @@ class Trackers:
         options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
         plain = {  # trackers take numbers and texts; None is a text, too
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in flat(settings).items()
+            for name, value in settings.items()
         }
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
         self.trackers = accelerator.trackers

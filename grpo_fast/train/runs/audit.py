@@ -1,7 +1,7 @@
 """`grpo-fast audit RUN`: what became of each prompt that a run has drawn.
 
-A run draws its training set in order, round and round. Its prompts.jsonl has a line for each prompt
-of the finished steps, its newest checkpoint knows those of a step that is under way.
+Its prompts.jsonl has a line for each prompt of the finished steps, its newest checkpoint knows
+those of a step that is under way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ WAITING = "drawn and not yet trained"
 
 
 class Fate(NamedTuple):
-    """One drawing of a prompt: its place in the order of drawing, and what came of it."""
-
     place: int
     prompt: int
     step: int
@@ -37,7 +35,6 @@ class Audit(NamedTuple):
     notes: list[str]  # damaged checkpoints
 
     def lines(self) -> Iterator[str]:
-        """A line for each prompt, the counts, and what is wrong."""
         for one in self.fates:
             when = f"at step {one.step}" if one.fate != WAITING else f"step {one.step} is under way"
             yield f"prompt {one.prompt}: {one.fate}, {when}"

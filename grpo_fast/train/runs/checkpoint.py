@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import CheckpointError
+from grpo_fast.errors import CheckpointError, require
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.files import read_regular, sha256_of, sync
 from grpo_fast.train.ranks import distributed
@@ -79,8 +79,7 @@ def name_of(step: int, place: int) -> str:
 def order_of(name: str) -> tuple[int, int]:
     """Where a name stands in the run. Raises ValueError for what is no checkpoint's name."""
     match = NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"checkpoint: expected a name such as step_000010, came {name!r}")
+    require(match, "checkpoint", "a name such as step_000010", repr(name))
     return int(match[1]), int(match[2] or 0)
 
 
@@ -120,10 +119,10 @@ def write_checkpoint(
         with _named(final):
             write_tensors(part / WEIGHTS, tensors)
         with distributed.together(), _named(final):
-            mine = owned_files(part / WEIGHTS)
+            mine = [f"{WEIGHTS}/{path.name}" for path in owned_files(part / WEIGHTS)]
             if distributed.is_main():
-                mine += [path for path in _files(part) if path.parent.name != WEIGHTS]
-            sums = {path.relative_to(part).as_posix(): _synced_sum(path) for path in mine}
+                mine += [name for name in _files(part) if not name.startswith(f"{WEIGHTS}/")]
+            sums = {name: _synced_sum(part / name) for name in mine}
         sums = {file: known for each in distributed.gather(sums) for file, known in each.items()}
         with distributed.together(), _named(final):
             if distributed.is_main():
@@ -137,7 +136,6 @@ def write_checkpoint(
 
 @contextmanager
 def _named(final: Path) -> Iterator[None]:
-    """Raise what the disk refuses as a CheckpointError that says what is still there."""
     from safetensors import SafetensorError
 
     try:
@@ -150,7 +148,7 @@ def _named(final: Path) -> Iterator[None]:
 
 
 def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
-    there = {path.relative_to(part).as_posix() for path in _files(part)}
+    there = _files(part)
     if there != manifest["files"].keys():
         raise OSError(f"{part} is not a folder that all ranks share: {sorted(there)}")
     (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -164,20 +162,16 @@ def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
     sync(final.parent.parent)
 
 
-def set_aside(checkpoint: Path) -> Path | None:
-    """Rename a checkpoint, so that no run goes on from it; None where there is none."""
-    if not os.path.lexists(checkpoint):
-        return None
-    names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
-    free = next(x for x in map(checkpoint.with_name, names) if not os.path.lexists(x))
-    os.replace(checkpoint, free)
-    return free
+def set_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint, if there is one, so that no run goes on from it."""
+    if os.path.lexists(checkpoint):
+        names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
+        free = (x for x in map(checkpoint.with_name, names) if not os.path.lexists(x))
+        os.replace(checkpoint, next(free))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint; FormatError for another version's, ValueError or OSError for
-    one that cannot be read.
-    """
+    """The manifest of a checkpoint. Raises FormatError for another version's."""
     was = read_checked(Format, checkpoint / MANIFEST, MOST_BYTES).format
     if was != FORMAT:
         expected = f"expected a checkpoint of format {FORMAT}, which this version writes and reads"
@@ -187,14 +181,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Name the fault of a checkpoint: a file that is missing, changed, or not its own; None: sound.
-    Raises FormatError for one of another version.
-    """
+    """Name a checkpoint's fault: a file that is missing, changed, or not its own; None: sound."""
     try:
         if checkpoint.is_symlink():
             return "it is a link"
         files = read_manifest(checkpoint).files
-        there = {path.relative_to(checkpoint).as_posix() for path in _files(checkpoint)}
+        there = _files(checkpoint)
         for name in sorted(there ^ {MANIFEST, *files}):
             return f"{name} is {'not in the manifest' if name in there else 'missing'}"
         for name, known in files.items():
@@ -217,10 +209,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said.
-
-    Raises FormatError where one of another version is newer.
-    """
+    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -246,9 +235,9 @@ def prune(latest: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _files(folder: Path) -> list[Path]:
-    """All that is no folder below a folder, links among it."""
-    return [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
+def _files(folder: Path) -> set[str]:
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
 def _synced_sum(file: Path) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.train.config import ModelConfig, RunConfig
+from grpo_fast.train.config import ModelConfig, RunConfig, require
 from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
@@ -27,8 +27,7 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     """
     source = Path(checkpoint)
     problem = problem_of(source) if source.is_dir() else "there is no such folder"
-    if problem is not None:
-        raise ValueError(f"export: expected a whole checkpoint, got {source}: {problem}")
+    require(problem is None, "export", "a whole checkpoint", f"{source}: {problem}")
     check_folder(out)
     config = RunConfig.model_validate(read_state(source).config).model
     # A run's folder is data: it may ask for no code, not for that of an attention either.
@@ -56,10 +55,7 @@ def save_models(trainer: Trainer, folder: Path) -> None:
 def unsharded_models(
     config: RunConfig, policy: Policy, critic: Critic | None
 ) -> tuple[Policy, Critic | None]:
-    """The models of a run in one piece on rank 0, those given on the others. Collective.
-
-    Rank 0 builds them again and takes the weights over, a tensor at a time.
-    """
+    """The models of a run in one piece on rank 0, those given on the others. Collective."""
     if not policy.is_sharded:
         return policy, critic
     plain: list[Any] = [policy, critic]

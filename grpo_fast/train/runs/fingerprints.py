@@ -1,7 +1,5 @@
 """All that a resumed run, and every rank of a run, must have as the run began: the configuration,
-and fingerprints of what it only names, which are data, rewards and models.
-
-Both lie in every checkpoint.
+and fingerprints of the data, rewards and models that it only names.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`.
-
-    Those of the data are `Splits.fingerprints`.
-    """
+    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`."""
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]

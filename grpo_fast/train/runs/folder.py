@@ -9,6 +9,8 @@ import unicodedata
 import weakref
 from pathlib import Path
 
+from grpo_fast.errors import require
+
 
 class OutputFolderError(ValueError):
     """The output folder cannot be used; the message says why and what to do."""
@@ -19,8 +21,8 @@ def run_folder(root: str | Path, name: str) -> Path:
     base = Path(root)
     bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
     bad = bad or not name.strip() or name in (".", "..")
-    if bad or (base / name).resolve().parent != base.resolve():
-        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
+    fits = not bad and (base / name).resolve().parent == base.resolve()
+    require(fits, "name", f"a plain folder name inside {base}", repr(name), OutputFolderError)
     return base / name
 
 
@@ -59,7 +61,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def claim_folder(folder: str | Path) -> Path:
-    """The folder, made where it does not exist. Raises OutputFolderError as `check_folder` does."""
+    """The folder, made where it does not exist; as `check_folder`."""
     check_folder(folder)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -69,8 +71,9 @@ def claim_folder(folder: str | Path) -> Path:
 
 
 class FolderLock:
-    """A folder that is this process's alone until `release` or its end: a lock of the kernel's,
-    of which a killed process leaves nothing behind. Raises OutputFolderError if another has it.
+    """A folder that is this process's alone until `release` or its end, by a lock of the kernel's.
+
+    Raises OutputFolderError if another has it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -90,7 +93,6 @@ class FolderLock:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """`path`, or what is there above it. Raises OSError or ValueError for an impossible path."""
     for candidate in (path, *path.parents):
         try:
             os.lstat(candidate)

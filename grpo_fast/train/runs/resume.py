@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.files import check_regular, written
 from grpo_fast.train.ranks import distributed
@@ -52,12 +52,10 @@ class Start:
 
     @property
     def source(self) -> Path | None:
-        """The folder of the run whose checkpoint it is."""
         return None if self.checkpoint is None else self.checkpoint.parent.parent
 
     @property
     def step(self) -> int:
-        """The steps that are finished."""
         return 0 if self.checkpoint is None else order_of(self.checkpoint.name)[0]
 
 
@@ -86,10 +84,9 @@ def entered(config: RunConfig) -> Iterator[Start]:
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     """Where `config.resume` leads. Creates nothing; the folder is locked, if it exists.
 
-    Raises:
-        OutputFolderError: the folder is occupied, by something that this run cannot go on from.
-        ValueError: a checkpoint that is not there or damaged, or of another configuration or
-            version; logs that are shorter than it says; a link or a device among its files.
+    Raises OutputFolderError for a folder that this run cannot go on from; ValueError for a
+    checkpoint that is not there or damaged, or of another configuration or version, logs that are
+    shorter than it says, a link or a device among its files.
     """
     folder = Path(config.output_dir)
     if config.resume is None:
@@ -109,19 +106,15 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
         check_folder(folder)
     state = read_state(checkpoint)
     check_same(state.config, config)
-    if state.step > config.steps:
-        expected = f"expected a checkpoint of at most the {config.steps} steps of the run"
-        raise ValueError(f"resume: {expected}, got {checkpoint}")
+    expected = f"a checkpoint of at most the {config.steps} steps of the run"
+    require(state.step <= config.steps, "resume", expected, checkpoint)
     for name, length in zip(LOGS, state.lengths, strict=True):
         _check_log(source / name, length)
     return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
 def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
-    """Take the folder of a run, and let its report write into it. Collective: rank 0 does, for all.
-
-    Raises OutputFolderError for one that holds files of something else, or cannot be made.
-    """
+    """Take the folder of a run, and let its report write into it: rank 0 does, for all."""
     with distributed.together():
         if distributed.is_main():
             _put_back(config, start)
@@ -156,14 +149,12 @@ def _named(path: Path, say: Callable[[str], None]) -> Path:
     """The checkpoint at `path`, or the newest whole one of the run there."""
     if (path / MANIFEST).is_file():
         problem = problem_of(path)
-        if problem is not None:
-            raise ValueError(f"resume: expected a whole checkpoint, got {path}: {problem}")
+        require(problem is None, "resume", "a whole checkpoint", f"{path}: {problem}")
         return path.resolve()
     _check_files(path)
     checkpoint = newest(path, say)
-    if checkpoint is None:
-        expected = "expected auto, or the folder of a run or a checkpoint that is whole"
-        raise ValueError(f"resume: {expected}, got {str(path)!r}")
+    expected = "auto, or the folder of a run or a checkpoint that is whole"
+    require(checkpoint, "resume", expected, repr(str(path)))
     return checkpoint
 
 
@@ -177,10 +168,9 @@ def _check_files(run: Path) -> None:
 
 def _check_log(path: Path, length: int) -> None:
     size = path.stat().st_size if path.is_file() else -1
-    if size < length:
-        came = f"{size} bytes" if size >= 0 else "no file"
-        expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
-        raise ValueError(f"resume: expected {expected}, got {came}")
+    came = f"{size} bytes" if size >= 0 else "no file"
+    expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
+    require(size >= length, "resume", expected, came)
 
 
 def _may_begin_again(folder: Path, config: RunConfig) -> bool:

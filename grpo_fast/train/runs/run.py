@@ -20,6 +20,7 @@ from grpo_fast.errors import (
     NonFiniteLogits,
     RankError,
     Stopped,
+    require,
 )
 from grpo_fast.objective.advantages import CENTERED
 from grpo_fast.objective.losses import OBJECTIVES
@@ -51,10 +52,7 @@ from grpo_fast.train.update.trainer import Trainer
 
 
 class Run:
-    """Hands out steps; logs, evaluates and saves them when they are made.
-
-    `evaluate` asks the engine the held-out questions.
-    """
+    """Hands out steps; logs, evaluates and saves them when they are made."""
 
     def __init__(
         self,
@@ -130,7 +128,6 @@ class Run:
             return self._evaluate(engine).metrics
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
-        """The completions of a step for its table and for the page."""
         examples = self.collector.examples_of(step.collected)
         used = dataclasses.replace(step.collected, advantages=step.batch.used_advantages())
         answers = [example.answer for example in examples if example.answer]
@@ -142,20 +139,15 @@ class Run:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save a checkpoint when a signal, the engine or the gradients end the run.
-
-        Other errors leave the checkpoints that are there.
-        """
+        """Save a checkpoint when a signal, the engine or the gradients end the run."""
         try:
             yield
         except NonFiniteLogits as error:
             when = f"at step {self.number}" if self.number else "before the first step"
             advice = "a lower optim.lr or a wider model.dtype may help"
             raise NonFiniteLogits(f"{error} {when}; {advice}") from None
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error}; {self._saved()}") from None
-        except EngineError as error:
-            raise EngineError(f"{error}; {self._saved()}") from error
+        except (NonFiniteGradient, EngineError) as error:
+            raise type(error)(f"{error}; {self._saved()}") from error
         except Stopped as stopped:
             self.trainer.forget_gradients()
             path = self.save()
@@ -172,9 +164,8 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of the latest mark, and prune the older ones. Collective."""
         trainer, config, underway = self.trainer, self.config, self.state.underway
-        if config.optim.states != "full":
-            expected = "expected optim.states: full, whose moments a file can hold"
-            raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
+        expected, states = "optim.states: full, whose moments a file can hold", config.optim.states
+        require(states == "full", "checkpoint", expected, states, CheckpointError)
         name = name_of(self.state.step, 0 if underway is None else underway.place)
         best = config.checkpoint.best if underway is None else None
         value = None if best is None else self.state.metrics.get(best)
@@ -207,10 +198,7 @@ class Run:
         )  # fmt: skip
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint. Collective.
-
-        Raises ValueError for one that does not fit: nothing is filled in.
-        """
+        """Go on from a checkpoint. Collective. Raises ValueError for one that does not fit."""
         from safetensors.torch import load_file
 
         with _refused(folder):
@@ -267,14 +255,13 @@ def _check_place(step: Step, config: RunConfig, number: int) -> None:
     fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
     fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
     has_all = step.collected is not None and step.packing is not None
-    if not (fits and has_all and step.number == number and step.updates.per_pass == per_pass):
-        came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
-        raise ValueError(f"{STATE}: underway: expected a place in step {number}, got {came}")
+    fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
+    came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+    require(fits, f"{STATE}: underway", f"a place in step {number}", came)
 
 
 @contextmanager
 def _refused(folder: Path) -> Iterator[None]:
-    """Name the checkpoint that does not fit."""
     try:
         yield
     except Exception as error:  # the readers of safetensors have classes of their own

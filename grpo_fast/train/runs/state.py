@@ -1,12 +1,10 @@
 """The state of a run between two updates, and its files in a checkpoint.
 
-weights/          policy and moments; a critic; a reference that cannot be built again (one that is
-                  synced, or follows a warm start); with LoRA the adapters alone
-state.json        `State`: counters, the place in the data, β, windows of rewards, the configuration
+weights/          policy and moments; a critic; a reference that cannot be built again; with LoRA
+                  the adapters alone
+state.json        `State`
 state.safetensors random numbers; of a step under way, or sampled ahead, its completions' numbers
 tokenizer/        for `grpo-fast export`
-
-A run's folder may be somebody else's: what does not fit a field is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.rollout.saved import Saved, split_tensors
 from grpo_fast.train.collect.ahead import Sampled
 from grpo_fast.train.collect.collector import CollectorState
@@ -37,8 +36,6 @@ MAY_CHANGE = {"config", "fingerprints", "training_set", "fallback", "random"}
 
 @dataclass
 class RandomState:
-    """The states of torch's global generators."""
-
     cpu: Saved
     cuda: Saved | None
 
@@ -76,22 +73,17 @@ class State:
 
 
 def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> State:
-    """A checkpoint's state.json, with the `tensors` of the file beside it in their places (None:
-    their names stay). Raises ValueError with the field.
-    """
+    """A checkpoint's state.json, with the `tensors` of the file beside it in their places."""
     state = read_checked(State, checkpoint / STATE, MOST_BYTES, tensors)
     if tensors:
         raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
-    expected = order_of(checkpoint.name)[0]
-    if state.step != expected:
-        raise ValueError(f"{STATE}: step: expected {expected}, as its name says, got {state.step}")
+    step = order_of(checkpoint.name)[0]
+    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
     return state
 
 
 def check_round_trip(state: State, checkpoint: Path) -> None:
-    """Raise a ValueError where a state that was loaded is, stored again, not what the file holds:
-    something was passed over, or a default filled in.
-    """
+    """Raise a ValueError where a loaded state is, stored again, not what the file holds."""
     texts = json.dumps(split_tensors(state, {})), read_regular(checkpoint / STATE, MOST_BYTES)
     ours, theirs = (json.loads(text, parse_int=float) for text in texts)  # 1 is 1.0
     for key in sorted({field.name for field in dataclasses.fields(State)} - MAY_CHANGE):

@@ -21,8 +21,6 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopping:
-    """Whether a signal has come."""
-
     def __init__(self) -> None:
         self.number: int | None = None
 
@@ -36,7 +34,7 @@ class Stopping:
     ) -> Iterator[None]:
         """Answer signals at the forward passes of `model`, in an `agreed()`; then as before.
 
-        Outside of the main thread, where Python takes no signals, nothing is changed.
+        Outside of the main thread Python takes no signals, and nothing is changed.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -1,7 +1,6 @@
 """Tensors of a checkpoint through torch.distributed.checkpoint, as safetensors.
 
-Each rank writes the shards that it has, and a tensor that all ranks have is written by one of them.
-Reading fills the tensors that the caller has in place, on any number of ranks, in any shards.
+Each rank writes the shards that it has; reading fills the tensors that the caller has in place.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
 
 FILE_BYTES = 1 << 30  # of a file: its bytes are put together in memory before they are written
@@ -33,15 +33,13 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """The names of the tensors in a folder."""
     return sorted(_metadata(folder))
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
     """Fill tensors with those of the same names, all that begin with `prefix`. Collective.
 
-    Raises ValueError for a name that is missing or not asked for, another shape or dtype, a tensor
-    that is not there as a whole.
+    Raises ValueError for a name that is missing or not asked for, another shape or dtype.
     """
     with distributed.together():
         stored = _metadata(folder)
@@ -54,7 +52,6 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> 
 
 
 def owned_files(folder: Path) -> list[Path]:
-    """The files that this rank has written."""
     return sorted(folder.glob(f"shard-{distributed.rank() + 1:05d}-*"))
 
 
@@ -72,11 +69,10 @@ def _check_names(asked: Collection[str], stored: Collection[str]) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, stored: TensorStorageMetadata) -> None:
     ours, theirs = (tensor.dtype, tensor.shape), (stored.properties.dtype, stored.size)
-    if ours != theirs:
-        expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
-        raise ValueError(f"the tensor {name}: expected {expected}, got {came}")
-    if not _is_whole(stored.chunks, tuple(stored.size)):
-        raise ValueError(f"the tensor {name}: expected all of its rows once, got other chunks")
+    expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
+    require(ours == theirs, f"the tensor {name}", expected, came)
+    fits = _is_whole(stored.chunks, tuple(stored.size))
+    require(fits, f"the tensor {name}", "all of its rows once", "other chunks")
 
 
 def _is_whole(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:

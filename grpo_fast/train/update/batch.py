@@ -30,7 +30,6 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """The totals of one rank's micro-batches."""
         items = max(1, sum(batch.active_tokens for batch in minibatch))
         trunk = sum(batch.trunk_tokens for batch in minibatch)
         return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
@@ -55,17 +54,13 @@ class StepBatch:
     """The completions of one step in micro-batches of at most `budget` trunk tokens.
 
     `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
-    budget gets one of its own. `pack` with another budget starts again, and keeps what was computed
-    about each completion where asked to.
-
-    Of several ranks each has a share of every minibatch, whole groups, with about as many tokens
-    as the others', and idle micro-batches behind its own until all have equally many. `totals[k]`
-    are those of all ranks, and so is what `of_each` gives.
+    budget gets one of its own. Of several ranks each has a share of every minibatch, whole groups,
+    with about as many tokens as the others', and idle micro-batches until all have equally many.
+    `totals[k]` are those of all ranks, and so is what `of_each` gives.
 
     Args:
         rollout: N·G completions, the G of a prompt side by side.
         advantages: (N·G,).
-        group_size: G.
         minibatches: optimizer steps per pass; it divides N·G.
         shared: the completions of a group share one copy of their prompt.
     """
@@ -106,7 +101,6 @@ class StepBatch:
 
     @property
     def largest(self) -> int:
-        """Trunk tokens of the largest micro-batch."""
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
     def deal(self, order: Sequence[int]) -> None:
@@ -116,7 +110,6 @@ class StepBatch:
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Deal the completions, or whole groups of them, in an order that the seed fixes."""
         size = self.group_size if by_group else 1
         count = len(self.rollout.completion_ids)
         blocks = [range(first, first + size) for first in range(0, count, size)]
@@ -151,7 +144,6 @@ class StepBatch:
         self.has_fixed = bool(packing.fixed)
 
     def has(self, name: str) -> bool:
-        """Whether the micro-batches have values of this name."""
         return all(getattr(batch, name) is not None for batch in self.micro_batches)
 
     def of_each(self, name: str) -> list[Tensor]:
@@ -172,7 +164,6 @@ class StepBatch:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
     def used_advantages(self) -> Tensor:
-        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
         if not self.has("token_advantages"):
             return self.advantages
         return torch.cat(self.of_each("token_advantages"))
@@ -185,10 +176,10 @@ class StepBatch:
             plan = self._plan([groups[g] for g in own], budget)
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
-        micro_batches = [self._packed(chosen) for chosen in plans[self.rank]]
+        micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
         if missing := max(map(len, plans)) - len(micro_batches):
             shortest = min(part, key=lambda i: self._cost([i]))
-            micro_batches += [self._packed([[shortest]]).idle()] * missing
+            micro_batches += [self.packed([[shortest]]).idle()] * missing
         # The loss takes len(part)/G for the number of prompts: here it is that of those present.
         scale = len(groups) * self.group_size / len(part)
         of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
@@ -198,12 +189,11 @@ class StepBatch:
         items = sum(map(self._tokens, part))
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
-    def _packed(self, chosen: list[list[int]]) -> MicroBatch:
+    def packed(self, chosen: list[list[int]]) -> MicroBatch:
         options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
         return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Completions by micro-batch and, in it, by group."""
         if self.is_recorded:
             every = [i for group in groups for i in group]
             rows = plan_trees(samples_of(self.rollout, every), budget)
@@ -212,7 +202,6 @@ class StepBatch:
         return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
 
     def _group(self, i: int) -> Any:
-        """Completions of one group stand side by side."""
         return self.rollout.prompts[i] if self.is_recorded else i // self.group_size
 
     def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:

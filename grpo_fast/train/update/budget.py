@@ -6,21 +6,21 @@ import dataclasses
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.planning.memory_model import USABLE_GPU, predict_model
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 USABLE_CPU = 0.5  # fraction of all memory: the rest is rollouts, other processes
 UNLIMITED = 1 << 40
@@ -48,7 +48,7 @@ class TokenBudget:
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         fixed = config.tokens_per_microbatch
         self.tokens = fixed or min(distributed.gather(self._default()))
-        self.in_step = config.distributed in SHARDED and distributed.size() > 1
+        self.in_step = config.is_sharded and distributed.size() > 1
 
     def _default(self) -> int:
         if self.memory is None:
@@ -61,33 +61,37 @@ class TokenBudget:
             log.warning(said + "completion at a time is tried", needed, limit / GIB)
         return max(tokens, 1)
 
-    def attempts(
-        self, batch: StepBatch, undo: Callable[[], None], keep_fixed: bool
-    ) -> Iterator[Attempt]:
-        """`for attempt in attempts(…): with attempt: …` until the work fits into memory.
+    def fit(
+        self, batch: StepBatch, work: Callable[[], Result], undo: Callable[[], None],
+        keep_fixed: bool,
+    ) -> Result:  # fmt: skip
+        """Call `work` until it fits into memory: each time that it does not, `undo` forgets what it
+        left behind, the budget is halved and `batch` packed again.
 
-        After each attempt that runs out of memory the budget is halved and `batch` packed again.
+        keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
 
-        Args:
-            undo: forgets whatever an attempt left behind (its gradients).
-            keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
-
-        Raises:
-            ValueError: memory ran out with one completion per micro-batch.
+        Raises ValueError with one completion per micro-batch, and for ranks that hold shards.
         """
         while True:
             self.largest = max(self.largest, batch.largest)
             rows = (len(micro.completion_mask) for micro in batch.micro_batches)
             self.most_rows = max(self.most_rows, *rows)
-            attempt = Attempt(self.in_step)
-            yield attempt
-            if attempt.failure is None:
-                return
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = str(error).splitlines()[0]
+                if self.in_step:
+                    raise ValueError(
+                        f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
+                        "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+                    ) from error
             # Only here, without the exception and its frames, is the memory of the attempt free.
             undo()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._lower(batch, attempt.failure)
+            self._lower(batch, failure)
             batch.pack(self.tokens, keep_fixed)
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
@@ -116,27 +120,6 @@ class TokenBudget:
         return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
 
 
-class Attempt:
-    """A context that ends quietly, with `failure` set, when its work runs out of memory."""
-
-    def __init__(self, in_step: bool) -> None:
-        self.in_step, self.failure = in_step, None  # type: bool, str | None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, (RuntimeError, MemoryError)) or not is_out_of_memory(error):
-            return False
-        self.failure = str(error).splitlines()[0]
-        if self.in_step:
-            raise ValueError(
-                f"tokens_per_microbatch: memory ran out ({self.failure}), and ranks that hold "
-                "shards cannot try again; expected fewer tokens (resume=auto goes on)"
-            ) from error
-        return True
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or any(text in str(error) for text in OUT_OF_MEMORY)
@@ -157,5 +140,4 @@ def _host_memory() -> int:
 
 
 def host_peak() -> int:
-    """Bytes: the most this process has had in main memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

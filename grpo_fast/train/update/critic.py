@@ -1,7 +1,6 @@
 """PPO's value function: V of the state before each completion token, and its share of a step.
 
-V(s_t) is read at the row that predicts token t, so a prompt's last row serves the first token of
-every completion.
+V(s_t) is read at the row that predicts token t: a prompt's last row serves all first tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Critic:
         self.trunk.model.train()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the critic's own optimizer: the head, and a trunk of its own."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
 
     def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
@@ -111,8 +109,6 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     """The critic of a run, with the head that lies in `critic.path`, if one does; None without.
 
     model: the policy's, whose dtype and options a model of the critic's own takes.
-
-    Raises ValueError for a model that is not there, or a head of another width.
     """
     if critic is None:
         return None
@@ -146,10 +142,8 @@ def _load_head(head: nn.Linear, file: Path) -> None:
 def token_weights(
     batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
 ) -> Tensor:  # (R,)
-    """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count.
-
-    Args:
-        items, completions: of the whole optimizer step, as the loss is given them.
+    """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count;
+    `items` and `completions` are the whole optimizer step's.
     """
     ends, counts = batch.packed.cu_seqlens.long(), batch.completion_mask
     before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))

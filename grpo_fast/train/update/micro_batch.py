@@ -75,7 +75,6 @@ class MicroBatch:
         )
 
     def idle(self) -> MicroBatch:
-        """The same row without a token that counts."""
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 
@@ -85,7 +84,6 @@ class MicroBatch:
 
     @property
     def trunk_tokens(self) -> int:
-        """T."""
         return self.packed.layout.total
 
     def __len__(self) -> int:
@@ -117,7 +115,6 @@ def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int],
 def support_of(
     rollout: Rollout, chosen: Sequence[int], device: torch.device | str
 ) -> Support | None:
-    """The sets that the tokens of these completions were drawn from; None: nothing truncated."""
     kept = [rollout.kept[i] for i in chosen]
     sets = [None if one is None else (one.ids, one.offsets.diff()) for one in kept]
     return Support.join(sets, [rollout.lengths[i] for i in chosen], device)

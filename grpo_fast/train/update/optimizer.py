@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
-from grpo_fast.train.config import OptimConfig
+from grpo_fast.train.config import OptimConfig, require
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks.distributed import sum_gradients, whole
 
@@ -25,24 +25,18 @@ MAX_SKIPS_IN_A_ROW = 3
 
 @dataclass
 class OptimizerState:
-    """The place in the schedule, and the bad gradients so far."""
-
     steps: Count
     skipped: Count
     skipped_in_a_row: Count
 
 
 class Optimizer:
-    """Clip → step → schedule.
-
-    A gradient that is not finite is dropped and counted; the third in a row ends the run.
-    """
+    """Clip → step → schedule. Gradients that are not finite are dropped; three in a row end it."""
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
     ) -> None:
-        if not parameters:
-            raise ValueError("parameters: expected at least one that is trained, came none")
+        require(parameters, "parameters", "at least one that is trained", "none")
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
         self.adam = build_adam(parameters, config)
         self.steps = self.skipped = self.skipped_in_a_row = 0
@@ -50,12 +44,10 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
         kind, warmup = self.config.schedule, self.config.warmup
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
-        """`apply` and `check`."""
         norm = self.apply()
         self.check()
         return norm
@@ -78,13 +70,11 @@ class Optimizer:
         return norm
 
     def check(self) -> None:
-        """Raise NonFiniteGradient after the third bad gradient in a row."""
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
             raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
 
     def state_dict(self) -> OptimizerState:
-        """The state beside the moments."""
         return OptimizerState(self.steps, self.skipped, self.skipped_in_a_row)
 
     def load_state_dict(self, state: OptimizerState) -> None:
@@ -110,10 +100,6 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
 
-    def pass_over(self, steps: int) -> None:
-        """Let the schedule go on as if so many steps had been taken."""
-        self.steps += steps
-
     def zero_grad(self) -> None:
         self.adam.zero_grad(set_to_none=True)
 
@@ -124,10 +110,8 @@ class Optimizer:
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """AdamW with its moments kept as `config.states` says.
-
-    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, about 2 bytes
-    per weight. offload: torchao's, weights and moments in host memory, where the step is taken.
+    """AdamW with its moments kept as `config.states` says: full: torch's, in the weights' dtype;
+    8bit: torchao's or bitsandbytes'; offload: torchao's, weights and moments in host memory.
 
     Raises ValueError where the package is not installed, or offload has no accelerator.
     """

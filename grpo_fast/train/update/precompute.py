@@ -117,11 +117,10 @@ def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
 
 
 def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
-    """(N·G,) V of the state after the last token of a completion that was cut off; 0 where it
-    ended with EOS, or belongs to another rank.
+    """(N·G,) V of the state after the last token of a completion that was cut off; 0 where it ended
+    with EOS, or belongs to another rank.
 
-    That state predicts no token, so it is in no micro-batch: the completions that were cut off are
-    packed once more, with one token more, whose row it is.
+    That state is in no micro-batch: these completions are packed once more, with one token more.
     """
     following = torch.zeros(len(batch.rollout.completion_ids))
     for micro in batch.micro_batches:

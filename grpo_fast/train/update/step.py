@@ -71,10 +71,7 @@ class Step:
     """One step of a run: its completions, the updates made so far, the metrics.
 
     The next update is that of minibatch `minibatch` in pass `epoch`; `metrics` are there when all
-    updates are made and the schedules have moved on.
-
-    Attributes:
-        packing: in a checkpoint, the state of `batch`.
+    updates are made. `packing` is, in a checkpoint, the state of `batch`.
     """
 
     number: Count
@@ -97,11 +94,6 @@ class Step:
         if self.collected is None:
             return 0
         return 1 + len(self.updates) + (self.metrics is not None)
-
-    def done(self, losses: LossMetrics, rate: float, norm: float) -> None:
-        """An update is made; the next minibatch comes."""
-        self.updates.add(losses, rate, norm)
-        self.minibatch += 1
 
     def stored(self) -> Step:
         """The step for a checkpoint. Collective: each rank has a part of the batch."""

@@ -20,10 +20,9 @@ from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.config.run import SHARDED
-from grpo_fast.train.metrics.agreement import SamplerWatch, sampling_metrics
 from grpo_fast.train.metrics.clock import Clock, Work
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
+from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.ranks import distributed, sharding
@@ -71,7 +70,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
-        if config.distributed in SHARDED:
+        if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
@@ -85,12 +84,10 @@ class Trainer:
         self.num_tokens = self.peak_memory = 0
 
     def begin(self, number: int) -> Step:
-        """A step before its completions."""
         first = (number - 1) * self.updates_per_step + 1
         return Step(number, Updates(self.config.minibatches, first), Clock())
 
     def pack(self, step: Step, collected: Collected) -> None:
-        """Give a step its completions, packed into micro-batches."""
         rollout, distill = self.config.rollout, self.config.distill
         step.collected = collected
         task = 1.0 if distill is None else distill.task
@@ -103,7 +100,6 @@ class Trainer:
         step.batch.token_rewards = collected.token_rewards
 
     def resume(self, step: Step) -> None:
-        """Make a step of a checkpoint ready for its next update."""
         assert step.collected is not None and step.packing is not None
         self.pack(step, step.collected)
         step.batch.load_state_dict(step.packing)
@@ -115,7 +111,7 @@ class Trainer:
         config, batch = self.config, step.batch
         self.policy.model.train()
         if config.log.grad_variance and step.noise is None:
-            step.noise = self._noise(batch)
+            step.noise = gradient_variance(self.policy, batch, self.loss_config)
         while step.epoch < config.inner_iterations:
             if config.shuffle != "off" and step.minibatch == 0:
                 seed = f"{config.seed}/shuffle/{step.number}/{step.epoch}"
@@ -127,28 +123,28 @@ class Trainer:
                 step.epoch = config.inner_iterations
 
     def update(self, step: Step, minibatch: int) -> None:
-        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches.
+        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
+        batch = step.batch
 
-        Raises:
-            NonFiniteGradient: the third bad gradient in a row.
-        """
-        batch, keep_fixed = step.batch, len(step.updates) > 0
-        for attempt in self.budget.attempts(batch, self.forget_gradients, keep_fixed):
-            with attempt:
-                self.precompute(batch)
-                with distributed.together(in_step=self.policy.is_sharded):
-                    losses = accumulate(
-                        self.policy, batch.minibatches[minibatch], self.loss_config,
-                        validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
-                        correct_sampling=self.config.rollout.correct_sampling,
-                        critic=self.critic, totals=batch.totals[minibatch],
-                        ref_head=self.reference.head if self.reads_reference else None,
-                        distill=self.config.distill,
-                    )  # fmt: skip
-                losses = losses.of_all_ranks()
+        def work() -> LossMetrics:
+            self.precompute(batch)
+            with distributed.together(in_step=self.policy.is_sharded):
+                losses = accumulate(
+                    self.policy, batch.minibatches[minibatch], self.loss_config,
+                    validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
+                    correct_sampling=self.config.rollout.correct_sampling,
+                    critic=self.critic, totals=batch.totals[minibatch],
+                    ref_head=self.reference.head if self.reads_reference else None,
+                    distill=self.config.distill,
+                )  # fmt: skip
+            return losses.of_all_ranks()
+
+        keep_fixed = len(step.updates) > 0
+        losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
         rate = self.optimizer.learning_rate
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.done(losses, rate, norm)
+        step.updates.add(losses, rate, norm)
+        step.minibatch += 1
         for optimizer in self.optimizers.values():
             optimizer.check()
 
@@ -169,13 +165,12 @@ class Trainer:
         )  # fmt: skip
 
     def finish(self, step: Step) -> None:
-        """Give a step whose updates are all made its metrics; move schedules and reference on.
-
-        After an early stop the schedule goes on as if all updates had been made.
+        """Give a step whose updates are all made its metrics; move schedules and reference on,
+        after an early stop as if all updates had been made.
         """
         collected, batch, done, clock = step.collected, step.batch, step.updates, step.clock
         for optimizer in self.optimizers.values():
-            optimizer.pass_over(self.updates_per_step - len(done))
+            optimizer.steps += self.updates_per_step - len(done)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
@@ -224,8 +219,7 @@ class Trainer:
     ) -> dict[str, Tensor]:
         """The moments of these weights by name, as they lie in the optimizers.
 
-        Args:
-            stored: names of a checkpoint's tensors: make room for the moments that it has.
+        stored: names of a checkpoint's tensors: make room for the moments that it has.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
         moments: dict[str, Tensor] = {}
@@ -236,14 +230,12 @@ class Trainer:
         return moments
 
     def state_dict(self) -> TrainerState:
-        """The state beside weights and moments."""
         return TrainerState(
             self.num_tokens, self.peak_memory, self.beta.value, self.budget.state_dict(),
             {who: optimizer.state_dict() for who, optimizer in self.optimizers.items()},
         )  # fmt: skip
 
     def load_state_dict(self, state: TrainerState) -> None:
-        """Go on from `state_dict`."""
         self.num_tokens, self.peak_memory = state.num_tokens, state.peak_memory
         self.beta.value = state.beta
         self._use_beta()
@@ -265,12 +257,10 @@ class Trainer:
         }
 
     def _use_beta(self) -> None:
-        """Weigh the loss's KL with beta as it is now."""
         if self.loss_config.uses_reference:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
     def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        """Metrics of the losses of a step's updates, and what they were weighed with."""
         done = step.updates
         grad_norm = sum(done.norms) / len(done)
         metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": done.rates[-1]}
@@ -280,15 +270,7 @@ class Trainer:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
-    def _noise(self, batch: StepBatch) -> dict[str, float]:
-        """The variance of the policy gradient over the groups, before the first update."""
-        return gradient_variance(
-            self.policy, batch.rollout, batch.advantages, self.loss_config, shared=self.shared,
-            group_size=batch.group_size, mask_truncated=batch.mask_truncated,
-        )  # fmt: skip
-
     def _is_too_far(self, step: Step) -> bool:
-        """Whether the latest pass saw a policy too far from the old one, or from the reference."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
         return any(
             limit is not None and step.updates.last_pass(name) > limit

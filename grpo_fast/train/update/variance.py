@@ -12,31 +12,20 @@ It costs a forward and a backward pass over the batch, and two copies of the gra
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from grpo_fast import LossConfig
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import rank, size, sum_, together
+from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 
-def gradient_variance(
-    policy: Policy,
-    rollout: Rollout,
-    advantages: Tensor,  # (N·G,)
-    config: LossConfig,
-    *,
-    group_size: int,
-    shared: bool,
-    mask_truncated: bool = False,
-) -> dict[str, float]:
-    """`grad_variance` and `grad_signal` of the policy term, at the policy that drew the rollout.
-
-    The parameters' gradients must be empty, and are left so. Returns {} for a single group.
+def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
+    """`grad_variance` and `grad_signal` of the policy term, at the policy that drew the rollout; {}
+    for a single group. The parameters' gradients must be empty, and are left so.
     """
-    count = len(advantages) // group_size
+    group_size = batch.group_size
+    count = len(batch.advantages) // group_size
     if count < 2:
         return {}
     alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
@@ -47,11 +36,9 @@ def gradient_variance(
         for group in range(rank(), count, size()):
             first = group * group_size
             members = list(range(first, first + group_size))
-            micro = MicroBatch.pack(
-                rollout, advantages, [members], policy.device, shared=shared,
-                mask_truncated=mask_truncated,
-            )  # fmt: skip
-            accumulate(policy, [micro], alone, correct_sampling=False, validate="auto")
+            accumulate(
+                policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
+            )
             for own, p in zip(total, parameters, strict=True):
                 if p.grad is not None:
                     squares += float(p.grad.double().square().sum())

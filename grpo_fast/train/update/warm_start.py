@@ -9,9 +9,9 @@ from typing import Any
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.data import Example
 from grpo_fast.rollout import encode_prompts
-from grpo_fast.train.config import OptimConfig, WarmStartConfig
+from grpo_fast.train.config import OptimConfig, WarmStartConfig, require
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.distributed import size, together
+from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.optimizer import Optimizer
 
 
@@ -21,27 +21,34 @@ def warm_start(
     config: WarmStartConfig,
     *,
     seed: int,
+    is_sharded: bool,
     log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
 ) -> None:
-    """Train on the gold solutions, each ended by EOS; ValueError when no example has one."""
+    """Train on the gold solutions, each ended by EOS: on all ranks, or before shards are dealt out
+    on rank 0 alone. Raises ValueError where no example has one.
+    """
+    if is_sharded:
+        with distributed.together():
+            if distributed.is_main():
+                with distributed.alone():
+                    warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
+        return
     usable = [e for e in examples if e.solution]
-    if not usable:
-        raise ValueError("warm_start: expected examples with a solution, came none")
+    require(usable, "warm_start", "examples with a solution", "none")
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()
     for step in range(1, config.steps + 1):
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
-        with together():
+        with distributed.together():
             loss = -policy.logps(_packed(policy, chosen)).mean()
-            (loss / size()).backward()  # every rank makes the same gradient
+            (loss / distributed.size()).backward()  # every rank makes the same gradient
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
-    """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)
     solutions = ([*text["input_ids"], policy.tokenizer.eos_token_id] for text in texts)

@@ -1,8 +1,7 @@
-"""Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
-of input.
+"""Which kernel computes the attention of packed rows: chosen and logged once for each kind.
 
-The first of PROVIDERS whose conditions hold and whose output and gradients agree with the dense
-reference on tiny packed rows is taken; one that fails is passed over with a line in the log.
+The first of PROVIDERS whose output and gradients agree with the dense reference on tiny packed
+rows; one that fails is passed over with a line in the log.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def packed_rows_attention(
 ) -> Tensor:  # (T, H, D)
     """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself and on its ancestors.
 
-    `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double
-        backward.
+    `window`: the most keys that a query sees, its own included. A double backward: RuntimeError.
     """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
@@ -101,9 +99,7 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """`self_test` apart, on the GPU of the caller's tensors: a new thread starts on GPU 0, where
-    nobody but its owner wants a context.
-    """
+    """`self_test` on the GPU of the caller's tensors: a new thread starts on GPU 0."""
     if kind.device != "cuda":
         return apart(lambda: self_test(attention, kind))
     index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
@@ -121,12 +117,10 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Largest relative L2 error of output and gradients against the dense reference on a row of 43
-    tokens; NaN if one is NaN.
+    """Largest relative L2 error of output and gradients against the dense reference; NaN if one is.
 
-    Two trees of three levels, down to a single token: at every distance some ancestor has no
-    descendant there. A plain segment. With two query heads for each key head calls are merged; with
-    eight, keys are copied.
+    On 43 tokens: two trees of three levels, down to a single token, and a plain segment. With two
+    query heads for each key head calls are merged; with eight, keys are copied.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
@@ -165,9 +159,7 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them
-    apart.
-    """
+    """FA2 and FA4 both ship a module `flash_attn`; their distributions tell them apart."""
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:

@@ -41,9 +41,7 @@ class Copies(NamedTuple):
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def put_back(self, grad: Tensor) -> Tensor:
-        """(Tk, …) gradients of the copies → (T, …), summed in the order of the copies, in fp32 or
-        better: the same bits every time, which index_add_ on a GPU does not have.
-        """
+        """(Tk, …) gradients of the copies → (T, …), summed in their order, in fp32 or better."""
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
         return summed.to(grad.dtype)
@@ -63,9 +61,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Segments of one packed row of T tokens. Travels to the attention function as `model(...,
-    packed_layout=...)`.
-    """
+    """Segments of one packed row of T tokens: `model(..., packed_layout=...)`."""
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
     lengths: tuple[int, ...]  # the same on the host: no layer has to wait for the device
@@ -148,9 +144,7 @@ class TreeLayout:
 
     @cached_property
     def related(self) -> Tensor:
-        """(S, S) bool: a segment sees itself and its ancestors. A row sees another if their
-        segments are related so and the other's position is not after its own.
-        """
+        """(S, S) bool: a segment sees itself and its ancestors (no position behind its own)."""
         seen = torch.eye(len(self.parents), dtype=torch.bool)
         for segment, parent in enumerate(self.parents):
             if parent >= 0:

@@ -1,6 +1,4 @@
-"""From samples to packed rows: every distinct prefix stands once, and every loss term knows the row
-that predicts it.
-"""
+"""From samples to packed rows: a prefix stands once, a loss term knows the row that predicts it."""
 
 from __future__ import annotations
 
@@ -27,10 +25,9 @@ Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 @dataclass(frozen=True)
 class PackedTree:
     """B samples in one row: the trunk sees T tokens, the head R predictions, one for each trained
-    token of each sample.
+    token of each sample, in the caller's order.
 
-    The last trained token of a sample and what follows it predict nothing, so the trunk does not
-    see them. R terms are in the caller's order of samples; the order within T is the layout's.
+    The trunk does not see a sample's last trained token and what follows it: they predict nothing.
     """
 
     input_ids: Tensor  # (1, T) int64
@@ -51,9 +48,7 @@ class PackedTree:
         }
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(R, …) values of trained tokens → B views (trained tokens of the sample, …), in the
-        caller's order.
-        """
+        """(R, …) values of trained tokens → B views (trained tokens of the sample, …)."""
         total = sum(self.lengths)
         if values.shape[0] != total:
             shape = tuple(values.shape)
@@ -114,18 +109,16 @@ def pack_tree(
 ) -> PackedTree:
     """Pack samples into one row in which equal prefixes stand once, whoever sampled them.
 
-    Loss terms are not merged: a trained token that several samples share counts once for each. To
-    count it once, mask it in all but one of them.
+    A trained token that several samples share counts once for each; to count it once, mask it in
+    all but one of them.
 
     Args:
-        samples: (ids, trained) each; `trained` has a bool for every id. A sample may have none
-            that is trained, but one of them all has to.
+        samples: (ids, trained) each; `trained` has a bool for every id. One of them all has to be.
         apart: a number for each sample, or one for each of its ids: prefixes that differ in them
             share no rows, because the model is given other inputs beside the ids (images, adapters,
             replayed routes).
         merge_cost: a prefix becomes a segment if it saves this part of the rows behind it; else it
             is copied. 0 shares every token.
-        device: of the tensors that come out.
 
     Raises:
         ValueError: no sample, one without ids, a mask of another length, a trained token at
@@ -143,14 +136,10 @@ def pack_groups(
     """Pack groups into one row, each prompt once (`shared`) or once per completion: the tree of two
     levels. Completions stay apart, and so do equal prompts of different groups.
 
-    A prompt with fewer than two completions of more than one token has nothing to share: it becomes
-    a plain segment.
-
     Args:
         groups: (prompt_ids, [completion_ids, …]) each; at least one completion, no sequence empty.
         shared: False gives the plain packed layout with the same outputs (a segment: prompt +
             completion without its last token).
-        device: of the tensors that come out.
 
     Raises:
         ValueError: no group, a group without completions, an empty prompt or completion.

@@ -1,7 +1,6 @@
 """The distinct prefixes of N sequences: the segments of a packed row, and rows of a token budget.
 
-Only lengths and common prefixes count. Host time is that of sorting the sequences; nothing
-recurses, so that a conversation may have thousands of turns.
+Nothing recurses, so that a conversation may have thousands of turns.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class Trie:
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
-        """Of prompts, each with its completions without their last token: a completion has its
-        prompt in common with the others of its group, and nothing else with anybody.
-        """
+        """Of prompts and completions (without their last token): each has its prompt in common."""
         trunks, order, common = list[int](), list[int](), list[int]()
         for prompt, completions in lengths:
             first = len(trunks)
@@ -122,10 +119,10 @@ class Trie:
         return nodes
 
     def packs(self, budget: int) -> list[list[int]]:
-        """Distribute the sequences over rows of at most `budget` distinct tokens: best fit, largest
-        first, deterministic. A subtree stays whole unless it alone exceeds the budget with its
-        path; then its parts go to as few rows as best fit finds, each with a copy of the path.
-        Raises ValueError for a budget below 1.
+        """Distribute the sequences over rows of at most `budget` distinct tokens, largest first.
+
+        A subtree stays whole unless it alone exceeds the budget with its path; then its parts go to
+        as few rows as best fit finds, each with a copy of the path.
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, came {budget}")
@@ -155,9 +152,7 @@ def _common(a: Tensor, b: Tensor) -> int:
 
 
 def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of items, largest first into the fullest bin that still holds it; what exceeds the
-    capacity stands alone.
-    """
+    """Bins of items, largest first into the fullest that still holds it; too large ones alone."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -59,7 +59,7 @@ def load_examples(
             (`file:line: why`).
     """
     if split not in ("train", "test"):
-        raise DatasetError(f"split: expected 'train' or 'test', got {split!r}")
+        raise DatasetError(f"split: expected 'train' or 'test', came {split!r}")
     if data.task in GENERATED:
         task = GENERATED[data.task]
         return task(split=split, seed=seed, **_options_of(data, *task.options, "n_train", "n_test"))
@@ -69,7 +69,7 @@ def load_examples(
         return trace_examples(str(getattr(data, "path", None)))
     if data.task in ("gsm8k", "jsonl"):
         return load_file_examples(data, split=split, seed=seed, count_tokens=count_tokens)
-    raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {data.task!r}")
+    raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, came {data.task!r}")
 
 
 def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) -> list[str]:

@@ -53,7 +53,7 @@ def load_file_examples(
         prefix = "".join(form.shot(e) for e in train[:shots])
         return [form.dress(e, prefix) for e in chosen]
     if count_tokens is None:
-        raise DatasetError("count_tokens: expected a function beside data.shots_tokens, got None")
+        raise DatasetError("count_tokens: expected a function beside data.shots_tokens, came None")
     pool = [e for e in train if isinstance(e.prompt, str)]
     draws = seed if split == "train" else "test"
     return ShotPrompts(chosen, pool, form, budget=budget, count_tokens=count_tokens, seed=draws)
@@ -101,7 +101,7 @@ def _both_splits(
         train, test = _read_hub(name, "train"), _read_hub(name, "test")
     else:
         expected = "data.path (a .jsonl file or a folder) or data.name (a hub id)"
-        raise DatasetError(f"data: expected {expected}, got neither")
+        raise DatasetError(f"data: expected {expected}, came neither")
     tests = parsed(test)
     return _without(parsed(train) if need_train else [], tests), tests
 
@@ -179,11 +179,11 @@ def gold_answer(solution: str) -> str:
     _, marker, tail = solution.rpartition("####")
     if not marker:
         expected = "'#### <number>' at the end of the answer"
-        raise ValueError(f"expected {expected}, got {solution[-60:]!r}")
+        raise ValueError(f"expected {expected}, came {solution[-60:]!r}")
     text = tail.strip()
     if not _GOLD.fullmatch(text) or sum(map(str.isdigit, text)) > MAX_DIGITS:
         expected = f"a number after '####', of at most {MAX_DIGITS} digits"
-        raise ValueError(f"expected {expected}, got {text[:60]!r}")
+        raise ValueError(f"expected {expected}, came {text[:60]!r}")
     return text.replace(",", "")
 
 
@@ -216,7 +216,7 @@ def read_jsonl(path: Path) -> Rows:
                     count += 1
                     yield f"{path}:{number}", _fields(f"{path}:{number}", raw)
     except OSError as error:
-        raise DatasetError(f"data.path: expected a readable .jsonl file, got {error}") from None
+        raise DatasetError(f"data.path: expected a readable .jsonl file, came {error}") from None
     if count == 0:
         raise DatasetError(f"{path}: expected at least one line, the file is empty")
 

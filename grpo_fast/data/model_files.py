@@ -17,9 +17,9 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
     """
     for name, value in fields.items():
         if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
+            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, came {value}")
         if "_implementation" in name and "/" in str(value) and not allow_code:
-            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
+            raise ValueError(f"{name}: expected one of transformers' own, came {value!r}")
         if isinstance(value, dict):
             check_fields(value, allow_code)
 
@@ -45,4 +45,4 @@ def check_files(path: str) -> None:
         is_offline()
     for file in Path(path).glob("*"):
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")
+            raise ValueError(f"model.path: expected regular files in {path}, came {file.name}")

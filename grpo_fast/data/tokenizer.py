@@ -33,7 +33,7 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
 
     if vocab_size < BYTE_ALPHABET + 2:
         expected = f"at least {BYTE_ALPHABET + 2} (256 bytes, pad, eos)"
-        raise ValueError(f"vocab_size: expected {expected}, got {vocab_size}")
+        raise ValueError(f"vocab_size: expected {expected}, came {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +61,7 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     bad = [s for s in symbols if not s or re.search(r"\s", s) or s in (PAD_TOKEN, EOS_TOKEN)]
     if bad or not symbols or len(set(symbols)) != len(symbols):
         expected = "different non-empty words without blanks"
-        raise ValueError(f"symbols: expected {expected}, got {list(symbols)!r}")
+        raise ValueError(f"symbols: expected {expected}, came {list(symbols)!r}")
     vocabulary = {word: index for index, word in enumerate([PAD_TOKEN, EOS_TOKEN, *symbols])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

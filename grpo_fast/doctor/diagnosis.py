@@ -1,7 +1,6 @@
 """Where the difference between an engine's log-probabilities and the trainer's comes from.
 
-The engine's are recomputed under views other than the trainer's. A cause is named where it explains
-most of the difference and no other cause does; else the numbers stand without one.
+A cause is named where it explains most of the difference and no other cause does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Self-tests of this machine: its kernels bit for bit, what is sampled against what is trained on,
-and a saved run that goes on.
-"""
+"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is left and goes on."""
 
 from __future__ import annotations
 
@@ -163,9 +161,10 @@ def explicit(p: Problem) -> list[Tensor]:
 
 
 def kernel_errors(p: Problem, backend: str) -> tuple[float, float, float, float]:
-    """ERRORS of a backend: the largest absolute one of loss and logps, the larger relative L2 one
-    of dH and dW, how many numbers another run or a completion by itself changes, a divergence that
-    should be 0. NaN stays NaN.
+    """ERRORS of a backend. NaN stays NaN.
+
+    Absolute of loss and logps, relative L2 of dH and dW, numbers that another run or a completion
+    by itself changes, a divergence that should be 0.
     """
     first, again, truth = computed(p, backend), computed(p, backend), explicit(p)
     pairs = list(zip(first, truth, strict=True))
@@ -182,9 +181,7 @@ def kernel_errors(p: Problem, backend: str) -> tuple[float, float, float, float]
 
 
 def own_divergence(p: Problem, backend: str) -> float:
-    """The largest divergence of the student as its own teacher; inf where the teacher of another
-    row, which is 7 nats away, is not told apart.
-    """
+    """The largest divergence of the student as its own teacher; inf where others look alike."""
     rows = [p.hidden, p.hidden.roll(1, 0)]
     own, shifted = (
         torch.stack([

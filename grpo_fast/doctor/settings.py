@@ -37,8 +37,7 @@ class DoctorSettings(Section):
 
 
 class Words:
-    """The words in their kinds: a `model` (a folder, a hub id, a run's folder, or None), the `own`
-    settings, and the `config` of the run whose rollout is examined (None: there is none).
+    """The words by kind: `model` or None, `own` settings, the `config` of a run or None.
 
     Raises ValueError for a word of no kind, or a configuration that does not fit.
     """

@@ -1,7 +1,6 @@
-"""A view: one way in which a completion's log-probabilities may have come about. The trainer has
-one, an engine that is set up well the same; a field that differs is a cause of the difference.
+"""A view: one way in which a completion's log-probabilities may have come about.
 
-`Rows` computes log-probabilities under a view by the definition: logits, edited, scaled, cut.
+The trainer has one; each field in which the engine's differs is a cause of the difference.
 """
 
 from __future__ import annotations

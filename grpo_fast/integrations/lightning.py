@@ -4,12 +4,7 @@
     module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
     lightning.Trainer(max_steps=100).fit(module, prompts)  # it counts updates: 50 batches here
 
-One training step: completions and rewards of a batch of prompts (`rollout`), group advantages, then
-μ updates on them. The old log-probabilities are those that the first update computes anyway: they
-cost no forward pass of their own.
-
-Under DDP a step is that of one process with the rows of all ranks: what the loss divides by, the
-statistics of the advantages and what is logged are the world's. Only `token_mean_local` and
+Under DDP a step is that of one process with the rows of all ranks. Only `token_mean_local` and
 `top_entropy_quantile` look at the rank's own tokens. A group is on one rank.
 """
 
@@ -124,10 +119,7 @@ class GRPOModule(LightningModule):
         return output.loss.detach()
 
     def _of_all_ranks(self, x: Tensor) -> tuple[Tensor, slice]:
-        """(n,) numbers of every rank, one rank after the other, and where those of this one stand.
-
-        Ranks may have different n.
-        """
+        """(n,) numbers of every rank, one after the other, and where this rank's stand."""
         if self.trainer.world_size == 1:
             return x, slice(None)
         counts = self.all_gather(torch.tensor(x.shape[0], device=x.device)).tolist()

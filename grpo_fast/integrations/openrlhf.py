@@ -1,11 +1,9 @@
-"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor, call and
-returned tuple.
+"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor and result.
 
     trainer.actor_loss_fn = PolicyLoss.like(trainer.actor_loss_fn)
 
-or in the place of `from openrlhf.models import PolicyLoss`. Differences that are meant: what is
-masked is inert, whatever it holds; a batch without an active token gives loss 0 with zero
-gradients, not NaN; and the ratio of a completion (gspo) is bounded by e^20.
+Differences that are meant: what is masked is inert, whatever it holds; a batch without an active
+token gives loss 0, not NaN; the ratio of a completion (gspo) is bounded by e^20.
 """
 
 from __future__ import annotations
@@ -38,14 +36,10 @@ Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO; with the train/rollout
-    mismatch correction.
-
-    Args: those of OpenRLHF's class, with its defaults.
+    """OpenRLHF's policy loss (PPO with an optional dual clip, or GSPO), its options and defaults.
 
     Raises:
-        ValueError: an option out of its range, or two that exclude each other; the message names
-            it.
+        ValueError: an option out of its range, or two that exclude each other.
     """
 
     def __init__(
@@ -118,12 +112,10 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> Returned:
-        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two are None without
-        a correction.
+        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two: of a correction.
 
-        `batch_num_tokens` and `global_batch_size` are the counts of the whole batch, all ranks;
-        without the one that the reduction needs, this call's own count is taken (and `dp_size` is
-        not used), as OpenRLHF does.
+        `batch_num_tokens` and `global_batch_size` count the whole batch, all ranks; without the one
+        that the reduction needs, this call's own count is taken (and `dp_size` is not used).
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         keep = mask.bool()

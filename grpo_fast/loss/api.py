@@ -130,12 +130,10 @@ def grpo_loss(
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
 ) -> LossOutput:
-    """The objective from per-token logps, for any trainer that has them; differentiable in logps
-    and entropy.
+    """The objective from per-token logps; differentiable in logps and entropy.
 
-    The formulas are those of `linear_grpo_loss`. Here `config.temperature`, `softcap` and
-    `logit_scale` are not used: they belong to the logps. `entropy` is required by `entropy_coef !=
-    0` and by `top_entropy_quantile < 1`.
+    The formulas are those of `linear_grpo_loss`; `config.temperature`, `softcap` and `logit_scale`
+    belong to the logps. `entropy` is required by `entropy_coef != 0` and `top_entropy_quantile < 1`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -257,12 +255,10 @@ def logits_grpo_loss(
     validate: str = "auto",
     inplace: bool = False,
 ) -> LossOutput:
-    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); differentiable in
-    logits.
+    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); arguments: there.
 
     With `inplace=True` the gradient is written over the logits, which must then not be read again
-    (and allow one backward); otherwise they are untouched. Arguments, formulas and errors: see
-    `linear_grpo_loss`.
+    (and allow one backward); otherwise they are untouched.
     """
     raise_pending()
     checks.logits(logits, target_ids)

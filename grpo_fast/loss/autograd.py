@@ -1,10 +1,9 @@
 """The autograd functions of the passes, outside of torch.compile (operators.py has the others).
 
 A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
-them over, once, so that they can become `.grad` without a copy; a second backward through a
-retained graph computes them again. Logps keep the logits (or exponentials) of as many rows as the
-workspace holds until the first backward, which forms the others again: 6 to 8·N·V·H flops for the
-linear ones, 6 where one chunk holds the batch. A double backward is refused.
+them over, once, so that they become `.grad` without a copy; another backward computes them again.
+Logps keep the logits (or exponentials) of as many rows as the workspace holds until the first
+backward, which forms the others again: 6 to 8·N·V·H flops for the linear ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`TokenBatch`: a caller's arguments, checked and flat, as the one object that travels in a call.
 
 Both layouts become T active rows with their completion; what the mask switches off is gathered
-away, so that whatever a masked slot holds can reach nothing. A batch shares no memory with what the
-caller passed per token: its metrics are computed when somebody reads them, and by then the caller
-may have reused the buffers.
+away, so that it can reach nothing. A batch shares no memory with the caller's tensors per token:
+its metrics are computed when somebody reads them.
 """
 
 from __future__ import annotations
@@ -73,9 +72,7 @@ def rows_of_targets(
     rule: LogitRule,  # temperature: a float, or the shape of target_ids
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """The rows of `linear_logps` and `logits_logps`; and, while a CUDA graph is recorded, a (N,)
-    bool of those without a target.
-    """
+    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph the rows without a target, too."""
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)

@@ -1,6 +1,4 @@
-"""Every refusal of a shape, dtype, device or option: a ValueError that names the argument, what was
-expected and what came. On the host, always; values.py looks at values.
-"""
+"""Every refusal of a shape, dtype, device or option: a ValueError; values.py looks at values."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -18,7 +17,7 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.objective.refusals import choice, number, wrong
+from grpo_fast.objective.refusals import choice, number
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -93,8 +92,8 @@ def head(
         raise wrong(name, "at least one vocabulary row and one column", shape)
     tensor(name, weight, beside=(like, hidden))
     if hidden.dtype != weight.dtype:
-        got = f"{weight.dtype}; cast one of them"
-        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
+        came = f"{weight.dtype}; cast one of them"
+        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", came)
     if bias is not None:
         tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
@@ -156,8 +155,8 @@ def prompt_items(value: Any, count: int, config: LossConfig) -> None:
     if value is None and count % (config.group_size or 1):
         raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise wrong(name, f"None or {what},", got)
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise wrong(name, f"None or {what},", came)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
@@ -169,8 +168,8 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     is_config(config)
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        got = f"{config.kl_estimator!r}, which linear_divergence computes"
-        raise wrong("kl_estimator", expected, got)
+        came = f"{config.kl_estimator!r}, which linear_divergence computes"
+        raise wrong("kl_estimator", expected, came)
     like, advantages, cu_seqlens = inputs.like, inputs.advantages, inputs.cu_seqlens
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
@@ -239,7 +238,7 @@ def inplace(x: Tensor, flat: Tensor) -> None:
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
-        raise ValueError(f"logits: {expected}, got strides {x.stride()}")
+        raise ValueError(f"logits: {expected}, came strides {x.stride()}")
 
 
 def is_config(config: object) -> None:
@@ -261,8 +260,8 @@ def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
     """cu_seqlens exactly for the packed layout."""
     if like.dim() == 2 and cu_seqlens is not None:
         shape = getattr(cu_seqlens, "shape", None)
-        got = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
-        raise wrong("cu_seqlens", "None for the padded layout (B, L)", got)
+        came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
+        raise wrong("cu_seqlens", "None for the padded layout (B, L)", came)
     if like.dim() == 1:
         tensor("cu_seqlens", cu_seqlens, PACKED, beside=("the logps", like))
         assert cu_seqlens is not None

@@ -24,13 +24,11 @@ CPU_BLOCK_BYTES = 4 << 20
 class LogitsSweep:
     """The row kernels over given logits, block by block of rows; what does not count is inert.
 
-    Token-local losses read every row once and write its gradient once, in one kernel. Others read
-    every row twice.
+    Token-local losses read every row once, and write its gradient once; others read it twice.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is
-            asked for.
+        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
     """
 
     held, has_entropy_gradient, filtered = None, True, None

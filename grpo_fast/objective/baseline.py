@@ -12,10 +12,8 @@ from grpo_fast.objective.refusals import number
 
 
 class RunningBaseline:
-    """The mean reward of the steps before, the latest weighing most.
-
-    After a step of mean reward m it is m at first, then decay·(what it was) + (1 − decay)·m. The
-    rewards of a step never have a part in their own baseline, which would bias the gradient.
+    """The mean reward of the steps before: at first that of one step, then decay·(what it was) +
+    (1 − decay)·(the step's). A step's rewards have no part in their own baseline: a bias.
 
     Args:
         value: the baseline of the first step.

@@ -1,8 +1,6 @@
-"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,)
-vectors.
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy, all (T,).
 
-The only place where an objective's leaf, the KL, the weights and the filters meet; the kernels
-above it only know coefficients. Everything is flat over the T active tokens of a batch.
+The only place where an objective's leaf, the KL, the weights and the filters meet.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """The inputs of a token-level loss for every row, all known before the forward pass; a view of
-    `Tokens`.
-    """
+    """The inputs of a token-level loss for every row, known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -94,9 +90,7 @@ def token_loss(
 
 
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
-    """The weights of a loss whose coefficients follow row by row from the logps; None for the
-    others.
-    """
+    """The weights of a loss whose coefficients follow row by row from the logps; None of others."""
     read = [x for x in config.corrections if x.is_read(tokens)]
     if not config.is_token_local or (read and tokens.old_logps is None):
         return None
@@ -144,9 +138,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are
-    kept.
-    """
+    """(T,) bool: tokens at or above the batch's (1 - q) quantile of entropy; None: all are kept."""
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:

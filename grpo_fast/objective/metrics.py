@@ -1,6 +1,4 @@
-"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on
-the way.
-"""
+"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ def token_metrics(
     config: LossConfig,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its
-    completions.
+    """0-d metrics by TRL's names: means over the active tokens; min and max over completions.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a
-    coefficient of exactly 0.
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to.
     """
     objective = OBJECTIVES[config.loss_type]
     count = logps.numel()
@@ -112,9 +108,7 @@ CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Shares of the tokens that the corrections drop and whose ratio they move; and (Σw)²/(n·Σw²)
-    of the tokens' weights w, 1 when all are equal.
-    """
+    """Shares of the tokens that are dropped, and whose ratio is moved; (Σw)²/(n·Σw²) of the weights."""
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)

@@ -1,7 +1,4 @@
-"""The two ratios of an objective: policy over old policy (importance), old policy over sampler.
-
-Each is clamped so that exp cannot overflow.
-"""
+"""The ratios of an objective, policy over old policy over sampler, clamped: exp cannot overflow."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
 
 
 class Ratio(NamedTuple):
-    """The importance ratio of the tokens, and how a slope with respect to its log reaches the
-    logps.
-    """
+    """The importance ratio of the tokens, and how a slope by its log reaches the logps."""
 
     raw: Tensor  # (T,) logp - old_logp
     log: Tensor  # (T,) the log ratio the objective reads
@@ -43,9 +38,7 @@ class Ratio(NamedTuple):
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
-    """The log ratio at the level and in the window of the objective, clamped so that exp cannot
-    overflow.
-    """
+    """The log ratio at the level and in the window of the objective, clamped."""
     raw = logps - old_logps
     window = OBJECTIVES[config.loss_type].window
     if window == "sum":

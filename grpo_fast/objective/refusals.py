@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.objective.losses import FP32_MAX
-
-
-def wrong(name: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def choice(name: str, value: Any, choices: Any) -> None:

@@ -1,15 +1,10 @@
-"""FlashAttention on CUDA over spans: torch's built-in kernels and the three generations of the
-package, one interface.
+"""FlashAttention on CUDA over spans: torch's built-in kernels and three generations of the package.
 
 All take q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits with D a multiple of 8 up to 256, int32
 offsets of the spans, and give the output with lse (H, Tq) in fp32. Each is called by the function
 that its own autograd class calls, so that the backward pass can be given a merged output and lse.
 The signatures are those of torch 2.11–2.13, flash-attn 2.8, flash_attn_interface (FA3) and
-flash_attn.cute (FA4); one that differs fails the self-test of `dispatch`, which goes on to the
-next.
-
-The backward pass is deterministic where `torch.use_deterministic_algorithms(True)` asks for it, and
-uses atomics on dq otherwise, which is faster.
+flash_attn.cute (FA4). The backward pass is deterministic where torch is asked to be.
 """
 
 from __future__ import annotations
@@ -25,9 +20,7 @@ from grpo_fast.attention.spans import Rule, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its
-    decoding path.
-    """
+    """Bounds on lengths; of a single query FlashAttention 2 would take its decoding path."""
     return max(2, *spans.queries), max(spans.keys)
 
 

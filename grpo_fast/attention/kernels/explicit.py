@@ -1,8 +1,7 @@
-"""Attention with explicit scores, a chunk of queries at a time, in plain torch: any device, window
-and softcap.
+"""Attention with explicit scores, a chunk of queries at a time: any device, window and softcap.
 
-Of a chunk only the keys that it can see are multiplied, so a sliding window costs (window + chunk)
-keys per query, and memory is bounded by `CHUNK_SCORES`. Products are taken in fp32 or better.
+Of a chunk only the keys that it can see are multiplied; `CHUNK_SCORES` bounds the memory. Products
+are taken in fp32 or better.
 """
 
 from __future__ import annotations

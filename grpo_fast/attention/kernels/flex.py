@@ -1,8 +1,6 @@
-"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits (a softcap, fp32,
-odd head sizes).
+"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits.
 
-The mask of blocks is computed from the layout on the host: `create_block_mask` would evaluate T²
-entries.
+The mask of blocks comes from the layout on the host: `create_block_mask` evaluates T² entries.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ def _score_mod(softcap: float | None) -> Any:
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:
-    """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and
-    the mask itself.
-    """
+    """Which blocks of keys hold a visible key, which need no mask, and the mask itself."""
     from torch.nn.attention.flex_attention import BlockMask
 
     related, segment, position = layout.related, layout.segments, layout.position_ids[0]
@@ -68,18 +64,14 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
 
 
 def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed
-    ones first; int32.
-    """
+    """(Q, K) bool → int32: (1, 1, Q) counts, (1, 1, Q, K) indices of the blocks, these first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     count = blocks.sum(-1, dtype=torch.int32)
     return count[None, None].to(device), order[None, None].to(device)
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees
-    every key.
-    """
+    """(Q, K) bool on the host, twice: blocks where some query sees some key; where all see all."""
     number = -(-layout.total // BLOCK)
     some, full = (torch.zeros(number, number, dtype=torch.bool) for _ in range(2))
     starts, before, reach = layout.starts, layout.prefixes, window or layout.total + 1
@@ -103,9 +95,7 @@ def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
 def _mark(
     some: Tensor, full: Tensor, low: int, high: int, full_low: int, full_high: int, alone: bool
 ) -> None:
-    """Mark blocks that touch keys [low, high) and, for queries of one segment, those inside
-    [full_low, full_high).
-    """
+    """Mark blocks that touch keys [low, high); of one segment, those in [full_low, full_high)."""
     if low < high:
         some[low // BLOCK : -(-high // BLOCK)] = True
     if alone and full_low < full_high:

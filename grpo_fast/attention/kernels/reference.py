@@ -1,6 +1,4 @@
-"""Dense attention of a packed row, straight from the definition: what every kernel is compared
-with. Memory is T².
-"""
+"""Dense attention of a packed row from the definition: what every kernel is compared with."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def attend(
 ) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
 
-    `gather`: copy the ancestors' keys instead of merging calls; None does so where a window needs
-        it, or where it pays.
+    `gather`: copy the ancestors' keys instead of merging calls; None: where a window needs it, or
+        it pays.
     """
     if gather is None:
         pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])

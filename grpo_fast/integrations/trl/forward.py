@@ -1,8 +1,4 @@
-"""The packed forward of a model of TRL's.
-
-Trunk and head run inside the forwards of the model and of its head, so that the hooks of DDP, FSDP
-and accelerate fire once each.
-"""
+"""The packed forward of a model of TRL's, inside its own forwards: hooks fire once each."""
 
 from __future__ import annotations
 

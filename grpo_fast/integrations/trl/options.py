@@ -1,9 +1,7 @@
-"""TRL's GRPO options: which calls take the fast path, what the loss config of a single pass is, and
-a proof of both.
+"""TRL's GRPO options: which calls take the fast path, by which loss config, and a proof of both.
 
-Nothing is dropped silently. An option is computed by the fast path, or the trainer says by name
-which part of the work stays with TRL's own code, which honours it (`forward_reason`,
-`single_pass_reason`).
+An option is computed by the fast path, or the trainer says by name which part of the work stays
+with TRL's own code, which honours it.
 """
 
 from __future__ import annotations
@@ -175,18 +173,15 @@ def applied_entropy_coef(trainer: Any) -> float:
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
-    """Compare our objective with the installed TRL's on made-up tokens: loss, dL/dlogp and
-    dL/dentropy.
+    """Compare our objective with the installed TRL's on made-up tokens; say what differs, or None.
 
     Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and
-    one has a tool's tokens: an option that a release of TRL changes, or that a subclass adds, shows
-    here before the first step.
+    one has a tool's tokens: what a release of TRL changes, or a subclass adds, shows before the
+    first step.
 
     Args:
         trainer: a GRPOTrainer in train mode.
         theirs: (inputs, logps, entropies) → the loss that TRL's own `_compute_loss` makes of them.
-
-    Returns None when equal, else what differs.
     """
     device = trainer.accelerator.device
     inputs, logps, entropies = _made_up(trainer, device)

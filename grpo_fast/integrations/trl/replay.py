@@ -1,8 +1,7 @@
 """The set that the sampler drew each token from, looked up by the tokens of a sequence.
 
-TRL shuffles, cuts and pads completions, and joins the turns of a conversation, before it asks for
-their logps. A turn is known by its prompt and its tokens, wherever it stands: equal tokens after
-equal ones were drawn from the same set.
+TRL shuffles, cuts, pads and joins completions before it asks for their logps: a turn is known by
+its prompt and its tokens alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rollouts of `FastGRPOTrainer`: our loop draws where TRL would call transformers' `generate`.
 
-A prompt is computed once for the completions that stand side by side, and ended completions leave
-the batch. What is drawn is what `GRPOConfig`, `generation_kwargs` and the model's own generation
-config say together; a setting that our sampler does not read leaves the rollout with TRL.
+What is drawn is what `GRPOConfig`, `generation_kwargs` and the model's generation config say
+together; a setting that our sampler does not read leaves the rollout with TRL.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Forgetful(Sampling):
 class OwnRollouts:
     """A mixin that lets our loop draw the text of a TRL trainer; it stands first among the bases.
 
-    Completions are drawn in evaluation mode, without dropout, as vLLM's are. `fast_rollouts =
-    False` leaves the sampling to TRL; `replay_support = False` the loss over the whole vocabulary.
+    `fast_rollouts = False` leaves the sampling to TRL; `replay_support = False` the loss over the
+    whole vocabulary. Completions are drawn without dropout, as vLLM's are.
     """
 
     fast_rollouts = replay_support = True

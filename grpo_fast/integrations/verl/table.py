@@ -1,8 +1,7 @@
 """verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
 
-Every objective here is homogeneous in the advantage, so whatever verl multiplies the loss of a
-token by (importance weights of the rollout, a truncated ratio without gradient) goes into its
-advantage, exactly.
+Every objective here is homogeneous in the advantage: what verl multiplies a token's loss by goes
+into its advantage, exactly.
 """
 
 from __future__ import annotations

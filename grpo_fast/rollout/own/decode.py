@@ -1,7 +1,6 @@
 """The loop that samples: prompts once, then a token of every completion at a time.
 
-A completion that has ended leaves the batch when enough others have; on a GPU the host looks after
-every few tokens only, as each look waits for the device.
+Ended completions leave when they are enough; on a GPU, where it waits, the host looks rarely.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 class TransformersEngine(Engine):
     """Samples with the policy itself: a prompt once for its group, ended completions leave.
 
-    A model whose attention our loop does not compute samples by transformers' own `generate`. The
-    weights are the trainer's, so `update` moves nothing and sleep frees nothing.
+    A model whose attention our loop does not compute samples by transformers' own `generate`.
     """
 
     def __init__(self, policy: Any, options: Any = None) -> None:

@@ -1,8 +1,4 @@
-"""The HTTP API of a vLLM server, as of 0.32.
-
-The paths about weights are there with VLLM_SERVER_DEV_MODE=1, the one for tokens with
---enable-scale-out.
-"""
+"""The HTTP API of a vLLM server, as of 0.32, started as START says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine `vllm-server`: completions by vLLM servers, which are sent the weights.
 
-Prompts are dealt to the servers in turn. A server that is gone, hangs or has other weights is left
-out, and what it was asked is asked again; it takes part again as soon as it has the weights.
+A server that is gone, hangs or has other weights is left out, and what it was asked is asked
+again; it takes part again as soon as it has the weights.
 """
 
 from __future__ import annotations

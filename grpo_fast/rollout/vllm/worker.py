@@ -1,7 +1,6 @@
 """vLLM's side of a transfer by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
 
-vLLM finds `register` by the entry point `vllm.general_plugins` of this package, which has to be
-installed beside it, and calls it in each of its processes.
+vLLM calls `register`, this package's entry point `vllm.general_plugins`, in each process.
 """
 
 from __future__ import annotations

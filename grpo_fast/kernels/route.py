@@ -1,9 +1,7 @@
 """Which code runs: the one place that decides, by device, dtype and shape, and says so.
 
-A `Route` is the answer for one head or one matrix of logits, as a value that can be printed.
-GRPO_FAST_LOG=1 prints each one the first time it is taken. Environment:
-
-    GRPO_FAST_LOG=1                  say on stderr what runs
+Environment:
+    GRPO_FAST_LOG=1                  say on stderr what runs, the first time
     GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
 """
 
@@ -57,8 +55,7 @@ class Route(NamedTuple):
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
         kernels: its doors; those that start from hidden are None where they are not taken.
-        exponentials: dtype of what `head_exponentials` writes, None where the logits are stored
-            instead.
+        exponentials: dtype of what `head_exponentials` writes; None: logits are stored.
         product: whose matrix products: "own", "own, AMX", or "torch".
     """
 
@@ -126,14 +123,12 @@ def divergence_doors(backend: str) -> Any:
 
 
 def own_product(x: Tensor) -> bool:
-    """Whether products with x as their second operand go through our own matrix product (csrc)
-    instead of torch's.
+    """Whether products with x as their second operand are our own (csrc) instead of torch's.
 
-    torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds
-    a bf16 product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that
-    are not Intel's, and for bf16 wherever the CPU multiplies 16-bit numbers. Elsewhere the vendor's
-    product is as good, or 16-bit numbers are widened. Where the user lets torch round fp32 operands
-    (medium matmul precision on AMX), ours keeps the loss in fp32.
+    Through MKL torch multiplies fp32 on an AMD core at half its speed, and rounds a bf16 product to
+    bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, for
+    bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets torch round
+    its operands (medium matmul precision on AMX).
     """
     if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
@@ -155,8 +150,7 @@ def _gemm_choice() -> str:
 def _resolved(backend: str, x: Tensor) -> str:
     """An explicit name never falls back: it works or says why not.
 
-    "auto" is csrc on the CPU where it can be built, Triton on a GPU, and plain torch elsewhere and
-    for fp64, which is the reference's own dtype.
+    "auto" is csrc on the CPU where it can be built, Triton on a GPU, else (and for fp64) torch.
     """
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
@@ -211,9 +205,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """The route with its doors, logged when it is first taken; `from_hidden`: the folder of the
-    kernels that start there.
-    """
+    """The route with its doors; `from_hidden`: the folder of the kernels that start there."""
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
     if from_hidden:

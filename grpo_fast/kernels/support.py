@@ -38,15 +38,12 @@ class Support(NamedTuple):
         lengths: Sequence[int],
         device: torch.device | str,
     ) -> Support | None:
-        """The sets of several completions, one after another.
+        """The sets of several completions, one after another; None where none has sets.
 
         Args:
             sets: (ids, counts) of each completion: the ids of its tokens' sets, one after another,
                 and (length,) int64 how many each has. None: it was drawn from the whole vocabulary.
             lengths: its number of tokens.
-
-        Returns:
-            None where no completion has sets.
         """
         drawn = [one for one in sets if one is not None]
         if not drawn:

@@ -133,7 +133,7 @@ def grpo_loss(
     """The objective from per-token logps; differentiable in logps and entropy.
 
     The formulas are those of `linear_grpo_loss`; `config.temperature`, `softcap` and `logit_scale`
-    belong to the logps. `entropy` is required by `entropy_coef != 0` and `top_entropy_quantile < 1`.
+    belong to the logps. `entropy_coef != 0` and `top_entropy_quantile < 1` need an `entropy`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

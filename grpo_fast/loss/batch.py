@@ -72,7 +72,7 @@ def rows_of_targets(
     rule: LogitRule,  # temperature: a float, or the shape of target_ids
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph the rows without a target, too."""
+    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph those without one, too."""
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)

@@ -34,10 +34,10 @@ def is_sharded(x: object) -> bool:
 
 
 def gathered(name: str, x: Any) -> Any:
-    """The whole of a parameter in shards (or copies) over one mesh dimension; all ranks call together.
+    """The whole of a parameter in shards (or copies) over one mesh dimension; a call of all ranks.
 
-    Its gradient is averaged over the ranks into the shards. Anything but a DTensor is returned as it
-    is; one over other meshes is refused.
+    Its gradient is averaged over the ranks into the shards. Anything but a DTensor is returned as
+    it is; one over other meshes is refused.
     """
     if not is_sharded(x):
         return x

@@ -150,8 +150,9 @@ def mask(x: Tensor, kept: Tensor, validate: str) -> None:
 def offsets(
     cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
 ) -> Tensor:
-    """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit: it stays in [0, T]
-    and never falls, so lengths are >= 0, and a search among the inner offsets ends in [0, B).
+    """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
+
+    It stays in [0, T] and never falls: lengths are >= 0, a search among the inner ones in [0, B).
     """
     message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":

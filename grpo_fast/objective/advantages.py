@@ -75,7 +75,7 @@ def rloo(r: Tensor) -> Tensor:
 
 
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (r - mean of the others) / (their deviation + eps), undivided where that is 0 (NeMo-RL)."""
+    """A = (r - mean of the others) / (their deviation + eps), undivided where that is 0 (NeMo)."""
     own = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
     others = torch.where(own, torch.nan, r[:, None, :])  # (N, G, G)
     a = r - others.nanmean(-1)

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 
 class Aggregation(NamedTuple):
-    """w_t = 1 / (total · |o_b|) when `by_length` (of "prompt_mean": the prompt's), else 1 / total."""
+    """w_t = 1 / (total · |o_b|) when `by_length` ("prompt_mean": the prompt's), else 1 / total."""
 
     total: Callable[[Counts], Total]
     by_length: bool = False

@@ -69,7 +69,7 @@ def gae(
 
 
 def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
-    """λ = 1 - 1/(alpha·length): a reward reaches the start of long completions (VAPO, 2504.05118)."""
+    """λ = 1 - 1/(alpha·length): a reward reaches long completions' start (VAPO, 2504.05118)."""
     return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
 
 

@@ -36,8 +36,9 @@ def unclipped(logp, log_ratio, advantage):
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A). At a tie the unclipped branch keeps its gradient:
-    it flows wherever the chosen factor is the ratio itself.
+    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A).
+
+    At a tie the unclipped branch keeps its gradient: it flows wherever the factor is the ratio.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)

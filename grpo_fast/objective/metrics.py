@@ -108,7 +108,7 @@ CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Shares of the tokens that are dropped, and whose ratio is moved; (Σw)²/(n·Σw²) of the weights."""
+    """Shares of the tokens that are dropped, and whose ratio is moved; (Σw)²/(n·Σw²) of weights."""
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)

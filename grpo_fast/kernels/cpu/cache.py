@@ -1,8 +1,7 @@
 """The folder of compiled libraries: where it is, whose it must be, which of its files are whole.
 
-The name of a library ends in the sha256 of its content. One that a crash or a full disk cut short
-does not have the content of its name and never reaches dlopen, where it would be a SIGBUS that no
-code can catch.
+The name of a library ends in the sha256 of its content: one that a crash or a full disk cut short
+never reaches dlopen, where it would be a SIGBUS that no code can catch.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def cache_folder() -> Path:
 def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
     """The library whose name begins with `stem`: from the folder, else from `build(output)`.
 
-    It appears there by one rename, so any number of processes may build it at the same time. What
-    killed builds have left behind is swept out on the way.
+    It appears there by one rename, so any number of processes may build it at the same time.
 
     Raises:
         OSError: the folder cannot be made, read or written.

@@ -1,6 +1,4 @@
-"""Divergences of rows of logits from a teacher, in C++ (csrc/api/divergence.cpp): the doors of
-divergence_reference.py on vector instructions. A row's bits depend on that row only.
-"""
+"""Divergences of rows of logits from a teacher, in C++: the doors of divergence_reference.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of
-torch's.
-"""
+"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header for
-csrc/rows/loss.h and csrc/rows/divergence.h.
+"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
 
-The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
-vocabulary has one C++ counterpart, in double, and for the divergences, which run once per logit,
-on vectors as well. Nothing is written by hand per leaf; the header is made when the kernels are
-compiled.
+Every word of the vocabulary has one C++ counterpart, in double, and for the divergences, which run
+once per logit, on vectors as well. The header is made when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -81,8 +78,7 @@ def header() -> str:
     """The text of leaves.h.
 
     Raises:
-        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and
-            the expression.
+        ValueError: a leaf uses something outside of the vocabulary; the message names both.
         OSError: the python sources are not there.
     """
     text = _text()

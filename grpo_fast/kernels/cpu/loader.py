@@ -1,9 +1,7 @@
 """Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why
 there is none.
 
-A library is one `csrc/api/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++
-takes seconds, and one file serves every torch from 2.11 on and every Python. Nothing is compiled at
-install time.
+One `csrc/api/<name>.cpp` against torch's stable ABI compiles in seconds, for every torch >= 2.11.
 
 Environment:
     GRPO_FAST_DISABLE_CSRC=1   behave as if there were no compiler
@@ -65,8 +63,7 @@ class CsrcUnavailable(RuntimeError):
 
 
 def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist (of csrc/api/<library>.cpp), once per process.
-    Returns None, or the reason why it cannot.
+    """Make `torch.ops.grpo_fast_<library>` exist, once per process; None, or why it cannot.
 
     The first library that cannot be used is told at WARNING level: torch does the work, slower.
     """
@@ -101,9 +98,7 @@ def require(library: str = "rows") -> None:
 
 @functools.cache
 def door(library: str, name: str) -> Any:
-    """An operator of a library; it raises a RuntimeError for a dtype, shape or stride that it does
-    not take. Raises CsrcUnavailable like `require`.
-    """
+    """An operator of a library; it raises a RuntimeError for tensors that it does not take."""
     require(library)
     return getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
 

@@ -23,8 +23,9 @@ _agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is 
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Let linear layers, RMSNorms, SwiGLU MLPs and rotary embeddings of a model on a CPU compute by
-    layers.py. Modules that somebody else gave a `forward` keep it.
+    """Let linear layers, RMSNorms, SwiGLU MLPs and rotary embeddings on a CPU compute by layers.py.
+
+    Modules that somebody else gave a `forward` keep it.
     """
     for module in model.modules():
         first = next(module.parameters(), None)
@@ -103,9 +104,7 @@ def _swiglu_mlp(module: Any, x: Tensor) -> Any:
 
 @functools.cache
 def _turned_by_ours(forward: Any) -> Callable[..., Any] | None:
-    """An attention's forward with our `rotary` in place of the function of its file; None where it
-    calls none, or one of another formula.
-    """
+    """An attention's forward with our `rotary` in place of its file's; None of another formula."""
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
     if code is None or theirs is None or ROTARY not in code.co_names or loader.load("layers"):

@@ -1,9 +1,6 @@
-"""Rows of logits that exist only in a sampler's support, in C++ (csrc/api/support.cpp): the doors
-of support_reference.py.
+"""Rows of logits in a sampler's support, in C++: the doors of support_reference.py.
 
-A row's bits depend on that row only. The gradient of the weight has one owner for each id, which
-adds the terms in the order of the rows: the same bits for any number of threads. Rows of ids that
-do not occur are not touched where zeros are there already.
+A row's bits depend on that row only. In dW each id has one owner, which adds in the order of rows.
 """
 
 from __future__ import annotations
@@ -37,9 +34,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """See support_reference.head_rows. A row of the weight comes from memory once: its part of the
-    slope is added while it is in cache.
-    """
+    """See support_reference.head_rows. A row of the weight comes from memory once."""
     raw, lse, logps, entropy, slopes = loader.door("support", "support_rows")(
         contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
         rows.places, index, *rule_arguments(rule), return_entropy, return_slopes,

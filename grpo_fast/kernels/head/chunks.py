@@ -1,14 +1,11 @@
-"""The logits of one chunk and their gradient, in the two forms that the chunk loop of loop.py
-knows.
+"""The logits of one chunk and their gradient, in the two forms that the chunk loop knows.
 
-    LogitChunks        raw logits in fp32 (vendor GEMM, or kernels from hidden with a store); a row
-                       kernel writes the d-logits over them, for 16-bit inputs on a GPU beside them
-                       in 16 bits: 4 or 6 bytes per logit
+    LogitChunks        raw logits in fp32; a row kernel writes the d-logits over them, for 16-bit
+                       inputs on a GPU beside them: 4 or 6 bytes per logit
     ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the
                        row · E, so no row kernel runs (gpu/exponentials.py, cpu/linear.py): 2 or 4
 
-Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the
-last stay as they are.
+Both have the same methods. A chunk has C rows; its buffers have the padded rows of h.
 """
 
 from __future__ import annotations

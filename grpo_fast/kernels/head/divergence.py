@@ -178,8 +178,7 @@ class DivergenceHead(LinearHead):
     def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
         """Sums over whole rows, of all ranks that share the vocabulary; None: this rank has all.
 
-        Two rounds: every rank's lse, then the sums that follow from the lse of whole rows. 32
-        bytes per row and rank travel.
+        Two rounds: every rank's lse, then the sums that follow from whole rows' lse.
         """
         if self.shard is None:
             return None
@@ -211,8 +210,9 @@ def supported_divergence(
     is_wide: bool,
     **options,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops where the sets are
-    small. Rows without a set are those of a `DivergenceHead`.
+    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops of small sets.
+
+    Rows without a set are those of a `DivergenceHead`.
     """
     support = rows.support
     assert support is not None

@@ -17,8 +17,7 @@ class WholeEntropy:
 
     Args:
         inside: the sweep whose rows have a support.
-        whole: the sweep over the same rows with the whole vocabulary. Given logits it may write
-            over; `inside` may not.
+        whole: that with the whole vocabulary; it may write over given logits, `inside` may not.
     """
 
     held, has_entropy_gradient, filtered = None, True, None

@@ -1,6 +1,4 @@
-"""Logits of a head in a sampler's support, and their gradients, from the rows of W that the ids
-name. Memory beside gradients: O(nnz), and slopes as large as dH.
-"""
+"""Logits of a head in a sampler's support, and their gradients, from rows of W: O(nnz) memory."""
 
 from __future__ import annotations
 
@@ -31,12 +29,7 @@ class SupportGradient(NamedTuple):
 
 
 class GatheredHead:
-    """The supported rows of a head.
-
-    Args:
-        rows: all active ones.
-        is_wide: gradients are returned as they are summed, in fp32 at least.
-    """
+    """The supported rows of a head among all active ones; `is_wide`: gradients stay as summed."""
 
     def __init__(
         self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool

@@ -96,9 +96,8 @@ class LinearHead:
         return LogitChunks(*head)
 
     def _chunk_rows(self, wants_weight: bool) -> int:
-        """Rows per chunk: all where one chunk takes no more than several and their fp32 dW; else as
-        many as the workspace holds, evened out over the chunks. Ranks that share a vocabulary
-        cut the same chunks, by the largest shard.
+        """All rows where one chunk takes no more than several and their fp32 dW; else as many as
+        the workspace holds, evened out. Ranks that share a vocabulary cut by the largest shard.
         """
         bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
@@ -151,8 +150,7 @@ class LinearHead:
         return sums.finish()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole
-        work: 2·T·V·H.
+        """(lse, logps, entropy) of all active rows, (T,) fp32: 2·T·V·H.
 
         With `keep` the last chunk stays in the workspace, ready for `gradients`.
         """

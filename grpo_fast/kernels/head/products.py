@@ -1,6 +1,4 @@
-"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype
-and device.
-"""
+"""The three matrix products of a chunk: whose GEMM, for each dtype and device."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
 def weighted_product(
     matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
 ) -> Tensor:
-    """(C, H) = diag(scales)·matrix · weight + added, for (C,) scales; summed in fp32, rounded to
-    `dtype` once.
+    """(C, H) = diag(scales)·matrix · weight + added: summed in fp32, rounded to `dtype` once.
 
     `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those
     16 bits where the product takes such.

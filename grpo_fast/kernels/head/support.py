@@ -1,9 +1,8 @@
 """Rows whose logits exist only in a sampler's support, beside rows with the whole vocabulary.
 
-A row of k ids costs 6·k·H instead of 6·V·H. Everything behind a logp is that of other rows: the
-row kernels see k logits in place of V. Logits of a head come in two ways: from the rows of W that
-the ids name (gathered.py), or, where the sets are so large that this costs more, from the dense
-product, of which the other columns are dropped (below). Given logits are looked up.
+A row of k ids costs 6·k·H instead of 6·V·H; the row kernels see k logits in place of V. Logits of a
+head come from the rows of W that the ids name (gathered.py), or, where the sets are so large that
+this costs more, from the dense product (below). Given logits are looked up.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ class DenseHead(GatheredHead):
     """Logits of a head in the support, from the product with all of W."""
 
     def _chunks(self):
-        """Rows from one on to another, their hidden rows (padded C, H), the places of their ids
-        among all, the row and the column of each, and a matrix (padded C, V) for their logits.
+        """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
+        each, and a matrix (padded C, V) for their logits.
         """
         hidden, weight, dtype = self.hidden, self.weight, self.sum_dtype
         support, index, count = self.support, self.index, len(self.support.places)

@@ -36,8 +36,6 @@ SELF_TEST_TOLERANCE = {
 
 
 class Kind(NamedTuple):
-    """The properties of a call by which its kernel is chosen."""
-
     device: str
     dtype: torch.dtype
     head_dim: int
@@ -53,8 +51,6 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """One kernel."""
-
     name: str  # for the log
     takes: Callable[[Kind], bool]  # a kind of input
     attend: Attention
@@ -83,7 +79,6 @@ def packed_rows_attention(
 
 @cache
 def choose(kind: Kind) -> Provider:
-    """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
         name = provider.name
         try:
@@ -144,7 +139,6 @@ def self_test(attention: Attention, kind: Kind) -> float:
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
-    """Whether FlashAttention on CUDA can take it."""
     is_narrow = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_narrow or kind.head_dim % 8:
         return False

@@ -107,12 +107,10 @@ class TreeLayout:
 
     @property
     def total(self) -> int:
-        """T, the tokens of the packed row."""
         return self.starts[-1]
 
     @cached_property
     def has_tree(self) -> bool:
-        """Whether some segment continues another."""
         return max(self.parents) >= 0
 
     @cached_property
@@ -138,7 +136,6 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> Tensor:
-        """(T,) int64: the segment of each row."""
         counts = torch.tensor(self.lengths)
         return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 

@@ -95,7 +95,6 @@ class PackedGroups(PackedTree):
     group_sizes: tuple[int, ...]  # completions of each group, as they were given
 
     def split_groups(self, values: Tensor) -> list[tuple[Tensor, ...]]:
-        """The views of `split`, group by group."""
         views, ends = self.split(values), [0, *accumulate(self.group_sizes)]
         return [views[a:b] for a, b in pairwise(ends)]
 
@@ -164,7 +163,6 @@ def _pack(
     samples: Sequence[tuple[Tensor, Tensor]],  # ids, and the positions that are trained
     device: torch.device | str,
 ) -> dict[str, Any]:
-    """The fields of a `PackedTree`."""
     parents, starts, ends, first, last = segments
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)

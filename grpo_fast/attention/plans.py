@@ -19,7 +19,6 @@ class Share(NamedTuple):
     completions: tuple[int, ...]
 
     def of(self, groups: Sequence[Group]) -> Group:
-        """This part as a group of its own, for `pack_groups`."""
         prompt, completions = groups[self.group]
         return prompt, [completions[i] for i in self.completions]
 

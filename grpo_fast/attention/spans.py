@@ -52,7 +52,6 @@ class Spans:
 
     @cached_property
     def seen(self) -> tuple[Spans, Tensor]:
-        """The spans that have queries, and the rows of their keys."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -101,7 +100,6 @@ class Rows:
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-        """From (first row, number of rows) of each run."""
         longest = max(n for _, n in runs)
         start = runs[0][0]
         if all((first, n) == (start + i * longest, longest) for i, (first, n) in enumerate(runs)):

@@ -106,7 +106,6 @@ class Trie:
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        """The nodes next below one that become segments."""
         nodes, stack = list[int](), self.children[above][::-1]
         while stack:
             node = stack.pop()
@@ -145,7 +144,6 @@ class Trie:
 
 
 def _common(a: Tensor, b: Tensor) -> int:
-    """Tokens that two sequences have in common before they differ."""
     length = min(len(a), len(b))
     differ = (a[:length] != b[:length])[..., None].flatten(1).any(1)
     return int(differ.int().argmax()) if bool(differ.any()) else length

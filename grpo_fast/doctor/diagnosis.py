@@ -146,7 +146,6 @@ def check(rollout: Rollout) -> None:
 def _advice(
     recomputed: Recomputed, base: View, change: Change, engines: View, sampling: Sampling
 ) -> tuple[str, str]:
-    """The cause's name and what to do about it."""
     if change.cause == causes.TEMPERATURE:
         return _about_temperature(recomputed, base, engines, sampling.temperature)
     if change.cause == causes.TRUNCATION and sampling.truncates:

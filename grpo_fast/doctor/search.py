@@ -42,7 +42,6 @@ RANGES: tuple[tuple[str, str, Callable[[float], Any], float, float], ...] = (
 
 
 def noise_of(policy: Any) -> float:
-    """NOISE of the dtype that a policy computes in."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 

@@ -55,8 +55,6 @@ PROMPTS = ["3 1 2", "5", "0 9 8 7 6 5 4", "39 38 37 36"]
 
 
 class Check(NamedTuple):
-    """The result of one self-test."""
-
     name: str
     error: float | None  # None: it did not run
     bound: float  # up to which the error is allowed
@@ -69,8 +67,6 @@ class Check(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A batch of completions with everything a loss takes."""
-
     hidden: Tensor  # (T, H)
     weight: Tensor  # (V, H)
     targets: Tensor  # (T,)
@@ -94,7 +90,6 @@ def checked(names: Sequence[str], bounds: Sequence[float], run: Callable[..., An
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
-    """Every backend against fp64 and against itself."""
     for backend in BACKENDS:
         missing = route.unavailable(backend, device.type)
         if missing is not None:
@@ -107,7 +102,6 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Every attention kernel that can run here against the dense reference."""
     for dtype in DTYPES:
         for extra in ("", "window", "softcap"):
             kind = Kind(
@@ -147,7 +141,6 @@ def computed(p: Problem, backend: str) -> list[Tensor]:
 
 
 def explicit(p: Problem) -> list[Tensor]:
-    """The same from the definition, in fp64."""
     hidden, weight = (x.detach().double().cpu().requires_grad_() for x in (p.hidden, p.weight))
     logps = _logps(hidden, weight, p.targets.cpu())
     lengths = torch.tensor(LENGTHS)
@@ -195,7 +188,6 @@ def own_divergence(p: Problem, backend: str) -> float:
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:
-    """A rollout against the trainer's forward pass, and a run that is left and goes on."""
     config = ModelConfig(config=MODEL, tokenizer="symbols", device=str(device))
     torch.manual_seed(0)
     policy = load_policy(config, build_symbol_tokenizer([str(i) for i in range(40)]))

@@ -139,6 +139,5 @@ class GRPOModule(LightningModule):
         return {"num_items_in_batch": tokens / ranks, "num_completions_in_batch": completions}
 
     def _clip_gradient(self) -> Tensor:
-        """The norm of the gradient before it was clipped."""
         trained = [p for p in self.model.parameters() if p.grad is not None]
         return nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))

@@ -151,7 +151,6 @@ class PolicyLoss(nn.Module):
         tokens: float | Tensor | None,
         completions: float | Tensor | None,
     ) -> dict[str, Any]:
-        """The total that the loss divides by, as a keyword of `grpo_loss`."""
         if self.token_level_loss:
             own = keep.sum().clamp(min=1)
             return {"num_items_in_batch": own if tokens is None else tokens / dp_size}
@@ -198,7 +197,6 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
-    """The mean over the tokens that count, 0 without one."""
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 

@@ -67,11 +67,9 @@ class SupportRows(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """(nnz,) int64: the row of each id, in [0, R)."""
         return rows_of(self.offsets, len(self.ids))
 
     def of_all(self, x: Tensor) -> Tensor:
-        """(T, …) → (R, …)."""
         return x if self.own is None else x.index_select(0, self.own)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:

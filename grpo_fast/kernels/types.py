@@ -31,7 +31,6 @@ class LogitRule(NamedTuple):
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
     def rows(self, index: slice | Tensor) -> LogitRule:
-        """The rule of a subset of the rows."""
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
@@ -57,7 +56,6 @@ class ActiveRows(NamedTuple):
         return ActiveRows(self.num_rows, kept, targets, rule, places, self.repeats)
 
     def active(self, x: Tensor) -> Tensor:
-        """(N, …) → (T, …)."""
         return x if self.kept is None else x.index_select(0, self.kept)
 
     def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
@@ -68,20 +66,15 @@ class ActiveRows(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """An LM head and the hidden states that it projects."""
-
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
 
     def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of a pass that wants none."""
         return (self.hidden.new_empty(0),) * 3
 
 
 class ChunkRows(NamedTuple):
-    """C rows of a head that are computed together."""
-
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
     rule: LogitRule
@@ -98,8 +91,6 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients somebody will read."""
-
     hidden: bool
     weight: bool
     bias: bool
@@ -153,7 +144,6 @@ class Dominant(NamedTuple):
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """The elements in some columns, whose numbers stay."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
@@ -181,7 +171,6 @@ class Coefficients(NamedTuple):
     rest: Dominant | None = None  # of elements that the product rounds
 
     def select(self, rows: Tensor) -> Coefficients:
-        """The coefficients of some rows, padded again."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
         rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
         return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
@@ -201,7 +190,6 @@ class Exponentials(NamedTuple):
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """These rows of each tensor; None of None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
@@ -223,7 +211,6 @@ def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def padded(count: int) -> int:
-    """The next multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

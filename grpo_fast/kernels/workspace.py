@@ -109,7 +109,6 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 
 
 def drop_workspace() -> None:
-    """Give the kept workspace back to the allocator."""
     _spare.clear()
 
 

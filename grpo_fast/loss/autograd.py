@@ -135,8 +135,6 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
 
 
 class RowPass:
-    """The active rows of a call, and their sweep."""
-
     def __init__(
         self,
         tensors: tuple,
@@ -175,7 +173,6 @@ class RowPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def known(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """The statistics of the active rows, from those of all."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 

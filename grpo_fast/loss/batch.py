@@ -106,7 +106,6 @@ class _Places(NamedTuple):
         return x.index_select(0, self.kept).to(dtype)
 
     def owned(self, x: Any) -> Any:
-        """The active ones of (N,) numbers in fp32, in memory of their own; None of None."""
         return None if x is None else self.picked(x, torch.float32)
 
     def rows(
@@ -146,7 +145,6 @@ def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
 
 
 def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
-    """(T,) rows that the mask keeps; None when it keeps all."""
     if mask is None:
         return None
     refuse("completion_mask", mask, mask)

@@ -124,7 +124,6 @@ def logps(
     options: RowOptions,
     ranks: Agreement = ALONE,
 ) -> Any:  # logps, or (logps, entropy)
-    """Differentiable logps in the layout of the targets."""
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:

@@ -62,7 +62,6 @@ def tensor(
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:
-    """An optional tensor of the layout of `like` (B, L) or (T,)."""
     if x is not None:
         meaning = "(B, L)" if like.dim() == 2 else "(T,)"
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
@@ -114,7 +113,6 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
-    """Logits (B, L, V) or (T, V) in the layout of target_ids."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -150,7 +148,6 @@ def rule(
 
 
 def prompt_items(value: Any, count: int, config: LossConfig) -> None:
-    """None beside whole groups of completions, or the tokens of each one's prompt."""
     what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
         raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
@@ -257,7 +254,6 @@ def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
 
 
 def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
-    """cu_seqlens exactly for the packed layout."""
     if like.dim() == 2 and cu_seqlens is not None:
         shape = getattr(cu_seqlens, "shape", None)
         came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"

@@ -228,7 +228,6 @@ def _is_frozen(name: str, x: Any) -> None:
 
 
 def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
-    """(N, ·) from one row for each of `like`."""
     checks.tensor(name, x, kind, beside=("hidden", like))
     fits, expected = x.shape[:-1] == like.shape, "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
@@ -259,7 +258,6 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T,) in fp32 at least, in memory of their own."""
     count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)

@@ -80,7 +80,6 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32."""
         wants = {"return_entropy": return_entropy}
         places = ((self.logits[b], self.targets[b], self.rule.rows(b)) for b in self._blocks())
         parts = [self.kernels.row_logps(*rows, **wants) for rows in places]

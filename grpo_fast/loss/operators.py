@@ -86,7 +86,6 @@ def carried(options: Options | RowOptions, count: int) -> tuple:
 def build(
     loss: LossPass, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """The batch of a loss with these tensors."""
     vocab_size, targets = loss.vocab(tensors), None
     if vocab_size is not None:
         targets = Targets.of(vocab_size, len(tensors[0]), options)
@@ -109,14 +108,11 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """A node of the graph: flat logps and entropies ((0,) unless wanted)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options, NUM_ROW_OPTIONS))[:2]
 
 
 def _row(config: LossConfig, inputs: BatchInputs) -> list:
-    """The arguments of BATCH."""
-
     def tensor(x: Any) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x

@@ -31,8 +31,6 @@ UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
-    """The result of every pass."""
-
     loss: Tensor  # 0-d
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)

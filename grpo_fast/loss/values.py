@@ -134,14 +134,12 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
 
 
 def prompt_items(x: Tensor, validate: str) -> Tensor:
-    """(B,) numbers >= 0 in fp64."""
     bad = ~((x >= 0) & torch.isfinite(x))
     check_values([(bad.any(), "num_items_in_batch: expected numbers >= 0")], validate)
     return x.double()
 
 
 def mask(x: Tensor, kept: Tensor, validate: str) -> None:
-    """0 or 1 everywhere; kept: x != 0."""
     if x.dtype != torch.bool:
         expected = "completion_mask: expected only 0 and 1"
         check_values([elements(x, x != kept, expected, "other values")], validate)
@@ -227,13 +225,11 @@ def support_rows(
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-    """How many rows have a set, and how many ids these have."""
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total
 
 
 def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
-    """Every target in its row, and no id twice in one."""
     missing, twice = (places < 0).any(), repeated >= 0
     one = "support: expected every active target among its own ids"
     other = "support.ids: expected no id twice in one row"

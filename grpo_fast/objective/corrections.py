@@ -92,7 +92,6 @@ class Correction:
         return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
-        """(T,) bool: what the bounds keep."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
         if self.low:
             kept = log_ratio >= math.log(self.low)
@@ -103,7 +102,6 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """(T,) by what the tokens are weighed by, of a kind that weighs."""
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)

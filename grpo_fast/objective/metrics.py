@@ -118,7 +118,6 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
 
 
 def mean(x: Tensor) -> Tensor:
-    """The mean of (T,), 0 when there is nothing to average."""
     return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
 
 

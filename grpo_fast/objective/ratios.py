@@ -38,7 +38,6 @@ class Ratio(NamedTuple):
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
-    """The log ratio at the level and in the window of the objective, clamped."""
     raw = logps - old_logps
     window = OBJECTIVES[config.loss_type].window
     if window == "sum":
@@ -66,7 +65,6 @@ class Corrected(NamedTuple):
     clipped: Tensor | None = None  # (T,) bool: whose ratio a bound of "truncate" moved
 
     def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
-        """(T,) weights of the tokens, corrected."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         return weights * self.weights if weigh and self.weights is not None else weights

@@ -26,5 +26,4 @@ def number(name: str, value: Any, expected: str, holds: Any) -> None:
 
 
 def kind_of(x: object) -> str:
-    """A tensor's shape, or the value itself, for the end of a sentence."""
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -24,7 +24,6 @@ class Tokens(NamedTuple):
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
-        """The batch of unit · loss."""
         return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:

@@ -94,7 +94,6 @@ class Engine(ABC):
     fallback: str | None = None
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
-        """`sample` of a `Request` with these fields."""
         return self.sample(Request(*fields, **others))
 
     @abstractmethod

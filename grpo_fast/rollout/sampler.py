@@ -31,7 +31,6 @@ class Sampling(BaseModel):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property

@@ -106,7 +106,6 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradie
 
 
 def _options(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, Any]:
-    """The arguments that all packages name alike."""
     (max_q, max_k), (left, right) = longest(spans), window_of(spans, rule)
     return {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,

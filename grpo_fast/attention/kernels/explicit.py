@@ -23,8 +23,6 @@ LEAST_QUERIES = 16
 
 
 class Chunk(NamedTuple):
-    """Some queries of a block and the keys they can see."""
-
     queries: slice
     keys: slice
     visible: Tensor | None  # (queries, keys) bool, None for all

@@ -119,8 +119,6 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
 
 class FastLogProbs:
-    """Stands where TRL's `ChunkedLogProbFunction` stands."""
-
     @staticmethod
     def apply(
         hidden: Tensor,  # (N, H)
@@ -152,8 +150,6 @@ class FastLogProbs:
 
 
 class Rule(NamedTuple):
-    """From a head's product to logits, as keywords of `linear_logps` and of `LossConfig`."""
-
     temperature: float
     softcap: float | None
     logit_scale: float
@@ -218,7 +214,6 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

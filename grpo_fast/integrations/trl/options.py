@@ -80,7 +80,6 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Where attention still has dropout, and what switches it off."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -140,7 +139,6 @@ def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
 
 
 def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
-    """TRL's inputs of one training micro-batch as arguments of the single pass."""
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
@@ -164,7 +162,6 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
 
 
 def applied_entropy_coef(trainer: Any) -> float:
-    """The weight of the entropy bonus in this micro-batch, as TRL's controller has left it."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     entropy, target = trainer._last_world_entropy, trainer.args.entropy_target

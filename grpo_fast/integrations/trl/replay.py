@@ -17,16 +17,12 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """The sampler's record of R scored tokens."""
-
     support: Support
     logps: Tensor  # (R,) fp32 of the sampler; NaN where it drew none
     mass: Tensor  # (R,) fp32, of the kept tokens before the others went
 
 
 class Replay:
-    """The turns of one generation batch."""
-
     def __init__(self) -> None:
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []

@@ -77,7 +77,6 @@ class OwnRollouts:
 
     @property
     def replays(self) -> bool:
-        """Whether logps are over what a truncating sampler kept."""
         return self.replay_support and self._packs
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
@@ -86,7 +85,6 @@ class OwnRollouts:
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
-        """Ours where it draws what TRL's would; else TRL's."""
         sampling = self._sampling()
         # Of the settings alone: all processes log, or none does.
         self._truncates = isinstance(sampling, Sampling) and sampling.wants_kept
@@ -104,7 +102,6 @@ class OwnRollouts:
         return [one.ids for one in drawn], None
 
     def _sampling(self: Any) -> Sampling | str:
-        """How completions are drawn; or the reason why TRL draws them."""
         if not self.fast_rollouts:
             return OFF
         if self._unsuited is not None:
@@ -112,7 +109,6 @@ class OwnRollouts:
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
-        """Of the run, the step, the turn within it and the process."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
@@ -195,7 +191,6 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, Any]:
-    """The settings that `generate` falls back on."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

@@ -74,7 +74,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.info(said, self.fast_path)
 
     def _their_objective(self, reason: str) -> None:
-        """From now on the objective is TRL's."""
         self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
 
     # ----------------------------------------------------------------------------------------------
@@ -168,7 +167,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        """Ours or TRL's, with the attention the model came with."""
         if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
         lm = base_model(self.accelerator.unwrap_model(self.model))
@@ -210,7 +208,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
-        """TRL's own loss and metrics from these logps and entropies, (B, K) each."""
         self._given = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)

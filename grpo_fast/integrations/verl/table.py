@@ -34,12 +34,10 @@ class Batch(NamedTuple):
     rollout_is_weights: Tensor | None
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the tokens of the mask, 0 without one."""
         keep = self.mask.bool()
         return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """(B, 1): the mean over each completion, 0 where it is empty."""
         keep = self.mask.bool()
         counts = keep.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
@@ -90,7 +88,6 @@ class Recipe(NamedTuple):
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """A field of verl's ActorConfig or of an omegaconf config."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
     return default if value is None else value
 
@@ -136,7 +133,6 @@ def dro(config: Any) -> dict[str, Any]:
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight of the rollout."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
@@ -213,7 +209,6 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
-    """KL of (p_old, 1 - p_old) from (p, 1 - p), with verl's 1e-8."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

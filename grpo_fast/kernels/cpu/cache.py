@@ -86,5 +86,4 @@ def _name(path: Path, stem: str) -> str:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether it is this user's or root's."""
     return path.stat().st_uid in (0, os.geteuid())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import inspect
 import textwrap
 import types
@@ -69,7 +68,6 @@ def objective_leaves() -> list[Callable]:
 
 
 def kl_leaves() -> list[Callable]:
-    """The leaves of `KL_ESTIMATORS`, each once; their order numbers them."""
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -81,21 +79,7 @@ def header() -> str:
         ValueError: a leaf uses something outside of the vocabulary; the message names both.
         OSError: the python sources are not there.
     """
-    text = _text()
-    return f'{text}\n[[gnu::used]] static const char kLeavesMarker[] = "{marker_of(text)}";\n'
-
-
-def marker() -> str:
-    """The string in a library built with this header: a prebuilt one with it has these leaves."""
-    return marker_of(_text())
-
-
-def _text() -> str:
     return print_header(objective_leaves(), kl_leaves(), list(DIVERGENCES.values()))
-
-
-def marker_of(text: str) -> str:
-    return f"grpo_fast leaves {hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
 def print_header(
@@ -117,7 +101,6 @@ def print_header(
 
 
 def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
-    """`name<index>(arguments…)` on vectors."""
     cases = [
         f"  if constexpr (index == {i}) return {function_name(x)}({', '.join(arguments)});\n"
         for i, x in enumerate(leaves)
@@ -150,7 +133,6 @@ def function_name(leaf: Callable) -> str:
 
 
 def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
-    """Print a leaf, and before it the leaves it calls."""
     if leaf in functions:
         return
     printer = LeafPrinter(leaf)
@@ -255,8 +237,6 @@ class LeafPrinter:
 
 
 class VectorPrinter(LeafPrinter):
-    """One leaf as a C++ function of vectors of floats."""
-
     signature, number = "GRPO_FAST_INLINE VectorPair", "Floats"
     words, helpers = VECTOR_WORDS, VECTOR_HELPERS
 

@@ -1,5 +1,4 @@
-"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why
-there is none.
+"""Builds the C++ kernels into a cache folder, or gives the reason why there are none.
 
 One `csrc/api/<name>.cpp` against torch's stable ABI compiles in seconds, for every torch >= 2.11.
 
@@ -23,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,6 @@ _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
     "generic": ([], set()),
 }
-WITH_LEAVES = ("rows", "divergence")  # libraries that hold the printed leaves
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 _LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
@@ -112,18 +109,6 @@ def _load(library: str) -> str | None:
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
     if missing:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
-    prebuilt = _prebuilt(library, wanted)
-    if prebuilt is not None:
-        reason = _open(prebuilt)
-        if reason is None:
-            logger.info("grpo_fast: C++ kernels '%s': prebuilt %s", library, prebuilt.name)
-            return None
-        text = "grpo_fast: the prebuilt %s does not load, compiling instead: %s"
-        logger.warning(text, prebuilt, reason)
-    return _load_compiled(library, wanted)
-
-
-def _load_compiled(library: str, wanted: str) -> str | None:
     path, reason = compile_library(library, wanted)
     if path is None:
         return reason
@@ -144,29 +129,6 @@ def _open(path: Path) -> str | None:
     except (OSError, RuntimeError) as error:
         return f"{path} does not load: {error}"
     return None
-
-
-def _prebuilt(library: str, wanted: str) -> Path | None:
-    """grpo_fast/_csrc/<library>-<machine>-<instruction set>.so: the best one this CPU runs."""
-    present = set(cpu_flags())
-    names = ["avx512", "avx2"] if wanted == "native" else [wanted]
-    for name in names:
-        path = _PACKAGE / "_csrc" / f"{library}-{platform.machine()}-{name}.so"
-        if not path.is_file() or not _INSTRUCTION_SETS[name][1] <= present:
-            continue
-        if library not in WITH_LEAVES or _has_our_leaves(path):
-            return path
-        others = "other losses than objective/losses.py and kl.py have"
-        logger.warning("grpo_fast: the prebuilt %s was made for %s", path, others)
-    return None
-
-
-def _has_our_leaves(path: Path) -> bool:
-    """Whether a library was built with the losses of this objective/losses.py and kl.py."""
-    try:
-        return leaves.marker().encode() in path.read_bytes()
-    except (ValueError, OSError):
-        return False
 
 
 def source_folder() -> Path | None:
@@ -194,7 +156,6 @@ def compiler() -> list[str] | None:
 
 @functools.cache
 def _cpuinfo() -> str:
-    """The text of Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -215,17 +176,12 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """As Linux names it ("GenuineIntel", "AuthenticAMD"); empty where it does not."""
     match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return match[1] if match else ""
 
 
 def compile_library(
-    library: str,
-    instruction_set: str = "native",
-    *,
-    extra_flags: Sequence[str] = (),
-    folder: Path | None = None,
+    library: str, instruction_set: str = "native", *, folder: Path | None = None
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/api/<library>.cpp unless the cache has it: (path, None) or (None, reason).
 
@@ -237,7 +193,7 @@ def compile_library(
         if command is None:
             tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
-        flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0], *extra_flags]
+        flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 

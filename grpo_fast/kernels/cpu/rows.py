@@ -21,14 +21,12 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
-    """(logit_scale, softcap, temperature, temperatures) of the C++ doors."""
     if isinstance(rule.temperature, Tensor):
         return rule.logit_scale, rule.softcap, 1.0, vector(rule.temperature)
     return rule.logit_scale, rule.softcap, rule.temperature, None
 
 
 def vector(x: Tensor | None) -> Tensor | None:
-    """Values by row as the kernels read them: fp32, contiguous."""
     if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
         return x
     return detached(x).float().contiguous()
@@ -60,7 +58,6 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """See reference.row_grad_."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy

@@ -19,7 +19,6 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See support_reference.target_places."""
     return loader.door("support", "support_places")(ids, offsets, target_ids, vocab_size)
 
 
@@ -44,7 +43,6 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """(R, H) fp32; see support_reference.head_hidden."""
     return loader.door("support", "support_hidden")(
         d, contiguous_rows(weight), rows.ids, rows.offsets
     )
@@ -59,7 +57,6 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """See support_reference.head_weight."""
     loader.door("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

@@ -183,7 +183,6 @@ def join_kernel(
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
-    """The matrix as a tensor descriptor (TMA) of tiles."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -226,7 +225,6 @@ def sweep(
     *,
     only_far: bool = False,
 ) -> None:
-    """Start slice_kernel over all rows and slices."""
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)

@@ -51,7 +51,6 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """(T,) bool: rows with a coefficient that is not 0."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 

@@ -75,7 +75,6 @@ class LogitChunks:
         self._workspace = self._narrow = None
 
     def _gradient(self, rows: int) -> Tensor:
-        """(rows, V): where the d-logits go."""
         if not self.has_narrow:
             return self.workspace(rows)
         if self._narrow is None:
@@ -108,7 +107,6 @@ class LogitChunks:
     def row_loss(
         self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
-        """The d-logits, and the losses of the C rows."""
         h, target_ids, rule = at
         count, has_entropy = target_ids.shape[0], config.needs_entropy
         if self.in_one_pass:

@@ -163,7 +163,6 @@ class DivergenceHead(LinearHead):
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
-        """out (padded C, V) = the teacher's raw logits."""
         if not out.shape[1]:
             return
         h = pad_rows(teacher.hidden).contiguous()

@@ -21,8 +21,6 @@ from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
-    """The gradient of R supported rows."""
-
     d_logits: Tensor  # (nnz,)
     g: Tensor  # (R,) the coefficient of each row's logp
     slopes: Tensor | None = None  # (R, H) what dH is g times; None: it follows from d_logits
@@ -42,7 +40,6 @@ class GatheredHead:
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Logits and statistics of the supported rows, and slopes when asked for."""
         return self.doors.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, rule,
             return_entropy=return_entropy, return_slopes=return_slopes,

@@ -113,7 +113,6 @@ class LinearHead:
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the active rows, in order."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
@@ -127,7 +126,6 @@ class LinearHead:
         return self.num_rows <= self.chunk_rows
 
     def _hidden(self, chunk: slice) -> Tensor:
-        """(C, H): the hidden rows of a chunk."""
         index = self.rows.hidden_index
         return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
 
@@ -219,7 +217,6 @@ class LinearHead:
 
 
 def concat_chunks(parts: list, like: Tensor) -> tuple:
-    """Concatenate the fields of the chunks' statistics; a field that is None stays None."""
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
     if len(parts) == 1:

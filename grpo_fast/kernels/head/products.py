@@ -20,7 +20,6 @@ COLUMN_SUM_ROWS = 64
 
 
 def is_wide(x: Tensor) -> bool:
-    """True for fp32 and fp64, which GEMMs treat as they are."""
     return x.dtype.itemsize >= 4
 
 
@@ -74,7 +73,6 @@ def weighted_product(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a·b in fp32 or fp64."""
     return gemm.mm_(a, b, total, add=True) if own_product(b) else total.addmm_(a, b)
 
 

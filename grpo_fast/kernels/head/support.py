@@ -109,7 +109,6 @@ class SupportSweep:
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32."""
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
         self.held, others = own if keep else None, (None,) * 3
@@ -121,7 +120,6 @@ class SupportSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Row losses, and the gradients of a loss whose coefficients follow row by row."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
         losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -235,7 +233,6 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
 ) -> HeadRows:
-    """The statistics of logits (nnz,) beside them, without slopes."""
     places, offsets = source.support.places, source.support.offsets
     row_logps = source.kernels.row_logps
     stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)

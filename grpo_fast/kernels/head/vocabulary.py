@@ -37,7 +37,6 @@ class VocabularyShard(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """V: the rows of all ranks."""
         return sum(self.sizes)
 
     @property
@@ -52,18 +51,15 @@ class VocabularyShard(NamedTuple):
         return torch.where(is_own, places, ELSEWHERE)
 
     def owners(self, target_ids: Tensor) -> Tensor:
-        """The rank that holds each target."""
         ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(n, …): x of every rank, in their order."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, in place."""
         x = x.contiguous()
         distributed.all_reduce(x, group=self.group)
         return x

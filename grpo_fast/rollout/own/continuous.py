@@ -29,8 +29,6 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    """The options under `rollout.continuous`."""
-
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     page_size: int = Field(256, ge=4)  # tokens of a page of the cache
@@ -89,7 +87,6 @@ class ContinuousEngine(Engine):
         return completions
 
     def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
-        """The finished requests of these prompts, in order."""
         done: dict[str, Any] = {}
         last = time.monotonic()
         with self.policy.lm.continuous_batching_context_manager(

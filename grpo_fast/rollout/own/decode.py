@@ -114,7 +114,6 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
 
 
 def logits_of(head: Head, hidden: Tensor) -> Tensor:
-    """(B, V) fp32."""
     logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale

@@ -57,7 +57,6 @@ class TransformersEngine(Engine):
         return completions
 
     def _cut(self, decoded: Decoded) -> list[Completion]:
-        """Each completion up to its first EOS."""
         eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
         ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()

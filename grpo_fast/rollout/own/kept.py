@@ -31,7 +31,6 @@ class KeptIds:
         self.rows.append(rows.repeat_interleave(counts))
 
     def by_completion(self, lengths: Sequence[int]) -> list[Kept | None]:
-        """Of each completion, cut to its length; None where nothing was truncated."""
         if not self.ids:
             return [None] * len(lengths)
         order = torch.cat(self.rows).argsort(stable=True)  # stable: by time within a row

@@ -121,8 +121,6 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
 
 # ------------------------------------------------------------------------------- completions
 class Asked(NamedTuple):
-    """A request for completions by certain weights."""
-
     policy: Any
     sampling: Sampling
     version: int

@@ -62,7 +62,6 @@ def _stored(lm: Any) -> dict[str, Tensor]:
 
 
 def dtype_of(policy: Any) -> str:
-    """The dtype that the policy computes in, by vLLM's name."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 

@@ -21,8 +21,6 @@ from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """Where the trainer, rank 0, waits."""
-
     master_address: str
     master_port: int
     world_size: int
@@ -32,8 +30,6 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Announced(WeightTransferUpdateInfo):
-    """The tensors that come next, in this order."""
-
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]

@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 # (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
 Attention = Callable[..., Tensor]
 
-# Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times
-# its rounding.
+# Relative L2 error of output and gradients beyond which a kernel is taken for broken.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip

@@ -21,8 +21,7 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has
-# none of them.
+# transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -77,8 +76,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and
-    # are cut off again.
+    # Latent attention (DeepSeek) has shorter values than keys: zeros behind them, cut off again.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)

@@ -133,10 +133,8 @@ def own_product(x: Tensor) -> bool:
     if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    return (
-        not (x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto")
-        or gemm.vendor_rounds()
-    )
+    is_vendors = x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto"
+    return not is_vendors or gemm.vendor_rounds()
 
 
 @functools.cache
@@ -176,8 +174,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # What is wrong with the C++ kernels was told by their loader, at the level that it
-        # deserves.
+        # The loader has told what is wrong with the C++ kernels, at the level that it deserves.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")

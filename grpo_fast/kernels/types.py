@@ -12,11 +12,9 @@ from grpo_fast.kernels.support import SupportRows
 # (lse, logps, entropy or None) of some rows, each (C,) fp32
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order
-# of summation.
+# Rows per GEMM are a multiple of this: below 8 rows MKL sums in another order.
 ROW_MULTIPLE = 32
-# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h): torch has no
-# such dtype.
+# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h), no torch dtype.
 POSITIVE16 = torch.int16
 
 

@@ -5,7 +5,6 @@ loop may be, where it waits for the next call; zeros that nobody has to write.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import os
@@ -16,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# Zeros of this many bytes come from pages that are zeros (MADV_POPULATE_WRITE is part of Linux's
-# interface).
+# Zeros of this many bytes come from pages that are zeros (the advice's number is Linux's).
 ZERO_PAGES_FROM, MADV_POPULATE_WRITE = 8 << 20, 23
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
@@ -31,12 +29,12 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    x = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    x, libc = torch.frombuffer(pages, dtype=dtype).view(*shape), ctypes.CDLL(None)
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
+        libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
@@ -79,8 +77,7 @@ def workspace_bytes(
     return (int(text) << 20) + spared
 
 
-# A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a
-# small loss 20%.
+# A CPU workspace of at most this many bytes is kept: fresh pages cost a small loss 20%.
 KEPT_BYTES = 128 << 20
 # At most one; taken and put by single operations, which threads cannot tear.
 _spare: list[Tensor] = []
@@ -110,8 +107,3 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 
 def drop_workspace() -> None:
     _spare.clear()
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

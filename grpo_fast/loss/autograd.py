@@ -63,8 +63,7 @@ class Overwriting(torch.autograd.Function):
     def forward(ctx, run, logits):
         result = run(logits.detach())
         if result.gradients[0].numel():
-            # Autograd does not see the kernels write: an operator that saved the logits must hear
-            # of it.
+            # Autograd does not see the kernels write: who saved the logits must hear of it.
             torch.autograd.graph.increment_version(logits)
         return _outputs(ctx, (logits,), result)
 

@@ -16,8 +16,7 @@ from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from
-# cache.
+# Bytes of logits that a sweep takes at a time on the CPU: the second door reads from cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 

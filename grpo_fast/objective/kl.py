@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Beyond this difference k3 = e^d - d - 1 goes on as its tangent: finite, and the gradient still
-# pulls back.
+# Beyond this difference k3 goes on as its tangent: finite, and the gradient still pulls back.
 K3_GUARD = 20.0
 INF = float("inf")
 

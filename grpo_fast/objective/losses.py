@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch as tl
 
-# Log ratios are clamped to this before exp, in value only: a ratio never overflows and its gradient
-# still restores.
+# Log ratios are clamped to this before exp, in value only: the gradient still restores.
 LOG_RATIO_MAX = 20.0
 
 FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32

@@ -92,8 +92,7 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Re
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     if 0 in spans.queries:
-        # Its first releases wait for ever, or store registers, where keys have no queries; FA2 and
-        # FA3 store zeros.
+        # Its first releases wait for ever, or store registers, where keys have no queries.
         inner, rows = spans.seen
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
         dq, *parts = fa4_backward(grad, seen, inner, rule)

@@ -17,8 +17,7 @@ from grpo_fast.attention.spans import Rule
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# A chunk no shorter than this, whatever the heads and keys: matrix products of fewer rows run
-# slowly.
+# A chunk no shorter than this: matrix products of fewer rows run slowly.
 LEAST_QUERIES = 16
 
 

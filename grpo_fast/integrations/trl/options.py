@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import Correction, LossConfig, grpo_loss
-from grpo_fast.attention import check_supported
+from grpo_fast.attention import shared_prompt_supported
 
 # What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
 # accumulation steps; or the tokens of the generation batch.
@@ -22,8 +22,7 @@ NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# The options that TRL reads for one of these losses only; the others read delta. It ignores them
-# elsewhere.
+# The options that TRL reads for one of these losses only; the others read delta.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
@@ -46,13 +45,8 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
         "neftune_noise_alpha: noise is scaled by a row's length": noise,
     }
     reason = next((reason for reason, holds in known.items() if holds), None)
-    if reason := reason or unusual_model(trainer, lm) or _attention_dropout(lm):
-        return reason
-    try:
-        check_supported(lm)
-    except ValueError as error:
-        return str(error)
-    return None
+    reason = reason or unusual_model(trainer, lm) or _attention_dropout(lm)
+    return reason or shared_prompt_supported(lm)
 
 
 def unusual_model(trainer: Any, lm: Any) -> str | None:
@@ -142,8 +136,7 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0
-        # moves into it.
+        # Token-level objectives are homogeneous in the advantage: a weight >= 0 moves into it.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)

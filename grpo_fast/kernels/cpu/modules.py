@@ -80,8 +80,7 @@ def _are_close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # transformers' source of Llama's MLP, which most families share: with other names of the local
-    # variables its bytecode differs.
+    # transformers' source of Llama's MLP: other names of local variables make another bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 

@@ -32,9 +32,8 @@ from grpo_fast.kernels.gpu.configs import (
     linear_config,
 )
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
+from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
-from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.types import LogitRule, RowStats
 
 

@@ -33,8 +33,7 @@ from grpo_fast.objective.config import LossConfig
 # Beside exponentials, rows of dW that are targets may take a second product where dW has 16 bits at
 # once (gpu/target_rows.py): not more than this share of the vocabulary.
 TARGET_SHARE = 1 / 8
-# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
-# the vocabulary.
+# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes.
 ROW_ELEMENTS = 64
 
 

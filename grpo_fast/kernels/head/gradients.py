@@ -25,8 +25,7 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
-# are active.
+# Active rows of a chunk are gathered before the gradient GEMMs where they are fewer than this.
 GATHER_BELOW = 0.9
 
 

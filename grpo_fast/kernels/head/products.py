@@ -9,8 +9,7 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import own_product
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
-# output.
+# Vocabulary rows widened to fp32 at a time, where there is no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
 # A GPU's GEMM writes a sum of this many elements in 16 bits at once. A smaller one it may split
 # over the inner dimension, and then adds parts that were rounded: such a sum leaves it in fp32.
@@ -134,16 +133,12 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
-            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(
-                matrix[t : t + COLUMN_SUM_ROWS]
-            )
+            rows = slice(t, t + COLUMN_SUM_ROWS)
+            total += coefficients[rows] @ widened(matrix[rows])
         return total
-    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the
-    # matrix.
-    parts, left = (
-        coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype),
-        coefficients,
-    )
+    # Three 16-bit numbers hold the 24 digits of an fp32 one: no fp32 copy of the matrix.
+    parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
+    left = coefficients
     for i in range(3):
         parts[:, i] = left
         left = left - parts[:, i].float()

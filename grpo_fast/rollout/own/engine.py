@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
-from grpo_fast.rollout.own.decode import Decoded, decode
-from grpo_fast.rollout.own.kept import KeptIds
+from grpo_fast.rollout.own.decode import Decoded, KeptIds, decode
 from grpo_fast.rollout.sampler import Sampler, Sampling
 
 log = logging.getLogger(__name__)

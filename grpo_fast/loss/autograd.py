@@ -88,9 +88,8 @@ def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
     """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
-    factors = (
-        units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
-    )
+    has_units = units is not None and units.numel()
+    factors = units.detach().unbind() if has_units else [None] * len(gradients)  # type: ignore[union-attr]
     return [
         (x.detach() if like is not None and x.shape == like.shape else None, unit)
         for like, x, unit in zip(tensors, gradients, factors, strict=True)

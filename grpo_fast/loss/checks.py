@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -183,11 +183,11 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
-    if config.uses_reference and inputs.ref_logps is None:
-        raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
-    if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
-        expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
-        raise wrong("ref_logps", f"{expected} from old_logps", "a tensor")
+    fits = inputs.ref_logps is not None or not config.uses_reference
+    require(fits, "ref_logps", f"the reference's logps beside beta = {config.beta}", None)
+    fits = inputs.ref_logps is None or OBJECTIVES[config.loss_type].reference
+    expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
+    require(fits, "ref_logps", f"{expected} from old_logps", "a tensor")
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
@@ -205,8 +205,8 @@ def options(
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-        if is_shard:
-            raise wrong("grad_filter", "None beside group, which it does not know", grad_filter)
+        expected = "None beside group, which it does not know"
+        require(not is_shard, "grad_filter", expected, grad_filter)
 
 
 def support(
@@ -218,10 +218,8 @@ def support(
     if not isinstance(sets, Support):
         raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
     refuse("support", target_ids, sets.ids)
-    if is_shard:
-        raise wrong("support", "None beside group, which does not know it", "a Support")
-    if grad_filter is not None:
-        raise wrong("grad_filter", "None beside support", grad_filter)
+    require(not is_shard, "support", "None beside group, which does not know it", "a Support")
+    require(grad_filter is None, "grad_filter", "None beside support", grad_filter)
     beside = ("target_ids", target_ids)
     tensor("support.ids", sets.ids, IDS, beside=beside)
     if sets.ids.dim() != 1:
@@ -239,8 +237,7 @@ def inplace(x: Tensor, flat: Tensor) -> None:
 
 
 def is_config(config: object) -> None:
-    if not isinstance(config, LossConfig):
-        raise wrong("config", "a LossConfig", type(config).__name__)
+    require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:

@@ -45,9 +45,8 @@ def importance_ratio(
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
             per_token = any(x.weighs and x.level == "token" for x in config.corrections)
-            log_weight = log_weight + (
-                tokens.completion_sum if per_token else tokens.completion_mean
-            )(log_sampling)
+            pooled = tokens.completion_sum if per_token else tokens.completion_mean
+            log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if window == "detached_mean":
         return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)))

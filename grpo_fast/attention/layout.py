@@ -151,8 +151,7 @@ class TreeLayout:
     @cached_property
     def views(self) -> tuple[Call, ...]:
         """Call 0: every segment on itself, causally. Call j: every segment with an ancestor at
-        distance j on that ancestor. An ancestor without descendants there has no queries; queries
-        without keys do not occur.
+        distance j on that ancestor, which without descendants there has no queries.
         """
         device, whole = self.cu_seqlens.device, slice(0, self.total)
         calls = [Call(Spans.of(self.lengths, self.lengths, device, causal=True), whole, whole)]
@@ -169,9 +168,8 @@ class TreeLayout:
         return tuple(calls)
 
     def copies(self, window: int | None) -> tuple[Call]:
-        """One causal call in which each segment's keys stand behind copies of its ancestors', or
-        of the last window − 1 of them: a sliding window moves with each row, which calls on whole
-        ancestors cannot express.
+        """One causal call with each segment's keys behind copies of its ancestors', or of the last
+        window − 1 of them: a window moves with each row, a call on an ancestor does not.
         """
         return self.cached(("copies", window), lambda: self._copies(window))
 

@@ -106,10 +106,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Why completions of this model cannot share their prompt's rows, or None if they can.
-
-    What else than attention carries information from token to token would carry it across them.
-    """
+    """Why completions of this model cannot share their prompt's rows, or None if they can."""
     try:
         check_supported(model)
     except ValueError as error:

@@ -1,7 +1,4 @@
-"""The distinct prefixes of N sequences: the segments of a packed row, and rows of a token budget.
-
-Nothing recurses, so that a conversation may have thousands of turns.
-"""
+"""The distinct prefixes of N sequences: the segments of a packed row. Nothing recurses."""
 
 from __future__ import annotations
 

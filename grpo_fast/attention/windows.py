@@ -1,7 +1,4 @@
-"""The window of a layer: read from the mask that a model asks for, and made small for self-checks.
-
-Every transformers model has a layer's window in its mask; many hand it to the attention, too.
-"""
+"""The window of a layer: read from the mask that a model asks for, and made small for checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where the difference between an engine's log-probabilities and the trainer's comes from.
-
-A cause is named where it explains most of the difference and no other cause does.
-"""
+"""Where the difference between an engine's log-probabilities and the trainer's comes from."""
 
 from __future__ import annotations
 

@@ -107,10 +107,7 @@ class Search:
         return next((x for x in same if x.cause == best.cause), best)
 
     def rounded(self, view: View, changes: Sequence[Change]) -> Change | None:
-        """The model in another precision whose differences are those of the engine.
-
-        Two kernels round otherwise, so it is told by the correlation and the size of differences.
-        """
+        """The model in another precision whose differences correlate with the engine's."""
         plain = self.recomputed.logps(view)
         gap = self.recomputed.engine_logps - plain
         ranked = []

@@ -1,7 +1,4 @@
-"""A view: one way in which a completion's log-probabilities may have come about.
-
-The trainer has one; each field in which the engine's differs is a cause of the difference.
-"""
+"""A view: one way in which log-probabilities may have come about."""
 
 from __future__ import annotations
 

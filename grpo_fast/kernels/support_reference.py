@@ -1,7 +1,4 @@
-"""Rows of logits that exist only in a sampler's support, in plain torch: the readable reference.
-
-The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do.
-"""
+"""Rows of logits in a sampler's support, one after another in (nnz,): the readable reference."""
 
 from __future__ import annotations
 

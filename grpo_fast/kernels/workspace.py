@@ -1,6 +1,4 @@
-"""Memory of ours: copies to the host that nobody waits for; how large the workspace of the chunk
-loop may be, where it waits for the next call; zeros that nobody has to write.
-"""
+"""Memory of ours: copies to the host, the chunk loop's workspace, zeros that nobody writes."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ GPU_SHARE = 48
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU: large ones from pages that Linux hands over as zeros, asked for by several
-    threads, and that nobody fills again.
-    """
+    """Zeros on the CPU: large ones from pages that Linux hands over to several threads as zeros."""
     size = math.prod(shape) * dtype.itemsize
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)

@@ -190,10 +190,7 @@ def support_rows(
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """The active rows that have a set, in memory of their own; None where none has.
-
-    On a GPU the host waits here for how many rows and ids there are.
-    """
+    """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts, lengths = bounds[:-1], bounds.diff()

@@ -1,7 +1,4 @@
-"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy, all (T,).
-
-The only place where an objective's leaf, the KL, the weights and the filters meet.
-"""
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy, all (T,)."""
 
 from __future__ import annotations
 

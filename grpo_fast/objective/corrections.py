@@ -1,7 +1,4 @@
-"""Corrections: weights and masks for tokens that another policy sampled than the one that learns.
-
-At most one of a loss's corrections weighs its tokens; the others only keep or drop them.
-"""
+"""Corrections: weights and masks for tokens that another policy sampled; one weighs at most."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The contract of a rollout engine: token ids of prompts in, completions as sampled out.
-
-Engines are built by name from the configuration; one that is not asked for is not imported.
-"""
+"""The contract of a rollout engine: token ids of prompts in, completions as sampled out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tensors inside nested values: JSON holds their names, and a file beside it the tensors.
-
-pydantic reads a dataclass back by its annotations.
-"""
+"""Tensors inside nested values: JSON holds their names, and a file beside it the tensors."""
 
 from __future__ import annotations
 

@@ -87,10 +87,7 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts left and completions right, as one row without padding.
-
-    R counts the scored completion tokens. Completions with one prompt stand together.
-    """
+    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored ones."""
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]

@@ -140,10 +140,7 @@ def source_folder() -> Path | None:
 
 
 def compiler() -> list[str] | None:
-    """The compiler's command line: $CXX, else the first of g++, clang++ and c++ on the PATH.
-
-    Raises ValueError for a CXX that is no command line.
-    """
+    """The compiler's command line: $CXX (or a ValueError), else g++, clang++ or c++ on the PATH."""
     chosen = os.environ.get("CXX", "")
     if chosen.strip():
         try:

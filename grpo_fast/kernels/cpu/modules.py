@@ -23,10 +23,7 @@ _agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is 
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Let linear layers, RMSNorms, SwiGLU MLPs and rotary embeddings on a CPU compute by layers.py.
-
-    Modules that somebody else gave a `forward` keep it.
-    """
+    """Let a model's layers on a CPU compute by layers.py, but for a `forward` of somebody else."""
     for module in model.modules():
         first = next(module.parameters(), None)
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):

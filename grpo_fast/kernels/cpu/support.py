@@ -1,7 +1,4 @@
-"""Rows of logits in a sampler's support, in C++: the doors of support_reference.py.
-
-A row's bits depend on that row only. In dW each id has one owner, which adds in the order of rows.
-"""
+"""Rows of logits in a sampler's support, in C++: the doors of support_reference.py."""
 
 from __future__ import annotations
 

@@ -199,9 +199,8 @@ def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
 def problem(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
 ) -> Problem:
-    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its
-    sums would), so an unaligned hidden, which is small, is copied to an aligned one, and W alone
-    decides.
+    """Check the dtypes, and copy an unaligned hidden: the tile must not depend on how a batch lies
+    in memory, or its sums would. W alone decides.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(

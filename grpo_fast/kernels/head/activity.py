@@ -1,7 +1,4 @@
-"""Which rows the gradient GEMMs take, with one look at the device per call.
-
-The host must know their number in every chunk: its copy starts before the forward product.
-"""
+"""Which rows the gradient GEMMs take, with one look at the device per call, begun early."""
 
 from __future__ import annotations
 

@@ -175,10 +175,7 @@ class DivergenceHead(LinearHead):
             out.copy_(to)
 
     def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
-        """Sums over whole rows, of all ranks that share the vocabulary; None: this rank has all.
-
-        Two rounds: every rank's lse, then the sums that follow from whole rows' lse.
-        """
+        """Sums over whole rows, of all ranks that share the vocabulary, in two rounds."""
         if self.shard is None:
             return None
         z, has_columns = of_rows[0], of_rows[0].shape[1] > 0

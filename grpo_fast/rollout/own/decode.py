@@ -1,7 +1,4 @@
-"""The loop that samples: prompts once, then a token of every completion at a time.
-
-Ended completions leave when they are enough; on a GPU, where it waits, the host looks rarely.
-"""
+"""The loop that samples: prompts once, then a token of every completion at a time."""
 
 from __future__ import annotations
 

@@ -24,10 +24,7 @@ _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
-    """Samples with the policy itself: a prompt once for its group, ended completions leave.
-
-    A model whose attention our loop does not compute samples by transformers' own `generate`.
-    """
+    """Samples with the policy itself, by our loop; a model it cannot compute by `generate`."""
 
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
@@ -101,10 +98,7 @@ def by_transformers(
 
 
 def why_unsuited(policy: Any) -> str | None:
-    """Why our loop does not sample from this model, found by trying; None where it does.
-
-    Said once in the log. In `policy.generation()`.
-    """
+    """Why our loop does not sample from this model (in `policy.generation()`), or None."""
     if hasattr(policy.lm, "sampled_by_generate"):  # a model that says why itself
         return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:

@@ -59,10 +59,7 @@ class Link:
 
     # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
-        """Make it wait for weights; a server that has started anew is met anew.
-
-        Nothing is sampled from here to `finish`; what is under way is kept.
-        """
+        """Make it wait for weights; nothing is sampled until `finish`."""
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._meet()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Spans
+from grpo_fast.errors import require
 
 Built = TypeVar("Built")
 
@@ -83,20 +84,16 @@ class TreeLayout:
         Raises ValueError for an empty segment (FlashAttention gives it lse = +inf), for parents in
             another order or behind their children, and for another number of them.
         """
-        if not lengths or min(lengths) < 1:
-            came = list(lengths)[:8]
-            raise ValueError(f"lengths: expected at least one segment and none empty, came {came}")
+        fits, came = lengths and min(lengths) >= 1, list(lengths)[:8]
+        require(fits, "lengths", "at least one segment and none empty", came)
         parents, count = tuple(parents) or (-1,) * len(lengths), len(lengths)
-        if len(parents) != count:
-            wrong = f"expected one for each of {count} segments, came {len(parents)}"
-            raise ValueError(f"parents: {wrong}")
+        fits, expected = len(parents) == count, f"one for each of {count} segments"
+        require(fits, "parents", expected, len(parents))
         trees = max((s + 1 for s, parent in enumerate(parents) if parent != -1), default=0)
         for segment, (above, parent) in enumerate(pairwise((-1, *parents[:trees]))):
-            if not above <= parent < segment:
-                raise ValueError(
-                    f"parents: expected an earlier segment than {segment} and none before {above}, "
-                    f"the parent of the segment in front (level order), came {parent}"
-                )
+            expected = f"an earlier segment than {segment} and none before {above}, the parent of "
+            expected += "the segment in front (level order)"
+            require(above <= parent < segment, "parents", expected, parent)
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return cls(ends, tuple(lengths), parents)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
+from grpo_fast.errors import require
 
 # Token ids: a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
@@ -49,10 +50,8 @@ class PackedTree:
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """(R, …) values of trained tokens → B views (trained tokens of the sample, …)."""
-        total = sum(self.lengths)
-        if values.shape[0] != total:
-            shape = tuple(values.shape)
-            raise ValueError(f"values: expected one row for each of {total} tokens, came {shape}")
+        total, shape = sum(self.lengths), tuple(values.shape)
+        require(shape[0] == total, "values", f"one row for each of {total} tokens", shape)
         return values.split(self.lengths)
 
     @cached_property
@@ -124,8 +123,8 @@ def pack_tree(
             position 0 (nothing predicts it), none trained at all.
     """
     checked, trie = trie_of(samples, apart)
-    if not any(len(trained) for _, trained in checked):
-        raise ValueError("samples: expected at least one trained token, came none")
+    is_any = any(len(trained) for _, trained in checked)
+    require(is_any, "samples", "at least one trained token", "none")
     return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
 
 
@@ -143,8 +142,7 @@ def pack_groups(
     Raises:
         ValueError: no group, a group without completions, an empty prompt or completion.
     """
-    if not len(groups):
-        raise ValueError("groups: expected at least one (prompt_ids, [completion_ids, …])")
+    require(len(groups), "groups", "at least one (prompt_ids, [completion_ids, …])", "none")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
     check_lengths(lengths)
     samples = []
@@ -196,14 +194,13 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
     is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
-    if ids.dim() != 1 or not len(ids) or not is_whole or ids.min() < 0:
-        came = f"{tuple(ids.shape)} {ids.dtype}"
-        raise ValueError(f"{name}: expected token ids, at least one, came {came}")
-    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
-        came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
-        raise ValueError(f"{name}: expected a bool for each of {len(ids)} ids, came {came}")
-    if mask[0]:
-        raise ValueError(f"{name}: the token at position 0 is trained, nothing stands before it")
+    fits = ids.dim() == 1 and len(ids) and is_whole and ids.min() >= 0
+    require(fits, name, "token ids, at least one", f"{tuple(ids.shape)} {ids.dtype}")
+    fits = mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
+    came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
+    require(fits, name, f"a bool for each of {len(ids)} ids", came)
+    expected = "no trained token at position 0, where nothing stands before it"
+    require(not mask[0], name, expected, "one")
     return ids.long(), mask.nonzero()[:, 0]
 
 
@@ -214,9 +211,8 @@ def trie_of(
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
-        if len(apart) != len(words):
-            expected = f"expected a number for each of {len(words)} samples"
-            raise ValueError(f"apart: {expected}, came {len(apart)}")
+        fits, expected = len(apart) == len(words), f"a number for each of {len(words)} samples"
+        require(fits, "apart", expected, len(apart))
         for n, x in enumerate(apart):
             number = torch.as_tensor(x, dtype=torch.int64).expand(len(checked[n][0]))
             words[n] = torch.stack([words[n], number[: len(words[n])]], 1)
@@ -226,11 +222,10 @@ def trie_of(
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Refuse, naming the group: an empty prompt, a group without completions, an empty one."""
     for group, (prompt, completions) in enumerate(lengths):
-        expected, came = f"groups[{group}]: expected", f"came lengths {list(completions)[:8]}"
-        if prompt < 1:
-            raise ValueError(f"{expected} a prompt of at least one token, came an empty one")
-        if not len(completions) or min(completions) < 1:
-            raise ValueError(f"{expected} at least one completion and none empty, {came}")
+        name, came = f"groups[{group}]", f"lengths {list(completions)[:8]}"
+        require(prompt >= 1, name, "a prompt of at least one token", "an empty one")
+        fits = len(completions) and min(completions) >= 1
+        require(fits, name, "at least one completion and none empty", came)
 
 
 def _tensor(ids: Ids) -> Tensor:

@@ -8,6 +8,7 @@ token gives loss 0, not NaN; the ratio of a completion (gspo) is bounded by e^20
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,11 +27,6 @@ CHOICES = {
     "is_correction_mode": ("mask", "clip"),
     "is_correction_gating": ("ratio", "binary_kl", "tv"),
 }
-OPTIONS = (
-    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
-    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
-)  # fmt: skip
-
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -69,9 +65,10 @@ class PolicyLoss(nn.Module):
     def like(cls, theirs: Any) -> PolicyLoss:
         """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
-        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
-        require(state == set(OPTIONS), "PolicyLoss", expected, sorted(state))
-        return cls(**{name: getattr(theirs, name) for name in OPTIONS})
+        options = inspect.signature(cls).parameters
+        expected = f"the options of openrlhf 0.11, {sorted(options)}"
+        require(state == set(options), "PolicyLoss", expected, sorted(state))
+        return cls(**{name: getattr(theirs, name) for name in options})
 
     def _check(self) -> None:
         for name, choices in CHOICES.items():

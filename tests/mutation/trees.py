@@ -92,7 +92,7 @@ MUTANTS = [
            "ctx.copies = terms, len(logps)", "ctx.copies = terms.flip(0), len(logps)",
            "predictions that samples share have others' slopes", "trees"),
     Mutant("trees-trained-at-the-start", PACKING,
-           "    if mask[0]:\n", "    if False:\n",
+           "require(not mask[0], name,", "require(True, name,",
            "a token that nothing predicts is trained on the last row", "trees"),
     Mutant("trees-turns-count-twice", TRACES,
            "        seen |= set(path)\n", "",

@@ -159,15 +159,6 @@ def _has_distribution(name: str) -> bool:
         return False
 
 
-def _takes_fa4(kind: Kind) -> bool:
-    return _has_distribution("flash-attn-4") and not kind.has_softcap and _flash(kind, 90, 128)
-
-
-def _takes_fa3(kind: Kind) -> bool:
-    has_module = util.find_spec("flash_attn_interface") is not None
-    return has_module and _flash(kind, 90) and _compute_capability(kind.gpu) < 100
-
-
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
     """Whether it is a CPU's, of one of these dtypes, without a window and softcap."""
     is_whole = not (kind.has_window or kind.has_softcap)
@@ -183,8 +174,10 @@ def _partial(
 
 PROVIDERS = (
     # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
-    _partial(_takes_fa4, "fa4", cuda.fa4_forward, cuda.fa4_backward),
-    _partial(_takes_fa3, "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
+             and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
+             and _compute_capability(kind.gpu) < 100, "fa3", cuda.fa3_forward, cuda.fa3_backward),
     _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),

@@ -106,7 +106,8 @@ class GRPOModule(LightningModule):
             )  # fmt: skip
             optimizer.zero_grad()
             self.manual_backward(output.loss)
-            norm = self._clip_gradient()
+            trained = [p for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
             optimizer.step()
             old_logps = output.logps if old_logps is None else old_logps
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
@@ -137,7 +138,3 @@ class GRPOModule(LightningModule):
         tokens = lengths.sum().clamp(min=1)
         completions = lengths.shape[0] / ranks
         return {"num_items_in_batch": tokens / ranks, "num_completions_in_batch": completions}
-
-    def _clip_gradient(self) -> Tensor:
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-        return nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))

@@ -90,12 +90,13 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             mode = recipe.aggregation or loss_agg_mode
             aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
-            weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
+            weighted = recipe.advantages(batch, config)
             names, values = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
             LossConfig(**recipe.options(config), aggregation=aggregation),
-            completion_mask=response_mask, old_logps=old_logps, **total,
+            completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
+            **total,
         )  # fmt: skip
         return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 

@@ -70,9 +70,6 @@ class Recipe(NamedTuple):
     has_old: bool = True
     names: tuple[str, ...] = NAMES
 
-    def old_logps(self, batch: Batch) -> Tensor | None:
-        return batch.old_log_prob if self.has_old else None
-
     def metrics(self, batch: Batch, config: Any) -> Metrics:
         """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
         if self.clipping is None:
@@ -213,26 +210,16 @@ def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 
 
-def total_variation(p: Tensor, p_old: Tensor) -> Tensor:
-    return (p - p_old).abs()
-
-
-def unclipped(batch: Batch, config: Any) -> Clipping:
-    return batch.log_ratio, None, None
-
-
-def unclipped_raw(batch: Batch, config: Any) -> Clipping:
-    return batch.raw_log_ratio, None, None
-
-
 LOSSES: dict[str, Recipe] = {
     "vanilla": Recipe(vanilla, clipped_twice, weighted),
     "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
     "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
-    "sapo": Recipe(sapo, unclipped, weighted, "seq-mean-token-mean"),
+    "sapo": Recipe(sapo, lambda x, _: (x.log_ratio, None, None), weighted, "seq-mean-token-mean"),
     "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
-    "dppo_tv": Recipe(named("dppo_tv"), too_far(total_variation), weighted_to_cap),
+    "dppo_tv": Recipe(named("dppo_tv"), too_far(lambda p, q: (p - q).abs()), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
     "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
-    "dro": Recipe(dro, unclipped_raw, unweighted, names=("actor/ppo_kl",)),
+    "dro": Recipe(
+        dro, lambda x, _: (x.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
+    ),
 }

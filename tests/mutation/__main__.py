@@ -58,7 +58,7 @@ class Copy:
                 shutil.copytree(
                     source,
                     self.folder / name,
-                    ignore=shutil.ignore_patterns("__pycache__", "_csrc"),
+                    ignore=shutil.ignore_patterns("__pycache__"),
                 )
             else:
                 shutil.copy2(source, self.folder / name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +166,7 @@ def group_advantages(
     group_size: int,
     clip_low: float | None = None,
     clip_high: float | None = None,
-    **options: object,
+    **options: Any,
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
 
@@ -204,14 +204,14 @@ def group_advantages(
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     check_group_size(mode, group_size)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
-    weights = cast(Sequence[float], options.get("weights") or ())
+    weights = options.get("weights") or ()
     fits = mode != "gdpo" or len(weights) in (0, len(rewards))
     require(fits, "weights", f"{len(rewards)}, one for each reward", weights)
     if mode == "opo":
         lengths, expected = options.get("lengths"), "a tensor of completion lengths (N*G,) = "
         fits = isinstance(lengths, Tensor) and lengths.shape == rewards.shape
         require(fits, "lengths", f"{expected}{tuple(rewards.shape)}", kind_of(lengths))
-        fits = ((lengths >= 0) & torch.isfinite(lengths)).all()
+        fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
@@ -236,7 +236,7 @@ def check_group_size(mode: str, group_size: int) -> None:
     require(fits, "group_size", expected, "1: all advantages would be 0")
 
 
-def check_options(mode: str, options: Mapping[str, object]) -> None:
+def check_options(mode: str, options: Mapping[str, Any]) -> None:
     """A ValueError for an option that `mode` does not know, or a value that it cannot take."""
     known = {*(MODES[mode].__kwdefaults__ or {}), "clip_low", "clip_high"}
     known |= {"lengths"} if mode == "opo" else set()

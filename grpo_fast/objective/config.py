@@ -65,13 +65,11 @@ class LossConfig:
             `epsilon_high=None` means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper
             bound (default 5.0) unless `cispo_bound="offset"`; for `gmpo` both are in log space; for
             `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of
-            the `grpo` family.
+        delta: upper bound of the unclipped ratio (INTELLECT-2), or None; of the `grpo` family.
         importance_sampling_level: "token", or one ratio per completion: the exponential of the mean
             log ratio ("sequence", GSPO) or of their sum ("sequence_sum"). `gspo` takes "token", the
             default, for "sequence".
-        aggregation: how tokens are averaged; None takes the loss type's own
-            (`objectives.OBJECTIVES`).
+        aggregation: how tokens are averaged; None takes the loss type's own.
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
         group_size: completions of a prompt, side by side; required by `aggregation="prompt_mean"`.
     KL to the reference
@@ -89,13 +87,11 @@ class LossConfig:
             temperature`; temperature may be a float tensor with one value per token (the layout of
             `target_ids`).
     Filters and corrections
-        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps
-            all).
+        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy.
         corrections: how `sampling_logps`, when given, weigh and mask the policy loss: one
             `Correction` or several, as objects or as their fields; () for none.
     Entropy
-        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
-            without a bonus.
+        entropy_coef: weight of the entropy bonus; compute_entropy: return entropy without one.
         entropy_over: beside a support every entropy is over the ids that the sampler kept
             ("support"), so that a bonus spreads mass among those alone; or over the "vocabulary",
             whose bonus also pulls at ids that could not be drawn, at the price of the dense head.

@@ -32,8 +32,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """One correction of the policy term by a ratio of probabilities (an entry of
-    `LossConfig.corrections`).
+    """One correction of the policy term by a ratio of probabilities.
 
     Attributes:
         kind: "truncate" weighs by the ratio, moved into the bounds; "mask" weighs by the ratio, 0

@@ -48,7 +48,7 @@ def gae(
     require(fits, "following", f"shape (B,) = ({count},)", kind_of(following))
     number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     if isinstance(lam, Tensor):
-        fits = lam.shape == (count,) and ((lam >= 0) & (lam <= 1)).all()
+        fits = lam.shape == (count,) and bool(((lam >= 0) & (lam <= 1)).all())
         require(fits, "lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
         decay: Any = gamma * lam.double()[:, None]
     else:

@@ -17,15 +17,6 @@ from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
 
-__all__ = [
-    "LossOutput",
-    "grpo_loss",
-    "linear_grpo_loss",
-    "linear_logps",
-    "logits_grpo_loss",
-    "logits_logps",
-]
-
 
 @call.outside_of_graphs("group")
 def linear_logps(

@@ -20,7 +20,7 @@ def require(
     fits: Any, name: str, expected: str, came: Any, kind: type[Exception] = ValueError
 ) -> None:
     """Raise what `wrong` makes unless it fits. Where a call may be part of a graph of torch.compile
-    `raise wrong(…)`: a text that is made of shapes beforehand would tie the graph to them.
+    `raise wrong(…)`: a text that is made of shapes or numbers beforehand breaks the graph.
     """
     if not fits:
         raise wrong(name, expected, came, kind)

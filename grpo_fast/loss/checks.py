@@ -183,8 +183,8 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
-    fits = inputs.ref_logps is not None or not config.uses_reference
-    require(fits, "ref_logps", f"the reference's logps beside beta = {config.beta}", None)
+    if config.uses_reference and inputs.ref_logps is None:
+        raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
     fits = inputs.ref_logps is None or OBJECTIVES[config.loss_type].reference
     expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
     require(fits, "ref_logps", f"{expected} from old_logps", "a tensor")

@@ -11,12 +11,19 @@ from typing import Any
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
+def wrong(name: str, expected: str, came: Any, kind: type[Exception] = ValueError) -> Exception:
+    """An error that names an argument, what was expected and what came."""
+    return kind(f"{name}: expected {expected}, came {came}")
+
+
 def require(
     fits: Any, name: str, expected: str, came: Any, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise an error that names an argument, what was expected and what came, unless it fits."""
+    """Raise what `wrong` makes unless it fits. Where a call may be part of a graph of torch.compile
+    `raise wrong(…)`: a text that is made of shapes or numbers beforehand breaks the graph.
+    """
     if not fits:
-        raise kind(f"{name}: expected {expected}, came {came}")
+        raise wrong(name, expected, came, kind)
 
 
 class RunError(RuntimeError):

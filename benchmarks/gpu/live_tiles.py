@@ -27,9 +27,9 @@ from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import architecture
 from grpo_fast.kernels.gpu.epilogue import fold_tile, halves
+from grpo_fast.kernels.gpu.launch import Problem, is_aligned
 from grpo_fast.kernels.gpu.linear import load_tile
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32
-from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
 
 ROWS, COLUMNS = 128, 64

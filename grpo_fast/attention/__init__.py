@@ -1,6 +1,4 @@
-"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and
-itself. README.md beside this file has the dozen lines.
-"""
+"""Packed rows for transformers models: every prompt once. README.md has the dozen lines."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of

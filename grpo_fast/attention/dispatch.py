@@ -1,8 +1,7 @@
-"""Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
-of input.
+"""Which kernel computes the attention of packed rows: chosen and logged once for each kind.
 
-The first of PROVIDERS whose conditions hold and whose output and gradients agree with the dense
-reference on tiny packed rows is taken; one that fails is passed over with a line in the log.
+The first of PROVIDERS whose output and gradients agree with the dense reference on tiny packed
+rows; one that fails is passed over with a line in the log.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ log = logging.getLogger(__name__)
 # (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
 Attention = Callable[..., Tensor]
 
-# Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times
-# its rounding.
+# Relative L2 error of output and gradients beyond which a kernel is taken for broken.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """The properties of a call by which its kernel is chosen."""
-
     device: str
     dtype: torch.dtype
     head_dim: int
@@ -54,8 +50,6 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """One kernel."""
-
     name: str  # for the log
     takes: Callable[[Kind], bool]  # a kind of input
     attend: Attention
@@ -73,8 +67,7 @@ def packed_rows_attention(
 ) -> Tensor:  # (T, H, D)
     """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself and on its ancestors.
 
-    `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double
-        backward.
+    `window`: the most keys that a query sees, its own included. A double backward: RuntimeError.
     """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
@@ -85,7 +78,6 @@ def packed_rows_attention(
 
 @cache
 def choose(kind: Kind) -> Provider:
-    """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
         name = provider.name
         try:
@@ -101,9 +93,7 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """`self_test` apart, on the GPU of the caller's tensors: a new thread starts on GPU 0, where
-    nobody but its owner wants a context.
-    """
+    """`self_test` on the GPU of the caller's tensors: a new thread starts on GPU 0."""
     if kind.device != "cuda":
         return apart(lambda: self_test(attention, kind))
     index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
@@ -121,12 +111,10 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Largest relative L2 error of output and gradients against the dense reference on a row of 43
-    tokens; NaN if one is NaN.
+    """Largest relative L2 error of output and gradients against the dense reference; NaN if one is.
 
-    Two trees of three levels, down to a single token: at every distance some ancestor has no
-    descendant there. A plain segment. With two query heads for each key head calls are merged; with
-    eight, keys are copied.
+    On 43 tokens: two trees of three levels, down to a single token, and a plain segment. With two
+    query heads for each key head calls are merged; with eight, keys are copied.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
@@ -150,7 +138,6 @@ def self_test(attention: Attention, kind: Kind) -> float:
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
-    """Whether FlashAttention on CUDA can take it."""
     is_narrow = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_narrow or kind.head_dim % 8:
         return False
@@ -165,22 +152,11 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them
-    apart.
-    """
+    """FA2 and FA4 both ship a module `flash_attn`; their distributions tell them apart."""
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
         return False
-
-
-def _takes_fa4(kind: Kind) -> bool:
-    return _has_distribution("flash-attn-4") and not kind.has_softcap and _flash(kind, 90, 128)
-
-
-def _takes_fa3(kind: Kind) -> bool:
-    has_module = util.find_spec("flash_attn_interface") is not None
-    return has_module and _flash(kind, 90) and _compute_capability(kind.gpu) < 100
 
 
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
@@ -198,8 +174,10 @@ def _partial(
 
 PROVIDERS = (
     # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
-    _partial(_takes_fa4, "fa4", cuda.fa4_forward, cuda.fa4_backward),
-    _partial(_takes_fa3, "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
+             and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
+             and _compute_capability(kind.gpu) < 100, "fa3", cuda.fa3_forward, cuda.fa3_backward),
     _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),

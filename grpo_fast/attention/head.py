@@ -1,6 +1,4 @@
-"""The head of a transformers causal LM: what turns the hidden states of packed rows into
-log-probabilities.
-"""
+"""The head of a transformers causal LM, from hidden states to log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ CHECK_TOLERANCE = {
 
 
 class Head(NamedTuple):
-    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), without the tanh when
-    softcap is None.
-    """
+    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), or without the tanh."""
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
@@ -32,11 +28,7 @@ class Head(NamedTuple):
 
 
 def check_tolerance(dtype: torch.dtype) -> float:
-    """Nats beyond which a self-check says that the model has a rule we do not know; for logits,
-    times their size.
-
-    A dtype without a number of its own (a quantized head) has that of bf16.
-    """
+    """Nats (for logits: times their size) beyond which a self-check finds an unknown rule."""
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
@@ -47,13 +39,13 @@ def head_of(lm: Any) -> Head:
     `logits_scaling` (Granite, divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with
     any other has to be found by comparing logits.
 
-    Raises ValueError for a head that is no plain linear layer: with a LoRA adapter on it, or in an
-    FSDP2 group of its own, whose hooks do not fire for a weight that is read from outside.
+    Raises ValueError for a head that is no plain linear layer: with a LoRA adapter, or in an FSDP2
+    group of its own, whose hooks do not fire for a weight that is read from outside.
     """
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
-            f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
+            f"lm_head: expected torch.nn.Linear as output embeddings, came {type(layer).__name__} "
             "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0

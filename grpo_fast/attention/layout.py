@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Spans
+from grpo_fast.errors import require
 
 Built = TypeVar("Built")
 
@@ -41,9 +42,7 @@ class Copies(NamedTuple):
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def put_back(self, grad: Tensor) -> Tensor:
-        """(Tk, …) gradients of the copies → (T, …), summed in the order of the copies, in fp32 or
-        better: the same bits every time, which index_add_ on a GPU does not have.
-        """
+        """(Tk, …) gradients of the copies → (T, …), summed in their order, in fp32 or better."""
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
         return summed.to(grad.dtype)
@@ -63,9 +62,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Segments of one packed row of T tokens. Travels to the attention function as `model(...,
-    packed_layout=...)`.
-    """
+    """Segments of one packed row of T tokens: `model(..., packed_layout=...)`."""
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
     lengths: tuple[int, ...]  # the same on the host: no layer has to wait for the device
@@ -87,20 +84,16 @@ class TreeLayout:
         Raises ValueError for an empty segment (FlashAttention gives it lse = +inf), for parents in
             another order or behind their children, and for another number of them.
         """
-        if not lengths or min(lengths) < 1:
-            came = list(lengths)[:8]
-            raise ValueError(f"lengths: expected at least one segment and none empty, came {came}")
+        fits, came = lengths and min(lengths) >= 1, list(lengths)[:8]
+        require(fits, "lengths", "at least one segment and none empty", came)
         parents, count = tuple(parents) or (-1,) * len(lengths), len(lengths)
-        if len(parents) != count:
-            wrong = f"expected one for each of {count} segments, came {len(parents)}"
-            raise ValueError(f"parents: {wrong}")
+        fits, expected = len(parents) == count, f"one for each of {count} segments"
+        require(fits, "parents", expected, len(parents))
         trees = max((s + 1 for s, parent in enumerate(parents) if parent != -1), default=0)
         for segment, (above, parent) in enumerate(pairwise((-1, *parents[:trees]))):
-            if not above <= parent < segment:
-                raise ValueError(
-                    f"parents: expected an earlier segment than {segment} and none before {above}, "
-                    f"the parent of the segment in front (level order), came {parent}"
-                )
+            expected = f"an earlier segment than {segment} and none before {above}, the parent of "
+            expected += "the segment in front (level order)"
+            require(above <= parent < segment, "parents", expected, parent)
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return cls(ends, tuple(lengths), parents)
 
@@ -111,12 +104,10 @@ class TreeLayout:
 
     @property
     def total(self) -> int:
-        """T, the tokens of the packed row."""
         return self.starts[-1]
 
     @cached_property
     def has_tree(self) -> bool:
-        """Whether some segment continues another."""
         return max(self.parents) >= 0
 
     @cached_property
@@ -142,15 +133,12 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> Tensor:
-        """(T,) int64: the segment of each row."""
         counts = torch.tensor(self.lengths)
         return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 
     @cached_property
     def related(self) -> Tensor:
-        """(S, S) bool: a segment sees itself and its ancestors. A row sees another if their
-        segments are related so and the other's position is not after its own.
-        """
+        """(S, S) bool: a segment sees itself and its ancestors (no position behind its own)."""
         seen = torch.eye(len(self.parents), dtype=torch.bool)
         for segment, parent in enumerate(self.parents):
             if parent >= 0:
@@ -160,8 +148,7 @@ class TreeLayout:
     @cached_property
     def views(self) -> tuple[Call, ...]:
         """Call 0: every segment on itself, causally. Call j: every segment with an ancestor at
-        distance j on that ancestor. An ancestor without descendants there has no queries; queries
-        without keys do not occur.
+        distance j on that ancestor, which without descendants there has no queries.
         """
         device, whole = self.cu_seqlens.device, slice(0, self.total)
         calls = [Call(Spans.of(self.lengths, self.lengths, device, causal=True), whole, whole)]
@@ -178,9 +165,8 @@ class TreeLayout:
         return tuple(calls)
 
     def copies(self, window: int | None) -> tuple[Call]:
-        """One causal call in which each segment's keys stand behind copies of its ancestors', or
-        of the last window − 1 of them: a sliding window moves with each row, which calls on whole
-        ancestors cannot express.
+        """One causal call with each segment's keys behind copies of its ancestors', or of the last
+        window − 1 of them: a window moves with each row, a call on an ancestor does not.
         """
         return self.cached(("copies", window), lambda: self._copies(window))
 

@@ -1,12 +1,10 @@
-"""Attention of packed rows for any transformers model: one registered function for plain rows,
-shared prompts and trees.
+"""Attention of packed rows for any transformers model: plain rows, shared prompts and trees.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-transformers hands any keyword of `model(...)` on to the attention function, so the layout travels
-as one argument. The function is registered once and never exchanged between a forward pass and its
-backward: gradient checkpointing runs it again.
+The function is registered once and never exchanged between a forward pass and its backward:
+gradient checkpointing runs it again.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has
-# none of them.
+# transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -33,9 +30,7 @@ JITTER = {"jitter_noise", "input_jitter_noise"}  # of routers: Mixtral, PhiMoE
 
 
 def register() -> str:
-    """Register the attention and its mask function with transformers (again: harmless) and return
-    their name.
-    """
+    """Register the attention and its mask with transformers (again: harmless); their name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -57,9 +52,7 @@ def packed_attention(
     packed_layout: TreeLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Each segment of `packed_layout` causally on itself and on all its ancestors.
-
-    Output (1, T, H, D), as transformers expects it.
+    """Each segment of `packed_layout` causally on itself and all its ancestors: (1, T, H, D).
 
     Raises ValueError for whatever would be computed wrongly: no layout, a mask beyond a window, a
     batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
@@ -83,8 +76,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and
-    # are cut off again.
+    # Latent attention (DeepSeek) has shorter values than keys: zeros behind them, cut off again.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
@@ -95,7 +87,7 @@ def check_supported(model: nn.Module) -> None:
     """Refuse, before any work, models whose layers packed attention would compute wrongly.
 
     Raises ValueError naming the field: state-space or linear-attention layers, RoPE that changes
-    with the sequence length (`dynamic`, `longrope`), M-RoPE.
+    with the sequence length, M-RoPE.
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
@@ -114,11 +106,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Why completions of this model cannot share their prompt's rows, or None if they can.
-
-    Whatever else than attention carries information from token to token (a recurrent state, a
-    convolution) would carry it from one completion into the next.
-    """
+    """Why completions of this model cannot share their prompt's rows, or None if they can."""
     try:
         check_supported(model)
     except ValueError as error:

@@ -1,6 +1,4 @@
-"""From samples to packed rows: every distinct prefix stands once, and every loss term knows the row
-that predicts it.
-"""
+"""From samples to packed rows: a prefix stands once, a loss term knows the row that predicts it."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
+from grpo_fast.errors import require
 
 # Token ids: a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
@@ -27,10 +26,9 @@ Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 @dataclass(frozen=True)
 class PackedTree:
     """B samples in one row: the trunk sees T tokens, the head R predictions, one for each trained
-    token of each sample.
+    token of each sample, in the caller's order.
 
-    The last trained token of a sample and what follows it predict nothing, so the trunk does not
-    see them. R terms are in the caller's order of samples; the order within T is the layout's.
+    The trunk does not see a sample's last trained token and what follows it: they predict nothing.
     """
 
     input_ids: Tensor  # (1, T) int64
@@ -51,13 +49,9 @@ class PackedTree:
         }
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(R, …) values of trained tokens → B views (trained tokens of the sample, …), in the
-        caller's order.
-        """
-        total = sum(self.lengths)
-        if values.shape[0] != total:
-            shape = tuple(values.shape)
-            raise ValueError(f"values: expected one row for each of {total} tokens, came {shape}")
+        """(R, …) values of trained tokens → B views (trained tokens of the sample, …)."""
+        total, shape = sum(self.lengths), tuple(values.shape)
+        require(shape[0] == total, "values", f"one row for each of {total} tokens", shape)
         return values.split(self.lengths)
 
     @cached_property
@@ -100,7 +94,6 @@ class PackedGroups(PackedTree):
     group_sizes: tuple[int, ...]  # completions of each group, as they were given
 
     def split_groups(self, values: Tensor) -> list[tuple[Tensor, ...]]:
-        """The views of `split`, group by group."""
         views, ends = self.split(values), [0, *accumulate(self.group_sizes)]
         return [views[a:b] for a, b in pairwise(ends)]
 
@@ -114,26 +107,24 @@ def pack_tree(
 ) -> PackedTree:
     """Pack samples into one row in which equal prefixes stand once, whoever sampled them.
 
-    Loss terms are not merged: a trained token that several samples share counts once for each. To
-    count it once, mask it in all but one of them.
+    A trained token that several samples share counts once for each; to count it once, mask it in
+    all but one of them.
 
     Args:
-        samples: (ids, trained) each; `trained` has a bool for every id. A sample may have none
-            that is trained, but one of them all has to.
+        samples: (ids, trained) each; `trained` has a bool for every id. One of them all has to be.
         apart: a number for each sample, or one for each of its ids: prefixes that differ in them
             share no rows, because the model is given other inputs beside the ids (images, adapters,
             replayed routes).
         merge_cost: a prefix becomes a segment if it saves this part of the rows behind it; else it
             is copied. 0 shares every token.
-        device: of the tensors that come out.
 
     Raises:
         ValueError: no sample, one without ids, a mask of another length, a trained token at
             position 0 (nothing predicts it), none trained at all.
     """
     checked, trie = trie_of(samples, apart)
-    if not any(len(trained) for _, trained in checked):
-        raise ValueError("samples: expected at least one trained token, came none")
+    is_any = any(len(trained) for _, trained in checked)
+    require(is_any, "samples", "at least one trained token", "none")
     return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
 
 
@@ -143,20 +134,15 @@ def pack_groups(
     """Pack groups into one row, each prompt once (`shared`) or once per completion: the tree of two
     levels. Completions stay apart, and so do equal prompts of different groups.
 
-    A prompt with fewer than two completions of more than one token has nothing to share: it becomes
-    a plain segment.
-
     Args:
         groups: (prompt_ids, [completion_ids, …]) each; at least one completion, no sequence empty.
         shared: False gives the plain packed layout with the same outputs (a segment: prompt +
             completion without its last token).
-        device: of the tensors that come out.
 
     Raises:
         ValueError: no group, a group without completions, an empty prompt or completion.
     """
-    if not len(groups):
-        raise ValueError("groups: expected at least one (prompt_ids, [completion_ids, …])")
+    require(len(groups), "groups", "at least one (prompt_ids, [completion_ids, …])", "none")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
     check_lengths(lengths)
     samples = []
@@ -175,7 +161,6 @@ def _pack(
     samples: Sequence[tuple[Tensor, Tensor]],  # ids, and the positions that are trained
     device: torch.device | str,
 ) -> dict[str, Any]:
-    """The fields of a `PackedTree`."""
     parents, starts, ends, first, last = segments
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
@@ -209,14 +194,13 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
     is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
-    if ids.dim() != 1 or not len(ids) or not is_whole or ids.min() < 0:
-        came = f"{tuple(ids.shape)} {ids.dtype}"
-        raise ValueError(f"{name}: expected token ids, at least one, came {came}")
-    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
-        came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
-        raise ValueError(f"{name}: expected a bool for each of {len(ids)} ids, came {came}")
-    if mask[0]:
-        raise ValueError(f"{name}: the token at position 0 is trained, nothing stands before it")
+    fits = ids.dim() == 1 and len(ids) and is_whole and ids.min() >= 0
+    require(fits, name, "token ids, at least one", f"{tuple(ids.shape)} {ids.dtype}")
+    fits = mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
+    came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
+    require(fits, name, f"a bool for each of {len(ids)} ids", came)
+    expected = "no trained token at position 0, where nothing stands before it"
+    require(not mask[0], name, expected, "one")
     return ids.long(), mask.nonzero()[:, 0]
 
 
@@ -227,9 +211,8 @@ def trie_of(
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
-        if len(apart) != len(words):
-            expected = f"expected a number for each of {len(words)} samples"
-            raise ValueError(f"apart: {expected}, came {len(apart)}")
+        fits, expected = len(apart) == len(words), f"a number for each of {len(words)} samples"
+        require(fits, "apart", expected, len(apart))
         for n, x in enumerate(apart):
             number = torch.as_tensor(x, dtype=torch.int64).expand(len(checked[n][0]))
             words[n] = torch.stack([words[n], number[: len(words[n])]], 1)
@@ -239,11 +222,10 @@ def trie_of(
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Refuse, naming the group: an empty prompt, a group without completions, an empty one."""
     for group, (prompt, completions) in enumerate(lengths):
-        expected, came = f"groups[{group}]: expected", f"came lengths {list(completions)[:8]}"
-        if prompt < 1:
-            raise ValueError(f"{expected} a prompt of at least one token, came an empty one")
-        if not len(completions) or min(completions) < 1:
-            raise ValueError(f"{expected} at least one completion and none empty, {came}")
+        name, came = f"groups[{group}]", f"lengths {list(completions)[:8]}"
+        require(prompt >= 1, name, "a prompt of at least one token", "an empty one")
+        fits = len(completions) and min(completions) >= 1
+        require(fits, name, "at least one completion and none empty", came)
 
 
 def _tensor(ids: Ids) -> Tensor:

@@ -19,28 +19,23 @@ class Share(NamedTuple):
     completions: tuple[int, ...]
 
     def of(self, groups: Sequence[Group]) -> Group:
-        """This part as a group of its own, for `pack_groups`."""
         prompt, completions = groups[self.group]
         return prompt, [completions[i] for i in self.completions]
 
 
 def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Tokens of a group of these lengths in a packed row: P + Σ(C−1) shared, Σ(P + C − 1)
-    otherwise.
-    """
+    """Tokens of a group in a packed row: P + Σ(C−1) shared, else Σ(P + C − 1)."""
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
 
 
 def plan_packs(
     lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
 ) -> list[list[Share]]:
-    """Distribute groups over packs of at most `budget` trunk tokens: best fit, largest first,
-    deterministic.
+    """Distribute groups over packs of at most `budget` trunk tokens: best fit, deterministic.
 
     A group stays whole unless it alone exceeds the budget; then its completions go to as few packs
-    as best fit finds, each with a copy of the prompt. A completion that with its prompt exceeds the
-    budget gets a pack of its own. Without sharing a split costs nothing, so every completion is
-    placed by itself.
+    as best fit finds, each with a copy of the prompt; one that exceeds the budget stands alone.
+    Without sharing a split costs nothing, so every completion is placed by itself.
 
     Args:
         lengths: (tokens of the prompt, [tokens of each completion, …]) of each group.
@@ -64,14 +59,11 @@ def plan_packs(
 def plan_trees(
     samples: Sequence[Sample], budget: int, *, apart: Sequence[int | Tensor] | None = None
 ) -> list[list[int]]:
-    """Distribute samples over rows of at most `budget` distinct tokens, as `plan_packs` does with
-    groups: subtrees stay whole unless they alone exceed it.
+    """Rows of at most `budget` distinct tokens, each a list of its samples' numbers.
 
-    Arguments and errors as of `pack_tree`, which packs `[samples[i] for i in row]`; shared prefixes
-    that it copies, because they save too little, are not counted twice.
-
-    Returns:
-        Rows, in order of their first sample, which each list theirs in order.
+    As `plan_packs` does with groups: subtrees stay whole unless they alone exceed the budget.
+    Arguments and errors as of `pack_tree`, which packs `[samples[i] for i in row]`; prefixes that
+    it copies, because they save too little, are not counted twice.
     """
     return sorted(trie_of(samples, apart)[1].packs(budget))
 

@@ -18,9 +18,7 @@ BLOCK_FILL = 0.75
 
 
 class Rule(NamedTuple):
-    """softmax(mask(softcap(scale·q·kᵀ))): `window` keys per query at most, None for all; softcap(s)
-    = c·tanh(s/c).
-    """
+    """softmax(mask(softcap(scale·q·kᵀ))): at most `window` keys; softcap(s) = c·tanh(s/c)."""
 
     scale: float
     window: int | None = None
@@ -31,9 +29,8 @@ class Rule(NamedTuple):
 class Spans:
     """N spans of queries, one after the other, and the spans of keys that each attends to.
 
-    With `causal` the last query sees all keys of its span, the one before it all but one, and so on
-    (aligned at the bottom right, as FlashAttention does); without, every query sees all keys of its
-    span.
+    `causal`: aligned at the bottom right, as FlashAttention does: the last query sees all keys of
+    its span, the one before it all but one. Else every query sees all keys of its span.
     """
 
     cu_q: Tensor  # (N+1,) int32, contiguous, on the device
@@ -55,7 +52,6 @@ class Spans:
 
     @cached_property
     def seen(self) -> tuple[Spans, Tensor]:
-        """The spans that have queries, and the rows of their keys."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -64,8 +60,8 @@ class Spans:
 
     @cached_property
     def blocks(self) -> list[tuple[Rows, Rows]]:
-        """Spans of similar shape stacked to one padded block of queries and one of keys, longest
-        first, for kernels that take equal lengths (CPUs); keys without queries are left out.
+        """Spans of similar shape as one padded block of queries and one of keys, longest first;
+        for kernels that take equal lengths. Keys without queries are left out.
         """
         sides = [(lengths, (0, *accumulate(lengths))) for lengths in (self.queries, self.keys)]
         stacks: list[list[int]] = []
@@ -82,9 +78,7 @@ class Spans:
         return blocks
 
     def _fits(self, span: int, longest: int) -> bool:
-        """Padding stands at the end of both queries and keys, where only causal order keeps it out
-        of sight.
-        """
+        """Padding stands at the end, where only causal order keeps it out of sight."""
         shapes = {(self.queries[s], self.keys[s]) for s in (span, longest)}
         if not self.causal:
             return len(shapes) == 1
@@ -106,7 +100,6 @@ class Rows:
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-        """From (first row, number of rows) of each run."""
         longest = max(n for _, n in runs)
         start = runs[0][0]
         if all((first, n) == (start + i * longest, longest) for i, (first, n) in enumerate(runs)):

@@ -1,8 +1,4 @@
-"""The distinct prefixes of N sequences: the segments of a packed row, and rows of a token budget.
-
-Only lengths and common prefixes count. Host time is that of sorting the sequences; nothing
-recurses, so that a conversation may have thousands of turns.
-"""
+"""The distinct prefixes of N sequences: the segments of a packed row. Nothing recurses."""
 
 from __future__ import annotations
 
@@ -76,9 +72,7 @@ class Trie:
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
-        """Of prompts, each with its completions without their last token: a completion has its
-        prompt in common with the others of its group, and nothing else with anybody.
-        """
+        """Of prompts and completions (without their last token): each has its prompt in common."""
         trunks, order, common = list[int](), list[int](), list[int]()
         for prompt, completions in lengths:
             first = len(trunks)
@@ -109,7 +103,6 @@ class Trie:
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        """The nodes next below one that become segments."""
         nodes, stack = list[int](), self.children[above][::-1]
         while stack:
             node = stack.pop()
@@ -122,10 +115,10 @@ class Trie:
         return nodes
 
     def packs(self, budget: int) -> list[list[int]]:
-        """Distribute the sequences over rows of at most `budget` distinct tokens: best fit, largest
-        first, deterministic. A subtree stays whole unless it alone exceeds the budget with its
-        path; then its parts go to as few rows as best fit finds, each with a copy of the path.
-        Raises ValueError for a budget below 1.
+        """Distribute the sequences over rows of at most `budget` distinct tokens, largest first.
+
+        A subtree stays whole unless it alone exceeds the budget with its path; then its parts go to
+        as few rows as best fit finds, each with a copy of the path.
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, came {budget}")
@@ -148,16 +141,13 @@ class Trie:
 
 
 def _common(a: Tensor, b: Tensor) -> int:
-    """Tokens that two sequences have in common before they differ."""
     length = min(len(a), len(b))
     differ = (a[:length] != b[:length])[..., None].flatten(1).any(1)
     return int(differ.int().argmax()) if bool(differ.any()) else length
 
 
 def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of items, largest first into the fullest bin that still holds it; what exceeds the
-    capacity stands alone.
-    """
+    """Bins of items, largest first into the fullest that still holds it; too large ones alone."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -1,8 +1,4 @@
-"""The window of a layer: read from the mask that a model asks for, and made small for self-checks.
-
-Every transformers model has a layer's sliding window in the mask that it builds for the layer;
-many hand it to the attention function, too. `window_as_mask` takes the first to the layer.
-"""
+"""The window of a layer: read from the mask that a model asks for, and made small for checks."""
 
 from __future__ import annotations
 

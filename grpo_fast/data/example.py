@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from grpo_fast.errors import require
+
 # Plain text, or chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
 
@@ -33,8 +35,7 @@ class DatasetError(ValueError):
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
     """Raise a DatasetError that says where what was expected, and what came, unless it fits."""
-    if not fits:
-        raise DatasetError(f"{where}: expected {expected}, got {came}")
+    require(fits, where, expected, came, DatasetError)
 
 
 Item = TypeVar("Item")

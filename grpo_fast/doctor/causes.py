@@ -63,8 +63,6 @@ BEHIND = "the engine samples with the weights before the last update: wait for i
 
 
 class Cause(NamedTuple):
-    """One cause: its name, what to change, and the mean difference with it and without it."""
-
     name: str
     advice: str
     before: float  # nats per token

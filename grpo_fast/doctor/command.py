@@ -23,15 +23,12 @@ NUMBERS = "error", "allowed", "nats per token", "before", "without it"  # column
 
 
 class Report(NamedTuple):
-    """Self-tests and, where a model was given, what its engine does."""
-
     checks: Sequence[Check]
     title: str = ""  # the engine and the model
     diagnosis: Diagnosis | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether all self-tests passed, and the engine agrees with the trainer."""
         parts: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
         return all(x.ok for x in parts if x is not None)
 
@@ -59,7 +56,6 @@ def show(report: Report, *, as_json: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Named tuples as objects, with their property `ok` where they have one."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not hasattr(value, "_asdict"):
@@ -128,7 +124,6 @@ def examine(words: Sequence[str]) -> Report:
 
 
 def examine_engine(asked: Words) -> Diagnosis:
-    """Sample some prompts of the configuration with its engine, and explain the difference."""
     config, own = asked.config, asked.own
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)

@@ -1,8 +1,4 @@
-"""Where the difference between an engine's log-probabilities and the trainer's comes from.
-
-The engine's are recomputed under views other than the trainer's. A cause is named where it explains
-most of the difference and no other cause does; else the numbers stand without one.
-"""
+"""Where the difference between an engine's log-probabilities and the trainer's comes from."""
 
 from __future__ import annotations
 
@@ -147,7 +143,6 @@ def check(rollout: Rollout) -> None:
 def _advice(
     recomputed: Recomputed, base: View, change: Change, engines: View, sampling: Sampling
 ) -> tuple[str, str]:
-    """The cause's name and what to do about it."""
     if change.cause == causes.TEMPERATURE:
         return _about_temperature(recomputed, base, engines, sampling.temperature)
     if change.cause == causes.TRUNCATION and sampling.truncates:

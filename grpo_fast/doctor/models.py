@@ -21,8 +21,6 @@ MORE = {"linear": {}, "yarn": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_
 
 
 class Variant(NamedTuple):
-    """A model that an engine may run."""
-
     cause: str
     build: Callable[[], Policy]
 
@@ -45,7 +43,6 @@ def variants(policy: Policy, previous: Policy | None) -> dict[str, Variant]:
 
 
 def cast(policy: Policy, dtype: torch.dtype) -> Policy:
-    """A copy that computes everything in this dtype."""
     twin = policy.frozen_copy()
     twin.autocast = None
     twin.lm.to(dtype)
@@ -89,7 +86,6 @@ def _settings(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _plain(policy: Policy, merged: bool) -> Policy:
-    """With the adapter merged into the weights, or without it."""
     twin, model = copy.copy(policy), copy.deepcopy(policy.model)
     twin.model = twin.lm = model.merge_and_unload() if merged else model.unload()
     return twin
@@ -97,7 +93,6 @@ def _plain(policy: Policy, merged: bool) -> Policy:
 
 @torch.no_grad()
 def _quantized(policy: Policy, rounded: Callable[[Tensor], Tensor]) -> Policy:
-    """With rounded weights in all products but the head's, as servers quantize them."""
     twin = policy.frozen_copy()
     for module in twin.lm.base_model.modules():
         if isinstance(module, nn.Linear):

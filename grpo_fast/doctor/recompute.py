@@ -95,7 +95,6 @@ class Recomputed:
             self._logps |= {v: torch.cat(c) for v, c in zip(alike, columns, strict=True)}
 
     def rows(self, view: View) -> Iterator[Rows]:
-        """The logits of a view, some rows at a time."""
         states, head = self._hidden(view)
         wide = view.head if isinstance(view.head, torch.dtype) else torch.float32
         if head.weight.dtype != self.policy.head.weight.dtype:

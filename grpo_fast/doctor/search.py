@@ -1,6 +1,4 @@
-"""Which view an engine has: the trainer's with one field changed after another, to a value that is
-known to happen or to a number that fits.
-"""
+"""Which view an engine has: the trainer's with one field changed after another."""
 
 from __future__ import annotations
 
@@ -44,7 +42,6 @@ RANGES: tuple[tuple[str, str, Callable[[float], Any], float, float], ...] = (
 
 
 def noise_of(policy: Any) -> float:
-    """NOISE of the dtype that a policy computes in."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
@@ -75,8 +72,7 @@ class Search:
     def explain(self) -> list[Change]:
         """The changes from the trainer's view to the engine's; none where they explain too little.
 
-        The change that leaves least comes first. Where it is not the whole cause, the next is
-        looked for behind it as long as each at least halves the difference.
+        The change that leaves least comes first; others follow while each halves the difference.
         """
         path: list[Change] = []
         sure, view, gap = 0, self.base, self.left(self.base)
@@ -95,9 +91,7 @@ class Search:
         return path[:sure]
 
     def winner(self, changes: Sequence[Change], limit: float) -> Change | None:
-        """The best of these sorted changes where it leaves at most `limit` and has no rival; a
-        known value before a fitted one.
-        """
+        """The best of these sorted changes if it leaves at most `limit` and has no rival."""
         gap, left = self.left(self.base), [self.left(x.view) for x in changes]
         if not left or left[0] > min(max(limit, 1.5 * self.own), gap / 2):
             return None
@@ -113,11 +107,7 @@ class Search:
         return next((x for x in same if x.cause == best.cause), best)
 
     def rounded(self, view: View, changes: Sequence[Change]) -> Change | None:
-        """The model in another precision whose differences are those of the engine.
-
-        Two kernels round otherwise, so it leaves about as much as it explains: it is told by
-        the correlation, and where the engine's differences have its size.
-        """
+        """The model in another precision whose differences correlate with the engine's."""
         plain = self.recomputed.logps(view)
         gap = self.recomputed.engine_logps - plain
         ranked = []
@@ -220,8 +210,8 @@ def fitted(
     recomputed: Recomputed, view: View, field: str, made: Callable[[float], Any],
     low: float, high: float, most: float = math.inf,
 ) -> View | None:  # fmt: skip
-    """The view with the number that fits best; None at an end of the range, which is no finding,
-    and where it leaves more than `most` after the second look.
+    """The view with the number that fits best; None at an end of the range, or where it leaves more
+    than `most` after the second look.
     """
 
     def view_of(number: float) -> View:

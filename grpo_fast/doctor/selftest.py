@@ -1,6 +1,4 @@
-"""Self-tests of this machine: its kernels bit for bit, what is sampled against what is trained on,
-and a saved run that goes on.
-"""
+"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is left and goes on."""
 
 from __future__ import annotations
 
@@ -57,8 +55,6 @@ PROMPTS = ["3 1 2", "5", "0 9 8 7 6 5 4", "39 38 37 36"]
 
 
 class Check(NamedTuple):
-    """The result of one self-test."""
-
     name: str
     error: float | None  # None: it did not run
     bound: float  # up to which the error is allowed
@@ -71,8 +67,6 @@ class Check(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A batch of completions with everything a loss takes."""
-
     hidden: Tensor  # (T, H)
     weight: Tensor  # (V, H)
     targets: Tensor  # (T,)
@@ -96,7 +90,6 @@ def checked(names: Sequence[str], bounds: Sequence[float], run: Callable[..., An
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
-    """Every backend against fp64 and against itself."""
     for backend in BACKENDS:
         missing = route.unavailable(backend, device.type)
         if missing is not None:
@@ -109,7 +102,6 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Every attention kernel that can run here against the dense reference."""
     for dtype in DTYPES:
         for extra in ("", "window", "softcap"):
             kind = Kind(
@@ -149,7 +141,6 @@ def computed(p: Problem, backend: str) -> list[Tensor]:
 
 
 def explicit(p: Problem) -> list[Tensor]:
-    """The same from the definition, in fp64."""
     hidden, weight = (x.detach().double().cpu().requires_grad_() for x in (p.hidden, p.weight))
     logps = _logps(hidden, weight, p.targets.cpu())
     lengths = torch.tensor(LENGTHS)
@@ -163,9 +154,10 @@ def explicit(p: Problem) -> list[Tensor]:
 
 
 def kernel_errors(p: Problem, backend: str) -> tuple[float, float, float, float]:
-    """ERRORS of a backend: the largest absolute one of loss and logps, the larger relative L2 one
-    of dH and dW, how many numbers another run or a completion by itself changes, a divergence that
-    should be 0. NaN stays NaN.
+    """ERRORS of a backend. NaN stays NaN.
+
+    Absolute of loss and logps, relative L2 of dH and dW, numbers that another run or a completion
+    by itself changes, a divergence that should be 0.
     """
     first, again, truth = computed(p, backend), computed(p, backend), explicit(p)
     pairs = list(zip(first, truth, strict=True))
@@ -182,9 +174,7 @@ def kernel_errors(p: Problem, backend: str) -> tuple[float, float, float, float]
 
 
 def own_divergence(p: Problem, backend: str) -> float:
-    """The largest divergence of the student as its own teacher; inf where the teacher of another
-    row, which is 7 nats away, is not told apart.
-    """
+    """The largest divergence of the student as its own teacher; inf where others look alike."""
     rows = [p.hidden, p.hidden.roll(1, 0)]
     own, shifted = (
         torch.stack([
@@ -198,7 +188,6 @@ def own_divergence(p: Problem, backend: str) -> float:
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:
-    """A rollout against the trainer's forward pass, and a run that is left and goes on."""
     config = ModelConfig(config=MODEL, tokenizer="symbols", device=str(device))
     torch.manual_seed(0)
     policy = load_policy(config, build_symbol_tokenizer([str(i) for i in range(40)]))

@@ -37,8 +37,7 @@ class DoctorSettings(Section):
 
 
 class Words:
-    """The words in their kinds: a `model` (a folder, a hub id, a run's folder, or None), the `own`
-    settings, and the `config` of the run whose rollout is examined (None: there is none).
+    """The words by kind: `model` or None, `own` settings, the `config` of a run or None.
 
     Raises ValueError for a word of no kind, or a configuration that does not fit.
     """
@@ -60,7 +59,6 @@ class Words:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling of the run, with completions of `tokens` at most."""
         rollout = self.config.rollout
         length = min(rollout.max_new_tokens, self.own.tokens)
         return rollout.model_copy(update={"max_new_tokens": length})
@@ -74,7 +72,6 @@ class Words:
 
 
 def kind_of(word: str) -> str:
-    """Whether a word is a server's address, an engine's name, a setting or a model."""
     if word.startswith(("http://", "https://")):
         return "url"
     if word in get_args(EngineName):
@@ -83,7 +80,6 @@ def kind_of(word: str) -> str:
 
 
 def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfig | None:
-    """The recipe's or the run's configuration, with the model and the settings put in."""
     source = None if model is None else Source.of(model)
     if own.recipe is not None:
         fields = read_recipe(own.recipe)

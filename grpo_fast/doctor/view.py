@@ -1,8 +1,4 @@
-"""A view: one way in which a completion's log-probabilities may have come about. The trainer has
-one, an engine that is set up well the same; a field that differs is a cause of the difference.
-
-`Rows` computes log-probabilities under a view by the definition: logits, edited, scaled, cut.
-"""
+"""A view: one way in which log-probabilities may have come about."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ CURRENT, OWN = "current", "own"  # models: the trainer's packed rows; the model'
 
 
 class Edit(StrEnum):
-    """Kinds of edits of the logits."""
-
     REPETITION, PRESENCE = "repetition_penalty", "presence_penalty"
     FREQUENCY, BIAS, NO_EOS, SOFTCAP = "frequency_penalty", "logit_bias", "min_tokens", "softcap"
 
@@ -43,8 +37,6 @@ class Truncation(NamedTuple):
 
 
 class View(NamedTuple):
-    """How log-probabilities are computed."""
-
     temperature: float
     truncation: Truncation | str | None = None  # None: over the whole vocabulary
     edit: tuple[Edit, Any] | None = None  # of the logits, before the temperature: (kind, value)
@@ -98,7 +90,6 @@ class Rows:
         return z / view.temperature
 
     def logps(self, view: View) -> Tensor:  # (r,) fp32
-        """log p(targets) under the fields of a view that concern logits."""
         x, drawn = self.scaled(view), self.targets
         logps = x.log_softmax(-1).gather(-1, drawn)[:, 0]
         if isinstance(view.truncation, Truncation):

@@ -1,3 +1,1 @@
-"""grpo_fast inside other trainers: one module per trainer, each opted into; see README.md in this
-folder.
-"""
+"""grpo_fast inside other trainers, a module each, all opted into; see README.md in this folder."""

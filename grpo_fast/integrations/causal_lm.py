@@ -1,11 +1,9 @@
 """The loss of a transformers causal LM on a batch as SFT knows it: input_ids, attention_mask,
-labels (-100: no token).
+labels (-100: no token), which are not shifted.
 
-For trainers that call a model themselves (Lightning, transformers' `Trainer`, a loop). The model is
-called through its own forward, so that the hooks of a wrapper (DDP, FSDP2, autocast, adapters)
-fire; it computes one row of logits, and the rest comes from its last hidden states. A head in an
-FSDP2 group of its own is refused: its hooks would see that row only. Labels are not shifted:
-labels[t] is input_ids[t] where it counts.
+For trainers that call a model themselves. It runs through its own forward, so that the hooks of a
+wrapper fire, and computes one row of logits; the rest comes from its last hidden states. A head in
+an FSDP2 group of its own is refused: its hooks would see that row only.
 """
 
 from __future__ import annotations
@@ -74,9 +72,7 @@ def _check_rule(
 
 
 def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Head]:
-    """hidden (B, L-1, H), the weight and what is predicted, (B, L-1), as the fused functions take
-    them; their bias; and the head.
-    """
+    """hidden (B, L-1, H), weight and targets (B, L-1) for the fused functions; bias; the head."""
     for name in ("input_ids", "labels"):
         value = batch.get(name) if isinstance(batch, Mapping) else None
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -145,12 +141,10 @@ def metrics_of_ranks(
 ) -> dict[str, Tensor]:
     """The metrics of all ranks' rows, from those that each rank has of its own; 0-d each.
 
-    Counts are summed, extremes are those of the ranks that have a token, and a mean is one over the
-    tokens of all ranks.
+    Counts are summed, extremes taken, means weighed by the ranks' tokens.
 
     Args:
-        metrics: those of a `LossOutput`, in which `active_tokens` is, under the same names on every
-            rank; loss and grad_norm may stand beside them.
+        metrics: of a `LossOutput`, with `active_tokens`; loss and grad_norm may stand beside them.
         gather: (M,) of each rank → (ranks, M).
     """
     rows = gather(torch.stack([value.float() for value in metrics.values()]))

@@ -56,10 +56,8 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def run_inside(module: nn.Module) -> None:
     """Let this module (and no other) run a function: `module(x, run=f)` then gives `f(module, x)`.
 
-    The module's hooks fire around it. Those of FSDP2 gather the weights of its group before, and
-    reduce their gradients after the backward; a weight that is read from outside gets neither.
-    Hooks look into the arguments, too (FSDP2 casts every float it finds): what they shall not touch
-    is bound to the function.
+    Its hooks fire around it: FSDP2's gather the weights before, and reduce their gradients after
+    the backward. They also cast every float argument: bind to the function what shall stay.
     """
     before = vars(module).get("forward")
     if getattr(before, "runs_inside", False):

@@ -4,12 +4,7 @@
     module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
     lightning.Trainer(max_steps=100).fit(module, prompts)  # it counts updates: 50 batches here
 
-One training step: completions and rewards of a batch of prompts (`rollout`), group advantages, then
-μ updates on them. The old log-probabilities are those that the first update computes anyway: they
-cost no forward pass of their own.
-
-Under DDP a step is that of one process with the rows of all ranks: what the loss divides by, the
-statistics of the advantages and what is logged are the world's. Only `token_mean_local` and
+Under DDP a step is that of one process with the rows of all ranks. Only `token_mean_local` and
 `top_entropy_quantile` look at the rank's own tokens. A group is on one rank.
 """
 
@@ -111,7 +106,8 @@ class GRPOModule(LightningModule):
             )  # fmt: skip
             optimizer.zero_grad()
             self.manual_backward(output.loss)
-            norm = self._clip_gradient()
+            trained = [p for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
             optimizer.step()
             old_logps = output.logps if old_logps is None else old_logps
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
@@ -124,10 +120,7 @@ class GRPOModule(LightningModule):
         return output.loss.detach()
 
     def _of_all_ranks(self, x: Tensor) -> tuple[Tensor, slice]:
-        """(n,) numbers of every rank, one rank after the other, and where those of this one stand.
-
-        Ranks may have different n.
-        """
+        """(n,) numbers of every rank, one after the other, and where this rank's stand."""
         if self.trainer.world_size == 1:
             return x, slice(None)
         counts = self.all_gather(torch.tensor(x.shape[0], device=x.device)).tolist()
@@ -145,8 +138,3 @@ class GRPOModule(LightningModule):
         tokens = lengths.sum().clamp(min=1)
         completions = lengths.shape[0] / ranks
         return {"num_items_in_batch": tokens / ranks, "num_completions_in_batch": completions}
-
-    def _clip_gradient(self) -> Tensor:
-        """The norm of the gradient before it was clipped."""
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-        return nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))

@@ -1,15 +1,14 @@
-"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor, call and
-returned tuple.
+"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor and result.
 
     trainer.actor_loss_fn = PolicyLoss.like(trainer.actor_loss_fn)
 
-or in the place of `from openrlhf.models import PolicyLoss`. Differences that are meant: what is
-masked is inert, whatever it holds; a batch without an active token gives loss 0 with zero
-gradients, not NaN; and the ratio of a completion (gspo) is bounded by e^20.
+Differences that are meant: what is masked is inert, whatever it holds; a batch without an active
+token gives loss 0, not NaN; the ratio of a completion (gspo) is bounded by e^20.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,24 +27,15 @@ CHOICES = {
     "is_correction_mode": ("mask", "clip"),
     "is_correction_gating": ("ratio", "binary_kl", "tv"),
 }
-OPTIONS = (
-    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
-    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
-)  # fmt: skip
-
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO; with the train/rollout
-    mismatch correction.
-
-    Args: those of OpenRLHF's class, with its defaults.
+    """OpenRLHF's policy loss (PPO with an optional dual clip, or GSPO), its options and defaults.
 
     Raises:
-        ValueError: an option out of its range, or two that exclude each other; the message names
-            it.
+        ValueError: an option out of its range, or two that exclude each other.
     """
 
     def __init__(
@@ -75,9 +65,10 @@ class PolicyLoss(nn.Module):
     def like(cls, theirs: Any) -> PolicyLoss:
         """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
-        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
-        require(state == set(OPTIONS), "PolicyLoss", expected, sorted(state))
-        return cls(**{name: getattr(theirs, name) for name in OPTIONS})
+        options = inspect.signature(cls).parameters
+        expected = f"the options of openrlhf 0.11, {sorted(options)}"
+        require(state == set(options), "PolicyLoss", expected, sorted(state))
+        return cls(**{name: getattr(theirs, name) for name in options})
 
     def _check(self) -> None:
         for name, choices in CHOICES.items():
@@ -118,12 +109,10 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> Returned:
-        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two are None without
-        a correction.
+        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two: of a correction.
 
-        `batch_num_tokens` and `global_batch_size` are the counts of the whole batch, all ranks;
-        without the one that the reduction needs, this call's own count is taken (and `dp_size` is
-        not used), as OpenRLHF does.
+        `batch_num_tokens` and `global_batch_size` count the whole batch, all ranks; without the one
+        that the reduction needs, this call's own count is taken (and `dp_size` is not used).
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         keep = mask.bool()
@@ -159,7 +148,6 @@ class PolicyLoss(nn.Module):
         tokens: float | Tensor | None,
         completions: float | Tensor | None,
     ) -> dict[str, Any]:
-        """The total that the loss divides by, as a keyword of `grpo_loss`."""
         if self.token_level_loss:
             own = keep.sum().clamp(min=1)
             return {"num_items_in_batch": own if tokens is None else tokens / dp_size}
@@ -206,7 +194,6 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
-    """The mean over the tokens that count, 0 without one."""
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 

@@ -5,10 +5,8 @@
     import_path = "grpo_fast.integrations.prime_rl.policy_loss"
     kwargs = { loss_type = "grpo", epsilon_low = 0.2, epsilon_high = 0.28 }
 
-The loss is a sum over the tokens of the sequence: prime-rl divides it by the tokens of the whole
-batch. With `aggregation = "sequence_mean"` it is their mean, as prime-rl's own sequence-level
-losses have it. Written against the documented dataclasses (trainer_logprobs, inference_logprobs,
-teacher_logprobs, advantages, loss_mask → loss, metrics).
+The loss is a sum over the tokens of the sequence, which prime-rl divides by the batch's; with
+`aggregation = "sequence_mean"` their mean, as prime-rl's own sequence-level losses have it.
 """
 
 from __future__ import annotations
@@ -41,16 +39,17 @@ def loss_config(**options: Any) -> LossConfig:
     try:
         return LossConfig(**options, aggregation=aggregation)
     except TypeError as error:
-        raise ValueError(f"kwargs: expected fields of LossConfig, got {sorted(options)}") from error
+        raise ValueError(
+            f"kwargs: expected fields of LossConfig, came {sorted(options)}"
+        ) from error
 
 
 def policy_loss(inputs: Any, **options: Any) -> Any:
     """The loss of one sequence.
 
     Args:
-        inputs: prime-rl's `LossInputs`, tensors (T,). `inference_logprobs` are the old logps,
-            `teacher_logprobs` the reference of the KL term; they must come exactly when beta is not
-            0.
+        inputs: prime-rl's `LossInputs`, tensors (T,): `inference_logprobs` are the old logps,
+            `teacher_logprobs` the reference of the KL term, exactly where beta is not 0.
         options: fields of `LossConfig`.
 
     Returns:

@@ -20,7 +20,6 @@ class TreeBatch(NamedTuple):
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The keywords of `linear_grpo_loss` beside hidden states, head and configuration."""
         return {
             "target_ids": self.pack.target_ids, "hidden_rows": self.pack.predicting,
             "cu_seqlens": self.pack.cu_seqlens, "advantages": self.advantages,

@@ -1,7 +1,6 @@
 """Divergences of rows of logits from a teacher, in plain torch: the readable reference.
 
-cpu/divergence.py (C++) and gpu/divergence.py (Triton) have the same doors. A leaf of
-objective/divergences.py says what one logit contributes; here are the sums over a row and
+A leaf says what one logit contributes; here are the sums over a row and the gradient
 dD/dz_j = slope_j - p_j·Σ_k slope_k.
 """
 
@@ -34,8 +33,7 @@ def row_divergence_(
 ) -> DivergenceRows:
     """Divergences of every row, and in `out` the gradient of Σ weights·D by the raw logits.
 
-    A row of weight 0 has a value and exact zeros for a gradient. Columns at -inf on both sides
-    count for nothing.
+    Rows of weight 0 have exact zeros; columns at -inf on both sides count for nothing.
 
     Args:
         known: where the columns are one rank's: `lse` and `teacher_lse` of whole rows, and for

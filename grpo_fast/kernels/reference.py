@@ -1,8 +1,4 @@
-"""Row kernels in plain torch: the readable reference, for every device and dtype.
-
-Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias, under a `LogitRule`.
-cpu/rows.py (C++) and gpu/rows.py (Triton) have the same doors.
-"""
+"""Row kernels in plain torch on chunks (C, V) of raw logits: the readable reference."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Which code runs: the one place that decides, by device, dtype and shape, and says so.
 
-A `Route` is the answer for one head or one matrix of logits, as a value that can be printed.
-GRPO_FAST_LOG=1 prints each one the first time it is taken. Environment:
-
-    GRPO_FAST_LOG=1                  say on stderr what runs
+Environment:
+    GRPO_FAST_LOG=1                  say on stderr what runs, the first time
     GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
 """
 
@@ -57,8 +55,7 @@ class Route(NamedTuple):
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
         kernels: its doors; those that start from hidden are None where they are not taken.
-        exponentials: dtype of what `head_exponentials` writes, None where the logits are stored
-            instead.
+        exponentials: dtype of what `head_exponentials` writes; None: logits are stored.
         product: whose matrix products: "own", "own, AMX", or "torch".
     """
 
@@ -126,47 +123,42 @@ def divergence_doors(backend: str) -> Any:
 
 
 def own_product(x: Tensor) -> bool:
-    """Whether products with x as their second operand go through our own matrix product (csrc)
-    instead of torch's.
+    """Whether products with x as their second operand are our own (csrc) instead of torch's.
 
-    torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds
-    a bf16 product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that
-    are not Intel's, and for bf16 wherever the CPU multiplies 16-bit numbers. Elsewhere the vendor's
-    product is as good, or 16-bit numbers are widened. Where the user lets torch round fp32 operands
-    (medium matmul precision on AMX), ours keeps the loss in fp32.
+    Through MKL torch multiplies fp32 on an AMD core at half its speed, and rounds a bf16 product to
+    bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, for
+    bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets torch round
+    its operands (medium matmul precision on AMX).
     """
     if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    return (
-        not (x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto")
-        or gemm.vendor_rounds()
-    )
+    is_vendors = x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto"
+    return not is_vendors or gemm.vendor_rounds()
 
 
 @functools.cache
 def _gemm_choice() -> str:
     choice = os.environ.get("GRPO_FAST_GEMM", "auto")
     if choice not in GEMMS:
-        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")
+        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, came {choice!r}")
     return choice
 
 
 def _resolved(backend: str, x: Tensor) -> str:
     """An explicit name never falls back: it works or says why not.
 
-    "auto" is csrc on the CPU where it can be built, Triton on a GPU, and plain torch elsewhere and
-    for fp64, which is the reference's own dtype.
+    "auto" is csrc on the CPU where it can be built, Triton on a GPU, else (and for fp64) torch.
     """
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
-            raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
+            raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', came {backend!r}")
         return "torch"
     if backend == "auto":
         return _auto(x.device.type)
     reason = unavailable(backend, x.device.type)
     if reason:
-        raise ValueError(f"backend: expected one that runs here, got {backend!r}: {reason}")
+        raise ValueError(f"backend: expected one that runs here, came {backend!r}: {reason}")
     return backend
 
 
@@ -182,8 +174,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # What is wrong with the C++ kernels was told by their loader, at the level that it
-        # deserves.
+        # The loader has told what is wrong with the C++ kernels, at the level that it deserves.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")
@@ -193,7 +184,7 @@ def _auto(device_type: str) -> str:
 def unavailable(backend: str, device_type: str) -> str | None:
     """Why a backend cannot run on a kind of device, or None when it can."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend: expected one of {list(BACKENDS)}, came {backend!r}")
     if backend == "cpu":
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
@@ -211,9 +202,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """The route with its doors, logged when it is first taken; `from_hidden`: the folder of the
-    kernels that start there.
-    """
+    """The route with its doors; `from_hidden`: the folder of the kernels that start there."""
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
     if from_hidden:

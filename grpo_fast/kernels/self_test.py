@@ -8,9 +8,8 @@ from typing import Any
 
 
 def apart(test: Callable[[], Any]) -> Any:
-    """The result of a test that runs in a thread of its own: torch keeps autocast, inference mode,
-    default devices, dispatch modes, and the hooks by which a checkpointed layer runs again, by
-    thread.
+    """The result of a test in a thread of its own: autocast, inference mode, default devices,
+    dispatch modes and checkpointing's hooks belong to a thread.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(test).result()

@@ -38,15 +38,12 @@ class Support(NamedTuple):
         lengths: Sequence[int],
         device: torch.device | str,
     ) -> Support | None:
-        """The sets of several completions, one after another.
+        """The sets of several completions, one after another; None where none has sets.
 
         Args:
             sets: (ids, counts) of each completion: the ids of its tokens' sets, one after another,
                 and (length,) int64 how many each has. None: it was drawn from the whole vocabulary.
             lengths: its number of tokens.
-
-        Returns:
-            None where no completion has sets.
         """
         drawn = [one for one in sets if one is not None]
         if not drawn:
@@ -70,11 +67,9 @@ class SupportRows(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """(nnz,) int64: the row of each id, in [0, R)."""
         return rows_of(self.offsets, len(self.ids))
 
     def of_all(self, x: Tensor) -> Tensor:
-        """(T, …) → (R, …)."""
         return x if self.own is None else x.index_select(0, self.own)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:

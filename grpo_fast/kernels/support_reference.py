@@ -1,9 +1,4 @@
-"""Rows of logits that exist only in a sampler's support, in plain torch: the readable reference.
-
-The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do;
-row kernels take them by their `offsets`. Products take the rows of W that a block of ids names.
-cpu/support.py and gpu/support.py have the same doors.
-"""
+"""Rows of logits in a sampler's support, one after another in (nnz,): the readable reference."""
 
 from __future__ import annotations
 
@@ -47,9 +42,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Logits of every id and the statistics of every row, summed in fp32 (fp64 for fp64); with
-    `return_slopes` what a loss needs for dH, which is its dL/dlogp times these.
-    """
+    """Logits of every id and statistics of every row, in fp32 at least; slopes when asked for."""
     raw, slopes = _logits(hidden, index, weight, bias, rows), None
     places, offsets = rows.places, rows.offsets
     stats = reference.row_logps(
@@ -92,9 +85,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """out = (or +=) Σ d·hidden over the places of each id, added in the order of the rows, in the
-    dtype of d; d = 0 adds nothing.
-    """
+    """out = (or +=) Σ d·hidden over the places of each id, in the order of the rows."""
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(d), hidden):

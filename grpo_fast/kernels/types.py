@@ -12,11 +12,9 @@ from grpo_fast.kernels.support import SupportRows
 # (lse, logps, entropy or None) of some rows, each (C,) fp32
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order
-# of summation.
+# Rows per GEMM are a multiple of this: below 8 rows MKL sums in another order.
 ROW_MULTIPLE = 32
-# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h): torch has no
-# such dtype.
+# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h), no torch dtype.
 POSITIVE16 = torch.int16
 
 
@@ -31,7 +29,6 @@ class LogitRule(NamedTuple):
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
     def rows(self, index: slice | Tensor) -> LogitRule:
-        """The rule of a subset of the rows."""
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
@@ -57,7 +54,6 @@ class ActiveRows(NamedTuple):
         return ActiveRows(self.num_rows, kept, targets, rule, places, self.repeats)
 
     def active(self, x: Tensor) -> Tensor:
-        """(N, …) → (T, …)."""
         return x if self.kept is None else x.index_select(0, self.kept)
 
     def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
@@ -68,20 +64,15 @@ class ActiveRows(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """An LM head and the hidden states that it projects."""
-
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
 
     def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of a pass that wants none."""
         return (self.hidden.new_empty(0),) * 3
 
 
 class ChunkRows(NamedTuple):
-    """C rows of a head that are computed together."""
-
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
     rule: LogitRule
@@ -98,8 +89,6 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients somebody will read."""
-
     hidden: bool
     weight: bool
     bias: bool
@@ -153,7 +142,6 @@ class Dominant(NamedTuple):
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """The elements in some columns, whose numbers stay."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
@@ -181,7 +169,6 @@ class Coefficients(NamedTuple):
     rest: Dominant | None = None  # of elements that the product rounds
 
     def select(self, rows: Tensor) -> Coefficients:
-        """The coefficients of some rows, padded again."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
         rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
         return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
@@ -201,7 +188,6 @@ class Exponentials(NamedTuple):
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """These rows of each tensor; None of None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
@@ -223,7 +209,6 @@ def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def padded(count: int) -> int:
-    """The next multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

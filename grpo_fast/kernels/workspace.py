@@ -1,11 +1,8 @@
-"""Memory of ours: copies to the host that nobody waits for; how large the workspace of the chunk
-loop may be, where it waits for the next call; zeros that nobody has to write.
-"""
+"""Memory of ours: copies to the host, the chunk loop's workspace, zeros that nobody writes."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import os
@@ -16,27 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# Zeros of this many bytes come from pages that are zeros (MADV_POPULATE_WRITE is part of Linux's
-# interface).
+# Zeros of this many bytes come from pages that are zeros (the advice's number is Linux's).
 ZERO_PAGES_FROM, MADV_POPULATE_WRITE = 8 << 20, 23
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU: large ones from pages that Linux hands over as zeros, asked for by several
-    threads, and that nobody fills again.
-    """
+    """Zeros on the CPU: large ones from pages that Linux hands over to several threads as zeros."""
     size = math.prod(shape) * dtype.itemsize
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    x = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    x, libc = torch.frombuffer(pages, dtype=dtype).view(*shape), ctypes.CDLL(None)
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
+        libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
@@ -75,12 +69,11 @@ def workspace_bytes(
         default = max(1024, (gpu_bytes(device) if memory is None else memory) // GPU_SHARE >> 20)
     text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got {text!r}")
+        raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, came {text!r}")
     return (int(text) << 20) + spared
 
 
-# A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a
-# small loss 20%.
+# A CPU workspace of at most this many bytes is kept: fresh pages cost a small loss 20%.
 KEPT_BYTES = 128 << 20
 # At most one; taken and put by single operations, which threads cannot tear.
 _spare: list[Tensor] = []
@@ -109,10 +102,4 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 
 
 def drop_workspace() -> None:
-    """Give the kept workspace back to the allocator."""
     _spare.clear()
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

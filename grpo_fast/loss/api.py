@@ -17,15 +17,6 @@ from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
 
-__all__ = [
-    "LossOutput",
-    "grpo_loss",
-    "linear_grpo_loss",
-    "linear_logps",
-    "logits_grpo_loss",
-    "logits_logps",
-]
-
 
 @call.outside_of_graphs("group")
 def linear_logps(
@@ -43,8 +34,7 @@ def linear_logps(
     group: Any = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
-    """Log-probabilities of the targets, and entropies, from hidden states; the logits never exist
-    as a whole.
+    """Log-probabilities of the targets, and entropies, from hidden states, without whole logits.
 
     Equals, in exact arithmetic::
 
@@ -54,9 +44,8 @@ def linear_logps(
         logps = logp_all.gather(-1, target_ids)    # entropy = -(logp_all.exp() * logp_all).sum(-1)
 
     Row t holds the prediction of `target_ids[t]`: the shift is the caller's. Differentiable in
-    hidden, weight and bias (once; no double backward). Sums are fp32 or better, whatever the
-    inputs' dtype. Where a gradient is wanted, the logits of as many rows as the workspace holds
-    (GRPO_FAST_WORKSPACE_MIB) are kept until the backward pass.
+    hidden, weight and bias (once; no double backward). Sums are fp32 or better. Where a gradient is
+    wanted, as many logits as GRPO_FAST_WORKSPACE_MIB holds are kept until the backward pass.
 
     Args:
         hidden: fp32, bf16, fp16 (or fp64, on the torch backend).
@@ -67,17 +56,15 @@ def linear_logps(
             gradient.
         temperature: a number > 0, or a float tensor of the shape of target_ids.
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
-            predict several (the last row of a shared prompt predicts the first token of every
-            completion). None: row t, target t.
+            predict several (the last one of a shared prompt does). None: row t, target t.
         support: see `Support`; not beside group, nor in a CUDA graph.
         group: ranks that share the head (tensor parallel), as a process group or a mesh of one
-            dimension. Every rank has the same hidden and the same targets, and rows of the
-            vocabulary of its own, in the order of the ranks: a plain weight (V/n, H) of any number
-            of rows, 0 included, or a DTensor with Shard(0) over these ranks, for example
-            `group=weight.device_mesh`; the bias likewise. Outputs and the gradient of hidden are
-            whole on every rank, those of weight and bias stay with their rows. Forward and backward
-            are calls of all ranks together; what one refuses, all refuse. Not in a graph of
-            torch.compile, nor in a CUDA graph. None: the head is whole, or FSDP2's.
+            dimension. Every rank has the same hidden and targets, and rows of the vocabulary of its
+            own, in the order of the ranks: a plain weight of any number of rows, 0 included, or a
+            DTensor with Shard(0) (`group=weight.device_mesh`); the bias likewise. Outputs and the
+            gradient of hidden are whole on every rank. Forward and backward are calls of all ranks
+            together; what one refuses, all refuse. Not in a graph of torch.compile, nor in a CUDA
+            graph. None: the head is whole, or FSDP2's.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
 
     Returns:
@@ -130,12 +117,10 @@ def grpo_loss(
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
 ) -> LossOutput:
-    """The objective from per-token logps, for any trainer that has them; differentiable in logps
-    and entropy.
+    """The objective from per-token logps; differentiable in logps and entropy.
 
-    The formulas are those of `linear_grpo_loss`. Here `config.temperature`, `softcap` and
-    `logit_scale` are not used: they belong to the logps. `entropy` is required by `entropy_coef !=
-    0` and by `top_entropy_quantile < 1`.
+    The formulas are those of `linear_grpo_loss`; `config.temperature`, `softcap` and `logit_scale`
+    belong to the logps. `entropy_coef != 0` and `top_entropy_quantile < 1` need an `entropy`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -174,8 +159,7 @@ def linear_grpo_loss(
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
-    """The loss and its gradients in one pass from hidden states: no (N, V) tensor exists, whatever
-    N is.
+    """The loss and its gradients in one pass from hidden states; no (N, V) tensor exists.
 
     Equals, with `logps, entropy = linear_logps(hidden, lm_head_weight, target_ids, ...)`::
 
@@ -193,13 +177,10 @@ def linear_grpo_loss(
         lm_head_weight, bias, group: also as FSDP2 shards them, or one rank's rows of the
             vocabulary, with the group of these ranks; see `linear_logps`.
         target_ids: int64 or int32; anything (for example -100) where masked.
-        advantages: one per completion, or one per token (where T = B both shapes are (B,): one per
-            completion).
-        completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: every token
-            counts.
+        advantages: one per completion, or one per token (where T = B: per completion).
+        completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: all count.
         cu_seqlens: int32 or int64 offsets of the completions in the packed layout, from 0 to T.
-        old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1, gradient
-            of -A·logp).
+        old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1).
         ref_logps: required when config.beta != 0.
         sampling_logps: of the sampler, for `config.corrections`.
         num_items_in_batch, num_completions_in_batch: active tokens and completions of the whole
@@ -209,10 +190,9 @@ def linear_grpo_loss(
         support: the ids among which a truncating sampler drew each target: all is over these alone
             (`Support`). Not beside group or grad_filter, nor in a CUDA graph.
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
-            long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
-            share that was left out, `grad_filter/dropped_mass`, and that of the columns that
-            stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
-            logps stay exact; the gradient's bits depend on the batching. Not beside group.
+            long as they hold at most this share of Σ|d-logits| of a chunk (its bounds and metrics:
+            kernels/head/grad_filter.py). Loss and logps stay exact; the gradient's bits depend on
+            the batching. Not beside group.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
     Returns:
@@ -257,12 +237,10 @@ def logits_grpo_loss(
     validate: str = "auto",
     inplace: bool = False,
 ) -> LossOutput:
-    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); differentiable in
-    logits.
+    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); arguments: there.
 
     With `inplace=True` the gradient is written over the logits, which must then not be read again
-    (and allow one backward); otherwise they are untouched. Arguments, formulas and errors: see
-    `linear_grpo_loss`.
+    (and allow one backward); otherwise they are untouched.
     """
     raise_pending()
     checks.logits(logits, target_ids)

@@ -14,8 +14,6 @@ from grpo_fast.objective.aggregation import Total
 
 
 class BatchInputs(NamedTuple):
-    """The arguments of a loss beside its tensors and its config."""
-
     like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
     advantages: Tensor  # (B,), or the shape of like
     completion_mask: Tensor | None = None  # the shape of like
@@ -28,7 +26,6 @@ class BatchInputs(NamedTuple):
 
 
 def sets(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
-    """The ids and offsets of a support, (None, None) without one."""
     return support or (None, None)
 
 
@@ -78,7 +75,6 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
-        """The targets of a call whose weight or logits have `columns` on this process."""
         vocabulary = columns if options.shard is None else options.shard.vocabulary
         ids, offsets = options.support_ids, options.support_offsets
         support = None if ids is None or offsets is None else Support(ids, offsets)

@@ -1,10 +1,9 @@
 """The autograd functions of the passes, outside of torch.compile (operators.py has the others).
 
 A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
-them over, once, so that they can become `.grad` without a copy; a second backward through a
-retained graph computes them again. Logps keep the logits (or exponentials) of as many rows as the
-workspace holds until the first backward, which forms the others again: 6 to 8·N·V·H flops for the
-linear ones, 6 where one chunk holds the batch. A double backward is refused.
+them over, once, so that they become `.grad` without a copy; another backward computes them again.
+Logps keep the logits (or exponentials) of as many rows as the workspace holds until the first
+backward, which forms the others again: 6 to 8·N·V·H flops for the linear ones.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class Overwriting(torch.autograd.Function):
     def forward(ctx, run, logits):
         result = run(logits.detach())
         if result.gradients[0].numel():
-            # Autograd does not see the kernels write: an operator that saved the logits must hear
-            # of it.
+            # Autograd does not see the kernels write: who saved the logits must hear of it.
             torch.autograd.graph.increment_version(logits)
         return _outputs(ctx, (logits,), result)
 
@@ -90,9 +88,8 @@ def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
     """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
-    factors = (
-        units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
-    )
+    has_units = units is not None and units.numel()
+    factors = units.detach().unbind() if has_units else [None] * len(gradients)  # type: ignore[union-attr]
     return [
         (x.detach() if like is not None and x.shape == like.shape else None, unit)
         for like, x, unit in zip(tensors, gradients, factors, strict=True)
@@ -136,8 +133,6 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
 
 
 class RowPass:
-    """The active rows of a call, and their sweep."""
-
     def __init__(
         self,
         tensors: tuple,
@@ -176,7 +171,6 @@ class RowPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def known(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """The statistics of the active rows, from those of all."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 

@@ -1,9 +1,8 @@
 """`TokenBatch`: a caller's arguments, checked and flat, as the one object that travels in a call.
 
 Both layouts become T active rows with their completion; what the mask switches off is gathered
-away, so that whatever a masked slot holds can reach nothing. A batch shares no memory with what the
-caller passed per token: its metrics are computed when somebody reads them, and by then the caller
-may have reused the buffers.
+away, so that it can reach nothing. A batch shares no memory with the caller's tensors per token:
+its metrics are computed when somebody reads them.
 """
 
 from __future__ import annotations
@@ -73,9 +72,7 @@ def rows_of_targets(
     rule: LogitRule,  # temperature: a float, or the shape of target_ids
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """The rows of `linear_logps` and `logits_logps`; and, while a CUDA graph is recorded, a (N,)
-    bool of those without a target.
-    """
+    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph those without one, too."""
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
@@ -109,7 +106,6 @@ class _Places(NamedTuple):
         return x.index_select(0, self.kept).to(dtype)
 
     def owned(self, x: Any) -> Any:
-        """The active ones of (N,) numbers in fp32, in memory of their own; None of None."""
         return None if x is None else self.picked(x, torch.float32)
 
     def rows(
@@ -149,7 +145,6 @@ def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
 
 
 def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
-    """(T,) rows that the mask keeps; None when it keeps all."""
     if mask is None:
         return None
     refuse("completion_mask", mask, mask)

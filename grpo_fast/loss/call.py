@@ -13,12 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.refusals import wrong
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,7 +124,6 @@ def logps(
     options: RowOptions,
     ranks: Agreement = ALONE,
 ) -> Any:  # logps, or (logps, entropy)
-    """Differentiable logps in the layout of the targets."""
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:

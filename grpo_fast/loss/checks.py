@@ -1,6 +1,4 @@
-"""Every refusal of a shape, dtype, device or option: a ValueError that names the argument, what was
-expected and what came. On the host, always; values.py looks at values.
-"""
+"""Every refusal of a shape, dtype, device or option: a ValueError; values.py looks at values."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -18,7 +17,7 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.objective.refusals import choice, number, wrong
+from grpo_fast.objective.refusals import choice, number
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -63,7 +62,6 @@ def tensor(
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:
-    """An optional tensor of the layout of `like` (B, L) or (T,)."""
     if x is not None:
         meaning = "(B, L)" if like.dim() == 2 else "(T,)"
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
@@ -93,8 +91,8 @@ def head(
         raise wrong(name, "at least one vocabulary row and one column", shape)
     tensor(name, weight, beside=(like, hidden))
     if hidden.dtype != weight.dtype:
-        got = f"{weight.dtype}; cast one of them"
-        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
+        came = f"{weight.dtype}; cast one of them"
+        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", came)
     if bias is not None:
         tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
@@ -115,7 +113,6 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
-    """Logits (B, L, V) or (T, V) in the layout of target_ids."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -151,13 +148,12 @@ def rule(
 
 
 def prompt_items(value: Any, count: int, config: LossConfig) -> None:
-    """None beside whole groups of completions, or the tokens of each one's prompt."""
     what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
         raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise wrong(name, f"None or {what},", got)
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise wrong(name, f"None or {what},", came)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
@@ -169,8 +165,8 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     is_config(config)
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        got = f"{config.kl_estimator!r}, which linear_divergence computes"
-        raise wrong("kl_estimator", expected, got)
+        came = f"{config.kl_estimator!r}, which linear_divergence computes"
+        raise wrong("kl_estimator", expected, came)
     like, advantages, cu_seqlens = inputs.like, inputs.advantages, inputs.cu_seqlens
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
@@ -189,9 +185,9 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         like_logps("temperature", config.temperature, like)
     if config.uses_reference and inputs.ref_logps is None:
         raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
-    if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
-        expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
-        raise wrong("ref_logps", f"{expected} from old_logps", "a tensor")
+    fits = inputs.ref_logps is None or OBJECTIVES[config.loss_type].reference
+    expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
+    require(fits, "ref_logps", f"{expected} from old_logps", "a tensor")
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
@@ -209,8 +205,8 @@ def options(
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-        if is_shard:
-            raise wrong("grad_filter", "None beside group, which it does not know", grad_filter)
+        expected = "None beside group, which it does not know"
+        require(not is_shard, "grad_filter", expected, grad_filter)
 
 
 def support(
@@ -222,10 +218,8 @@ def support(
     if not isinstance(sets, Support):
         raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
     refuse("support", target_ids, sets.ids)
-    if is_shard:
-        raise wrong("support", "None beside group, which does not know it", "a Support")
-    if grad_filter is not None:
-        raise wrong("grad_filter", "None beside support", grad_filter)
+    require(not is_shard, "support", "None beside group, which does not know it", "a Support")
+    require(grad_filter is None, "grad_filter", "None beside support", grad_filter)
     beside = ("target_ids", target_ids)
     tensor("support.ids", sets.ids, IDS, beside=beside)
     if sets.ids.dim() != 1:
@@ -239,12 +233,11 @@ def inplace(x: Tensor, flat: Tensor) -> None:
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
-        raise ValueError(f"logits: {expected}, got strides {x.stride()}")
+        raise ValueError(f"logits: {expected}, came strides {x.stride()}")
 
 
 def is_config(config: object) -> None:
-    if not isinstance(config, LossConfig):
-        raise wrong("config", "a LossConfig", type(config).__name__)
+    require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
@@ -258,11 +251,10 @@ def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
 
 
 def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
-    """cu_seqlens exactly for the packed layout."""
     if like.dim() == 2 and cu_seqlens is not None:
         shape = getattr(cu_seqlens, "shape", None)
-        got = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
-        raise wrong("cu_seqlens", "None for the padded layout (B, L)", got)
+        came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
+        raise wrong("cu_seqlens", "None for the padded layout (B, L)", came)
     if like.dim() == 1:
         tensor("cu_seqlens", cu_seqlens, PACKED, beside=("the logps", like))
         assert cu_seqlens is not None

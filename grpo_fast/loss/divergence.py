@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
@@ -19,7 +20,7 @@ from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.refusals import choice, number, wrong
+from grpo_fast.objective.refusals import choice, number
 
 # What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
 MOST = 1 + 1e-3
@@ -60,11 +61,10 @@ def linear_divergence(
         values = beta * KL(q ‖ m) + (1 - beta) * KL(p ‖ m)      # "jsd"
         loss = (weights * values).sum()                         # weights None: values.mean()
 
-    Values are never negative, keep their digits where the student is certain, and are exactly 0
-    for a teacher with the student's logits. A column that p excludes adds 0 to the reverse KL; one
-    that q alone excludes makes it infinite, and the other way round. Gradients are formed in the
-    forward pass (8·N·V·H flops in all, 6 for a top-k); no double backward; not in a graph of
-    torch.compile.
+    Values are never negative, and exactly 0 for a teacher with the student's logits. A column that
+    p excludes adds 0 to the reverse KL; one that q alone excludes makes it infinite, and the other
+    way round. Gradients are formed in the forward pass (8·N·V·H flops in all, 6 for a top-k); no
+    double backward; not in a graph of torch.compile.
 
     Args:
         teacher: a `TeacherHead`, or a `TeacherTopK` as servers give it; its rows are those of
@@ -150,10 +150,9 @@ def checked_term(
     """The divergence term of a loss, checked, with a flat teacher; None of None."""
     if term is None:
         return None
-    if not isinstance(term, DivergenceTerm):
-        raise wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
-    if grad_filter is not None:
-        raise wrong("grad_filter", "None beside divergence", grad_filter)
+    is_term = isinstance(term, DivergenceTerm)
+    require(is_term, "divergence", "None or a DivergenceTerm", type(term).__name__)
+    require(grad_filter is None, "grad_filter", "None beside divergence", grad_filter)
     checked_kind(term.kind, term.beta)
     number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
     has_support = support is not None
@@ -173,12 +172,11 @@ def checked_teacher(
     """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
     is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
-        if has_support or is_shard:
-            beside = "support" if has_support else "group"
-            raise wrong("teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
+        fits, beside = not (has_support or is_shard), "support" if has_support else "group"
+        require(fits, "teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
         return _checked_topk(teacher, weight.shape[0], like)
-    if not isinstance(teacher, TeacherHead):
-        raise wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+    is_head, expected = isinstance(teacher, TeacherHead), "a TeacherHead or a TeacherTopK"
+    require(is_head, "teacher", expected, type(teacher).__name__)
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         _is_frozen(f"teacher.{name}", x)
     teacher = teacher._replace(
@@ -187,9 +185,9 @@ def checked_teacher(
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
-    if len(teacher.weight) != len(weight):
-        got = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
-        raise wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
+    fits, expected = len(teacher.weight) == len(weight), f"the {len(weight)} rows of lm_head_weight"
+    came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
+    require(fits, "teacher.weight", expected, came)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
     return teacher._replace(hidden=hidden)
@@ -201,9 +199,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
     ids = _rows_like("teacher.ids", teacher.ids, checks.IDS, like).long()
     K = logps.shape[1]
-    if ids.shape != logps.shape or not 0 < K <= vocab:
-        expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
-        raise wrong("teacher.ids", expected, ids.shape[1])
+    expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
+    require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
     is_one = logps > -torch.inf
     sums = logps.double().exp().sum(1)
     # An empty place stands for no id: each gets a number of its own below 0.
@@ -211,12 +208,12 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     outside = is_one & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
     flags = [
-        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
-        (twice, "teacher.ids: expected no id twice in a row, got one that is"),
+        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), came others"),
+        (twice, "teacher.ids: expected no id twice in a row, came one that is"),
         (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
-         f"sum to at most {MOST}, got a row with more, or NaN"),
+         f"sum to at most {MOST}, came a row with more, or NaN"),
         ((sums < 2 - MOST).any(), "teacher.logps: expected rows renormalised over their ids where "
-         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum "
+         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), came a row that does not sum "
          "to 1"),
     ]  # fmt: skip
     check_values(flags[: 3 if teacher.has_tail else 4], "auto")
@@ -225,17 +222,15 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 
 
 def _is_frozen(name: str, x: Any) -> None:
-    if isinstance(x, Tensor) and x.requires_grad:
-        got = "one that requires a gradient; detach it"
-        raise wrong(name, "a tensor without a gradient", got)
+    fits = not (isinstance(x, Tensor) and x.requires_grad)
+    came = "one that requires a gradient; detach it"
+    require(fits, name, "a tensor without a gradient", came)
 
 
 def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
-    """(N, ·) from one row for each of `like`."""
     checks.tensor(name, x, kind, beside=("hidden", like))
-    if tuple(x.shape[:-1]) != tuple(like.shape):
-        expected = f"one row for each of the student's, {tuple(like.shape)}"
-        raise wrong(name, expected, tuple(x.shape))
+    fits, expected = x.shape[:-1] == like.shape, "one row for each of the student's, "
+    require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
 
@@ -263,7 +258,6 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T,) in fp32 at least, in memory of their own."""
     count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)

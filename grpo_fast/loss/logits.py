@@ -16,21 +16,18 @@ from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from
-# cache.
+# Bytes of logits that a sweep takes at a time on the CPU: the second door reads from cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
     """The row kernels over given logits, block by block of rows; what does not count is inert.
 
-    Token-local losses read every row once and write its gradient once, in one kernel. Others read
-    every row twice.
+    Token-local losses read every row once, and write its gradient once; others read it twice.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is
-            asked for.
+        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
     """
 
     held, has_entropy_gradient, filtered = None, True, None
@@ -82,7 +79,6 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32."""
         wants = {"return_entropy": return_entropy}
         places = ((self.logits[b], self.targets[b], self.rule.rows(b)) for b in self._blocks())
         parts = [self.kernels.row_logps(*rows, **wants) for rows in places]

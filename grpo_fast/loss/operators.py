@@ -1,8 +1,7 @@
 """The passes as custom operators: what `torch.compile(fullgraph=True)` puts into its graph.
 
-Here alone a batch is a row of arguments: an operator's schema knows tensors and numbers. What it
-runs is what runs without torch.compile (the dispatcher costs 0.2 ms a call, so it is left out
-there).
+Here alone a batch is a row of arguments: an operator's schema knows tensors and numbers. Without
+torch.compile the dispatcher is left out: it costs 0.2 ms a call.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
@@ -22,7 +22,6 @@ from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
-from grpo_fast.objective.refusals import wrong
 
 BATCH = ", ".join(
     [
@@ -75,8 +74,8 @@ library = torch.library.Library("grpo_fast", "DEF")
 
 
 def carried(options: Options | RowOptions, count: int) -> tuple:
-    """The first `count` fields, which a schema carries; ValueError where another one is set, which
-    would be lost (the public doors keep those outside: `call.outside_of_graphs`).
+    """The first `count` fields, which a schema carries; ValueError where another one is set
+    (the public doors keep those outside: `call.outside_of_graphs`).
     """
     for name, value in zip(options._fields[count:], options[count:], strict=True):
         if value:
@@ -87,7 +86,6 @@ def carried(options: Options | RowOptions, count: int) -> tuple:
 def build(
     loss: LossPass, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """The batch of a loss with these tensors."""
     vocab_size, targets = loss.vocab(tensors), None
     if vocab_size is not None:
         targets = Targets.of(vocab_size, len(tensors[0]), options)
@@ -110,14 +108,11 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """A node of the graph: flat logps and entropies ((0,) unless wanted)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options, NUM_ROW_OPTIONS))[:2]
 
 
 def _row(config: LossConfig, inputs: BatchInputs) -> list:
-    """The arguments of BATCH."""
-
     def tensor(x: Any) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x

@@ -1,9 +1,7 @@
-"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out, no
-autograd.
+"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out.
 
-Gradients are formed in the forward, for an upstream gradient of 1 (autograd.py multiplies by what
-comes). A sweep goes through the rows of a head (`LinearHead`) or of given logits (`LogitsSweep`);
-both have the same three methods.
+Gradients are formed in the forward, for an upstream gradient of 1. A sweep goes through the rows of
+a head (`LinearHead`) or of given logits (`LogitsSweep`); both have the same three methods.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
-    """The result of every pass."""
-
     loss: Tensor  # 0-d
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)

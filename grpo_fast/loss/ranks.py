@@ -1,13 +1,12 @@
 """Ranks: parameters in shards (DTensors), and what ranks that share a head agree on in a call.
 
-A DTensor alone does not say what its ranks have in common. Those of FSDP2 have rows of hidden of
-their own, so its parameters are gathered for a call and their gradient is reduced (inside the
-forward of the FSDP2 module they are whole anyway). Tensor-parallel ranks have the same rows, and
-each works with its rows of the vocabulary; that is so only where a caller says it with `group=`.
+FSDP2's ranks have rows of hidden of their own: a parameter is gathered for a call, its gradient
+reduced. Tensor-parallel ranks have the same rows, and each works with its rows of the vocabulary;
+that is so only where a caller says it with `group=`.
 
-A call with `group=` makes two small all-gathers before it works: the size of every shard, and, when
-all arguments have been checked, what is about to be computed. A rank that refuses an argument says
-so in place of that, so that every rank raises the same ValueError and none waits for another.
+A call with `group=` makes two small all-gathers before it works: the size of every shard, and what
+is about to be computed. A rank that refuses an argument says so in place of that, so that every
+rank raises the same ValueError and none waits for another.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from grpo_fast.errors import require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
@@ -34,9 +34,10 @@ def is_sharded(x: object) -> bool:
 
 
 def gathered(name: str, x: Any) -> Any:
-    """The whole of a parameter in shards (or copies) over one mesh dimension; its gradient is
-    averaged over the ranks into the shards, as FSDP's. All ranks call together. Anything but a
-    DTensor is returned as it is; one over other meshes is refused.
+    """The whole of a parameter in shards (or copies) over one mesh dimension; a call of all ranks.
+
+    Its gradient is averaged over the ranks into the shards. Anything but a DTensor is returned as
+    it is; one over other meshes is refused.
     """
     if not is_sharded(x):
         return x
@@ -44,29 +45,28 @@ def gathered(name: str, x: Any) -> Any:
 
     names = x.device_mesh.mesh_dim_names or ()
     known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
-    if not known or any(dimension in TENSOR_PARALLEL for dimension in names):
-        came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
-        raise ValueError(
-            f"{name}: expected a plain tensor, or a DTensor sharded over one data-parallel mesh "
-            f"dimension (FSDP2), got {came}; call inside the forward of the FSDP2 module that "
-            "holds it, pass group=weight.device_mesh where the ranks share the rows of hidden and "
-            "each holds rows of the vocabulary, or pass a whole tensor and reduce its gradient "
-            "yourself"
-        )
+    fits = known and not any(dimension in TENSOR_PARALLEL for dimension in names)
+    expected = "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
+    came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
+    advice = (
+        "call inside the forward of the FSDP2 module that holds it, pass group=weight.device_mesh "
+        "where the ranks share the rows of hidden and each holds rows of the vocabulary, or pass a "
+        "whole tensor and reduce its gradient yourself"
+    )
+    require(fits, name, expected, f"{came}; {advice}")
     return _Gathered.apply(x)
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
     """The group of a call, or of the mesh of one dimension that names it; ValueError for others."""
-    expected = "group: expected a process group or a mesh of one dimension"
+    expected = "a process group or a mesh of one dimension"
     if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
-        if group.ndim != 1:
-            came = f"a mesh of {group.ndim} dimensions; mesh['name'] is one of them"
-            raise ValueError(f"{expected}, got {came}")
+        came = f"a mesh of {group.ndim} dimensions; mesh['name'] is one of them"
+        require(group.ndim == 1, "group", expected, came)
         group = group.get_group()
-    if not isinstance(group, distributed.ProcessGroup):
-        came = str(group if isinstance(group, int | str) else type(group).__name__)
-        raise ValueError(f"{expected} that this process is in, got {came}")
+    came = str(group if isinstance(group, int | str) else type(group).__name__)
+    is_group = isinstance(group, distributed.ProcessGroup)
+    require(is_group, "group", f"{expected} that this process is in", came)
     return group
 
 
@@ -81,10 +81,10 @@ def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
 
     ranks = distributed.get_process_group_ranks
     mesh, by_rows = x.device_mesh, tuple(x.placements) == (Shard(0),)
-    if not by_rows or mesh.ndim != 1 or ranks(mesh.get_group()) != ranks(group):
-        expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks(group)} of group"
-        came = f"{x.placements} over the ranks {mesh.mesh.tolist()}"
-        raise ValueError(f"{name}: expected the rows of this rank, or {expected}, got {came}")
+    fits = by_rows and mesh.ndim == 1 and ranks(mesh.get_group()) == ranks(group)
+    expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks(group)} of group"
+    came = f"{x.placements} over the ranks {mesh.mesh.tolist()}"
+    require(fits, name, f"the rows of this rank, or {expected}", came)
     return x.to_local()
 
 
@@ -120,16 +120,19 @@ class Agreement:
             self._tell(REFUSED, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """The shard of this weight's rows; None without a group. Raises ValueError where nobody
-        holds a row, or a rank has refused an argument.
+        """The shard of this weight's rows; None without a group.
+
+        Raises ValueError where nobody holds a row, or a rank has refused an argument.
         """
         if self.group is None:
             return None
         refuse("group", weight, "a group")
         sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
-        if not any(sizes):
-            expected = "at least one vocabulary row on the ranks of group"
-            raise ValueError(f"lm_head_weight: expected {expected}, got {len(sizes)} empty shards")
+        expected, came = (
+            "at least one vocabulary row on the ranks of group",
+            f"{len(sizes)} empty shards",
+        )
+        require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
     def ready(
@@ -156,12 +159,9 @@ class Agreement:
         told = [text.split("\n") for text in self._tell(FINE, "\n".join(facts.values()))]
         self.is_open = False
         for rank, others in enumerate(told):
-            for name, expected, got in zip(facts, told[0], others, strict=True):
-                if expected != got:
-                    came = f"{expected} on rank 0 and {got} on rank {rank}"
-                    raise ValueError(
-                        f"{name}: expected the same on every rank of group, got {came}"
-                    )
+            for name, first, other in zip(facts, told[0], others, strict=True):
+                came = f"{first} on rank 0 and {other} on rank {rank}"
+                require(first == other, name, "the same on every rank of group", came)
 
     def _tell(self, verdict: bytes, text: str) -> list[str]:
         """Gather one line of each rank, in their order. Where one refuses, all raise its error."""

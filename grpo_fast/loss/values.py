@@ -1,8 +1,7 @@
 """Every refusal of a value: a ValueError that names the argument, what was expected and what came.
 
 Values on the CPU, and all of them under `validate="full"`, are checked at once. On a GPU under
-"auto" a flag is computed there and copied to the host behind the work; the next call that finds it
-there raises. Nothing is read or written out of bounds meanwhile: ids and offsets are clamped.
+"auto" the next call that finds a flag on the host raises; meanwhile ids and offsets are clamped.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import support_doors
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.workspace import on_its_way
 from grpo_fast.objective.aggregation import Total
-from grpo_fast.objective.refusals import wrong
 
-NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
-NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
+NO_FINITE_LOSS = "target_ids: expected targets of finite probability, came one whose logit is -inf"
+NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, came -inf"
 Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
 
 
@@ -82,13 +81,11 @@ def check_values(checks: list[Check], validate: str) -> None:
 
 
 def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
-    """Where some elements of x are `odd`: `expected`, got the first and how many (or `on_device`,
-    where saying more would cost a sync).
-    """
+    """Where some elements of x are `odd`: the first and how many (`on_device`: no look)."""
     flag = odd.any()
     if x.device.type != "cpu" or not flag:
-        return flag, f"{expected}, got {on_device}"
-    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
+        return flag, f"{expected}, came {on_device}"
+    return flag, f"{expected}, came {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
 
 
 def is_positive(x: Tensor) -> Tensor:
@@ -137,14 +134,12 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
 
 
 def prompt_items(x: Tensor, validate: str) -> Tensor:
-    """(B,) numbers >= 0 in fp64."""
     bad = ~((x >= 0) & torch.isfinite(x))
     check_values([(bad.any(), "num_items_in_batch: expected numbers >= 0")], validate)
     return x.double()
 
 
 def mask(x: Tensor, kept: Tensor, validate: str) -> None:
-    """0 or 1 everywhere; kept: x != 0."""
     if x.dtype != torch.bool:
         expected = "completion_mask: expected only 0 and 1"
         check_values([elements(x, x != kept, expected, "other values")], validate)
@@ -155,12 +150,11 @@ def offsets(
 ) -> Tensor:
     """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
 
-    What is returned then stays in [0, T] and never falls: lengths are >= 0 and sum to at most T,
-    and a search among the inner offsets ends in [0, B).
+    It stays in [0, T] and never falls: lengths are >= 0, a search among the inner ones in [0, B).
     """
     message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":
-        message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
+        message += f", came {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
     return cu.clamp(0, num_rows).cummax(0).values if told_late(cu, validate) else cu
@@ -175,7 +169,7 @@ def ids(
     low, high = x.aminmax()
     message = f"{name}: expected {expected}"
     if x.device.type == "cpu":
-        message += f", got {kind} from {low.item()} to {high.item()}"
+        message += f", came {kind} from {low.item()} to {high.item()}"
     check_values([((low < 0) | (high >= end), message)], validate)
     return x.clamp(0, end - 1) if told_late(x, validate) else x
 
@@ -196,10 +190,7 @@ def support_rows(
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """The active rows that have a set, in memory of their own; None where none has.
-
-    On a GPU the host learns here how many rows and ids there are: one copy that it waits for.
-    """
+    """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts, lengths = bounds[:-1], bounds.diff()
@@ -231,19 +222,17 @@ def support_rows(
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-    """How many rows have a set, and how many ids these have."""
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total
 
 
 def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
-    """Every target in its row, and no id twice in one."""
     missing, twice = (places < 0).any(), repeated >= 0
     one = "support: expected every active target among its own ids"
     other = "support.ids: expected no id twice in one row"
     if missing.device.type == "cpu" and missing:
         count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
-        one += f", got {count} that are not, the first of them target id {first}"
+        one += f", came {count} that are not, the first of them target id {first}"
     if twice.device.type == "cpu" and twice:
-        other += f", got id {int(repeated)} twice"
+        other += f", came id {int(repeated)} twice"
     check_values([(missing, one), (twice, other)], validate)

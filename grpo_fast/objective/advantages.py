@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.refusals import choice, kind_of, number, wrong
+from grpo_fast.errors import require, wrong
+from grpo_fast.objective.refusals import choice, kind_of, number
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
 # leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
@@ -36,9 +37,7 @@ def rewards_as_they_are(r: Tensor) -> Tensor:
 
 
 def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
-    """A = r - value, a number that no reward of the batch had a part in (REINFORCE, Williams
-    1992).
-    """
+    """A = r - value, a number that the batch had no part in (REINFORCE, Williams 1992)."""
     return r - value
 
 
@@ -76,9 +75,7 @@ def rloo(r: Tensor) -> Tensor:
 
 
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (r - mean of the others) / (deviation of the others + eps), undivided where that is 0
-    (NeMo-RL).
-    """
+    """A = (r - mean of the others) / (their deviation + eps), undivided where that is 0 (NeMo)."""
     own = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
     others = torch.where(own, torch.nan, r[:, None, :])  # (N, G, G)
     a = r - others.nanmean(-1)
@@ -91,9 +88,8 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (r - mean) / (mean + eps), of rewards >= 0 (MaxRL)."""
-    if (r < 0).any():
-        got = f"{r[r < 0].min().item():g}"
-        raise ValueError(f"rewards: mode 'maxrl' divides by their mean, expected >= 0, got {got}")
+    least = r.nan_to_num(nan=torch.inf).min().item()
+    require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
     return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
 
 
@@ -104,9 +100,7 @@ def gdpo(
     each: str = "normalized",
     eps: float = 1e-4,
 ) -> Tensor:  # (N, G)
-    """A = Σ_k w_k·A_k over K rewards, to mean 0 and deviation 1 over the batch; A_k by mode `each`
-    (GDPO, 2601.05242).
-    """
+    """A = Σ_k w_k·A_k over K rewards, whitened over the batch; A_k by mode `each` (2601.05242)."""
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
     a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).sum(0)
     known = a[~r.isnan().any(0)]
@@ -127,17 +121,13 @@ def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """A = r - Σ l·r / Σ l: the optimal, length-weighted baseline (2505.23585). lengths: (N*G,)
-    tokens.
-    """
+    """A = r - Σ l·r / Σ l: the length-weighted baseline (2505.23585). lengths: (N*G,) tokens."""
     weight = torch.where(r.isnan(), 0.0, lengths.to(r).reshape(r.shape))
     return r - (weight * r).nansum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def passk(r: Tensor) -> Tensor:
-    """A = best - second best for the group's best completion, 0 elsewhere (the k = G case of
-    2503.19595).
-    """
+    """A = best - second best for the best, 0 elsewhere (k = G in 2503.19595)."""
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
@@ -176,7 +166,7 @@ def group_advantages(
     group_size: int,
     clip_low: float | None = None,
     clip_high: float | None = None,
-    **options: object,
+    **options: Any,
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
 
@@ -203,28 +193,26 @@ def group_advantages(
     """
     choice("mode", mode, MODES)
     dim, shape = (2, "(K, N*G), K rewards,") if mode == "gdpo" else (1, "(N*G,)")
-    if not isinstance(rewards, Tensor) or rewards.dim() != dim or 0 in rewards.shape[:-1]:
-        raise ValueError(f"rewards: expected a tensor of shape {shape} got {kind_of(rewards)}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise ValueError(f"group_size: expected an integer >= 1, got {group_size!r}")
+    fits = isinstance(rewards, Tensor) and rewards.dim() == dim and 0 not in rewards.shape[:-1]
+    require(fits, "rewards", f"a tensor of shape {shape}", kind_of(rewards))
+    is_count = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
+    require(is_count, "group_size", "an integer >= 1", repr(group_size))
     count = rewards.shape[-1]
-    if count % group_size:
-        raise ValueError(f"group_size: expected a divisor of {count} rewards, got {group_size}")
-    if rewards.is_complex() or torch.isinf(rewards).any():
-        expected = "finite values (or NaN for a completion without a verdict)"
-        raise wrong("rewards", expected, rewards.dtype if rewards.is_complex() else "inf")
+    require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
+    is_complex, expected = rewards.is_complex(), "finite values (NaN: there is no verdict)"
+    fits = not is_complex and not torch.isinf(rewards).any()
+    require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     check_group_size(mode, group_size)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
-    weights = cast(Sequence[float], options.get("weights") or ())
-    if mode == "gdpo" and len(weights) not in (0, len(rewards)):
-        raise ValueError(f"weights: expected {len(rewards)}, one for each reward, got {weights}")
+    weights = options.get("weights") or ()
+    fits = mode != "gdpo" or len(weights) in (0, len(rewards))
+    require(fits, "weights", f"{len(rewards)}, one for each reward", weights)
     if mode == "opo":
-        lengths = options.get("lengths")
-        if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
-            expected = f"a tensor (N*G,) = {tuple(rewards.shape)} of completion lengths"
-            raise ValueError(f"lengths: mode 'opo' expects {expected}, got {kind_of(lengths)}")
-        if not ((lengths >= 0) & torch.isfinite(lengths)).all():
-            raise ValueError("lengths: mode 'opo' expects finite numbers >= 0, got others")
+        lengths, expected = options.get("lengths"), "a tensor of completion lengths (N*G,) = "
+        fits = isinstance(lengths, Tensor) and lengths.shape == rewards.shape
+        require(fits, "lengths", f"{expected}{tuple(rewards.shape)}", kind_of(lengths))
+        fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
+        require(fits, "lengths", "finite numbers >= 0", "others")
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
     missing = grouped.isnan().any(0) if mode == "gdpo" else grouped.isnan()
@@ -238,24 +226,23 @@ def group_advantages(
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
         largest = f"{grouped.nan_to_num().abs().max().item():g}"
-        raise ValueError(f"rewards: expected advantages within fp32, got rewards up to {largest}")
+        raise wrong("rewards", "advantages within fp32", f"rewards up to {largest}")
     return advantages
 
 
 def check_group_size(mode: str, group_size: int) -> None:
     """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
-    if group_size == 1 and mode not in WITHOUT_GROUPS:
-        why = "all advantages would be 0"
-        raise ValueError(f"group_size: mode {mode!r} expects at least 2, got 1: {why}")
+    fits, expected = group_size > 1 or mode in WITHOUT_GROUPS, f"at least 2 of mode {mode!r}"
+    require(fits, "group_size", expected, "1: all advantages would be 0")
 
 
-def check_options(mode: str, options: Mapping[str, object]) -> None:
+def check_options(mode: str, options: Mapping[str, Any]) -> None:
     """A ValueError for an option that `mode` does not know, or a value that it cannot take."""
     known = {*(MODES[mode].__kwdefaults__ or {}), "clip_low", "clip_high"}
     known |= {"lengths"} if mode == "opo" else set()
     for name, value in options.items():
-        if name not in known:
-            raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
+        expected = f"one of {sorted(known)} of mode {mode!r}"
+        require(name in known, name, expected, repr(name))
         if name == "eps":
             number("eps", value, "a finite number >= 0", lambda x: x >= 0)
         if name == "clip_low" and value is not None:
@@ -265,11 +252,11 @@ def check_options(mode: str, options: Mapping[str, object]) -> None:
         if name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         if name == "weights":
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"weights: expected a list of numbers, got {value!r}")
+            is_list = isinstance(value, (list, tuple))
+            require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:
                 number("weights", x, "finite numbers", lambda x: True)
         if name == "value":
             number("value", value, "a finite number", lambda x: True)
-        if name == "unbiased" and not isinstance(value, bool):
-            raise ValueError(f"unbiased: expected True or False, got {value!r}")
+        if name == "unbiased":
+            require(isinstance(value, bool), "unbiased", "True or False", repr(value))

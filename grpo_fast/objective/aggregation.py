@@ -1,9 +1,8 @@
 """Normalisers: the weight w_t of every token in loss = Σ_t w_t·ℓ_t, known before the forward pass.
 
 Each is 1 / (total · own), with one total for the whole step and `own` either 1 or the completion's
-length. A step that is split into micro-batches or ranks gives the same loss and gradient however it
-is split when `num_items_in_batch` and `num_completions_in_batch` carry the totals of the whole step
-(`token_mean_local` excepted).
+length. However a step is split, loss and gradient are the same when `num_items_in_batch` and
+`num_completions_in_batch` carry the totals of the whole step (`token_mean_local` excepted).
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Counts(NamedTuple):
 
 
 class Aggregation(NamedTuple):
-    """w_t = 1 / (total · |o_b|) when `by_length`, else 1 / total. |o_b| of "prompt_mean" are the
-    tokens of the completion's prompt.
-    """
+    """w_t = 1 / (total · |o_b|) when `by_length` ("prompt_mean": the prompt's), else 1 / total."""
 
     total: Callable[[Counts], Total]
     by_length: bool = False

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.objective.refusals import number
 
 
 class RunningBaseline:
-    """The mean reward of the steps before, the latest weighing most.
-
-    After a step of mean reward m it is m at first, then decay·(what it was) + (1 − decay)·m. The
-    rewards of a step never have a part in their own baseline, which would bias the gradient.
+    """The mean reward of the steps before: at first that of one step, then decay·(what it was) +
+    (1 − decay)·(the step's). A step's rewards have no part in their own baseline: a bias.
 
     Args:
         value: the baseline of the first step.
@@ -66,12 +65,9 @@ def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     names = ("running", "decay") if mode == "baseline" else ()
     known = {name: value for name, value in options.items() if name not in names}
     own = {name: value for name, value in options.items() if name in names}
-    if not isinstance(own.get("running", False), bool):
-        raise ValueError(f"running: expected true or false, came {own['running']!r}")
+    running = own.get("running", "value" not in known)
+    require(isinstance(running, bool), "running", "true or false", repr(running))
     if "decay" in own:
         number("decay", own["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
-        if not own.get("running", "value" not in known):
-            raise ValueError(
-                f"decay: expected running: true beside it, came {own['decay']!r} alone"
-            )
+        require(running, "decay", "running: true beside it", f"{own['decay']!r} alone")
     return known, own

@@ -1,9 +1,4 @@
-"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,)
-vectors.
-
-The only place where an objective's leaf, the KL, the weights and the filters meet; the kernels
-above it only know coefficients. Everything is flat over the T active tokens of a batch.
-"""
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy, all (T,)."""
 
 from __future__ import annotations
 
@@ -22,9 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """The inputs of a token-level loss for every row, all known before the forward pass; a view of
-    `Tokens`.
-    """
+    """The inputs of a token-level loss for every row, known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -94,9 +87,7 @@ def token_loss(
 
 
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
-    """The weights of a loss whose coefficients follow row by row from the logps; None for the
-    others.
-    """
+    """The weights of a loss whose coefficients follow row by row from the logps; None of others."""
     read = [x for x in config.corrections if x.is_read(tokens)]
     if not config.is_token_local or (read and tokens.old_logps is None):
         return None
@@ -123,16 +114,11 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     and a weight of 0 would hide it.
     """
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
-    log_ratio = (
-        torch.zeros_like(logps)
-        if old_logps is None
-        else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
-    )
+    log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
+    log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
     loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *config.params)
-    losses, grad = (
-        torch.where(weights == 0, 0.0, weights * loss),
-        torch.where(weights == 0, 0.0, weights * slope),
-    )
+    losses = torch.where(weights == 0, 0.0, weights * loss)
+    grad = torch.where(weights == 0, 0.0, weights * slope)
     if kl_weights is not None and ref_logps is not None:
         kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
         if config.kl_times_ratio:
@@ -144,9 +130,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are
-    kept.
-    """
+    """(T,) bool: tokens at or above the batch's (1 - q) quantile of entropy; None: all are kept."""
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -180,11 +164,8 @@ def weighted_kl(
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    r = torch.exp(
-        ratio.log
-        if OBJECTIVES[config.loss_type].window == "ratio"
-        else ratio.raw.clamp(max=LOG_RATIO_MAX)
-    )
+    has_own = OBJECTIVES[config.loss_type].window == "ratio"
+    r = torch.exp(ratio.log if has_own else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r
     through_ratio = ratio.route(tokens.token_weights * kl, tokens)
     return kl, tokens.token_weights * r * slope + through_ratio
@@ -193,7 +174,6 @@ def weighted_kl(
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
     """(T,) weight of each token's entropy in its mean: 1/N, over those the mask keeps."""
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
-    share = (
-        1.0 / kept.sum().clamp(min=1) if tokens.entropy_weight is None else tokens.entropy_weight
-    )
+    share = tokens.entropy_weight
+    share = 1.0 / kept.sum().clamp(min=1) if share is None else share
     return kept * (share if tokens.unit is None else share * tokens.unit)

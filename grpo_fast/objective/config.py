@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_fast.errors import require, wrong
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
-from grpo_fast.objective.refusals import choice, number, wrong
+from grpo_fast.objective.refusals import choice, number
 
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),
@@ -48,9 +49,7 @@ OWN_OPTIONS = (
 
 
 def reads(objective: Objective, option: str) -> bool:
-    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or
-    of its KL.
-    """
+    """Whether one of OWN_OPTIONS does something for this objective or its KL."""
     if option.startswith("kl_"):
         return objective.reference
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
@@ -66,13 +65,11 @@ class LossConfig:
             `epsilon_high=None` means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper
             bound (default 5.0) unless `cispo_bound="offset"`; for `gmpo` both are in log space; for
             `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of
-            the `grpo` family.
+        delta: upper bound of the unclipped ratio (INTELLECT-2), or None; of the `grpo` family.
         importance_sampling_level: "token", or one ratio per completion: the exponential of the mean
             log ratio ("sequence", GSPO) or of their sum ("sequence_sum"). `gspo` takes "token", the
             default, for "sequence".
-        aggregation: how tokens are averaged; None takes the loss type's own
-            (`objectives.OBJECTIVES`).
+        aggregation: how tokens are averaged; None takes the loss type's own.
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
         group_size: completions of a prompt, side by side; required by `aggregation="prompt_mean"`.
     KL to the reference
@@ -90,13 +87,11 @@ class LossConfig:
             temperature`; temperature may be a float tensor with one value per token (the layout of
             `target_ids`).
     Filters and corrections
-        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps
-            all).
+        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy.
         corrections: how `sampling_logps`, when given, weigh and mask the policy loss: one
             `Correction` or several, as objects or as their fields; () for none.
     Entropy
-        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
-            without a bonus.
+        entropy_coef: weight of the entropy bonus; compute_entropy: return entropy without one.
         entropy_over: beside a support every entropy is over the ids that the sampler kept
             ("support"), so that a bonus spreads mass among those alone; or over the "vocabulary",
             whose bonus also pulls at ids that could not be drawn, at the price of the dense head.
@@ -168,15 +163,11 @@ class LossConfig:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> LossConfig:
-        """The config whose `key` this is: how custom operators carry a config through
-        torch.compile.
-        """
+        """The config whose `key` this is: custom operators carry it through torch.compile."""
         return LossConfig(**json.loads(key))
 
     def _fill_defaults(self) -> None:
-        """Resolve the defaults that depend on the loss type, so that a config prints what it will
-        do.
-        """
+        """Resolve the defaults that depend on the loss type: a config prints what it does."""
         objective = OBJECTIVES[self.loss_type]
         if self.epsilon_high is None:
             raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
@@ -193,44 +184,38 @@ class LossConfig:
                 if not (value is None and kind):
                     number(name, value, kind + expected, holds)
         for name in ("kl_times_ratio", "compute_entropy"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, "True or False", repr(value))
         if isinstance(self.temperature, Tensor):
-            if not self.temperature.is_floating_point():
-                got = f"dtype {self.temperature.dtype}"
-                raise wrong("temperature", "a float or a float tensor", got)
+            fits, came = self.temperature.is_floating_point(), f"dtype {self.temperature.dtype}"
+            require(fits, "temperature", "a float or a float tensor", came)
         else:
             number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
 
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
-        if self.importance_sampling_level not in objective.levels:
-            expected = f"one of {list(objective.levels)} beside loss_type {self.loss_type!r}"
-            raise wrong("importance_sampling_level", expected, repr(self.importance_sampling_level))
+        level, expected = self.importance_sampling_level, f"one of {list(objective.levels)} beside "
+        expected += f"loss_type {self.loss_type!r}"
+        require(level in objective.levels, "importance_sampling_level", expected, repr(level))
         for name, aggregation in (("max_completion_length", "fixed_length"),
                                   ("group_size", "prompt_mean")):  # fmt: skip
-            if self.aggregation == aggregation and getattr(self, name) is None:
-                raise ValueError(f"{name}: aggregation {aggregation!r} expects a number, got None")
+            fits = self.aggregation != aggregation or getattr(self, name) is not None
+            require(fits, name, f"a number beside aggregation {aggregation!r}", None)
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value, default = getattr(self, name), getattr(LossConfig, name)
-            if value != default and self.kl_estimator in EXACT:
-                expected = f"{default} beside kl_estimator {self.kl_estimator!r}"
-                raise wrong(name, expected, value)
+            fits = value == default or self.kl_estimator not in EXACT
+            require(fits, name, f"{default} beside kl_estimator {self.kl_estimator!r}", value)
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
-                readers = ", ".join(
-                    loss for loss, other in OBJECTIVES.items() if reads(other, name)
+                readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads(x, name))
+                expected = (
+                    f"the default {default!r} with {self.loss_type!r} (it is read by {readers})"
                 )
-                raise ValueError(
-                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected "
-                    f"the default {default!r}, got {value!r}"
-                )
+                raise wrong(name, expected, repr(value))
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.window == "sum":
-            expected = (
-                f"'old/sampling' beside loss_type {self.loss_type!r}, whose weight has the rest"
-            )
+            expected = f"'old/sampling' beside loss_type {self.loss_type!r}, which weighs the rest"
             raise wrong("corrections.ratio", expected, repr(of_current[0].ratio))
 
     @property
@@ -271,9 +256,7 @@ class LossConfig:
 
     @property
     def is_token_local(self) -> bool:
-        """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits
-        is enough.
-        """
+        """True when dL/dlogp of a row follows from that row alone: one pass is enough."""
         return (
             OBJECTIVES[self.loss_type].window == "ratio"
             and self.importance_sampling_level == "token"
@@ -282,7 +265,5 @@ class LossConfig:
         )
 
     def replace(self, **changes: Any) -> LossConfig:
-        """A copy with some fields changed (defaults that were resolved from the loss type stay as
-        they are).
-        """
+        """A copy with some fields changed; defaults that were resolved stay as they are."""
         return dataclasses.replace(self, **changes)

@@ -1,8 +1,4 @@
-"""Corrections: weights and masks for tokens that another policy sampled than the one that learns.
-
-Each reads one ratio of every token or completion and its bounds. At most one of a loss's
-corrections weighs its tokens; the others only keep or drop them.
-"""
+"""Corrections: weights and masks for tokens that another policy sampled; one weighs at most."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.objective.losses import FP32_MAX, LOG_RATIO_MAX
 from grpo_fast.objective.refusals import choice, number
 from grpo_fast.objective.tokens import Tokens
@@ -35,8 +32,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """One correction of the policy term by a ratio of probabilities (an entry of
-    `LossConfig.corrections`).
+    """One correction of the policy term by a ratio of probabilities.
 
     Attributes:
         kind: "truncate" weighs by the ratio, moved into the bounds; "mask" weighs by the ratio, 0
@@ -69,14 +65,13 @@ class Correction:
                 expected = "in [0, 1]" if name == "low" else ">= 1"
                 expected = f"None or a number {expected} (the bounds must hold 1)"
                 number(f"corrections.{name}", x, expected, lambda x: least <= x <= most)  # noqa: B023
-        if self.kind != "truncate" and self.low is None and self.high is None:
-            self._refuse("low", f"a bound, low or high, of kind {self.kind!r}")
-        for name, default in (("level", "worst_token"), ("advantages", "negative")):
-            if self.kind != "reject" and getattr(self, name) == default:
-                self._refuse(name, f"another one beside kind {self.kind!r} (it is of 'reject')")
-
-    def _refuse(self, name: str, expected: str) -> None:
-        raise ValueError(f"corrections.{name}: expected {expected}, got {getattr(self, name)!r}")
+        is_bounded = self.kind == "truncate" or self.low is not None or self.high is not None
+        expected = f"a bound, low or high, of kind {self.kind!r}"
+        require(is_bounded, "corrections.low", expected, None)
+        for name, of_reject in (("level", "worst_token"), ("advantages", "negative")):
+            fits = self.kind == "reject" or getattr(self, name) != of_reject
+            expected = f"another one beside kind {self.kind!r} (it is of 'reject')"
+            require(fits, f"corrections.{name}", expected, repr(of_reject))
 
     @property
     def weighs(self) -> bool:
@@ -87,15 +82,12 @@ class Correction:
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
     def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
-        """(T,) at its level. A NaN sampling_logp marks a token that the sampler did not score: it
-        counts as agreeing.
-        """
+        """(T,) at its level; 0 at a NaN sampling_logp: a token that the sampler did not score."""
         above = old_logps if self.ratio == "old/sampling" else logps
         below = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
         return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
-        """(T,) bool: what the bounds keep."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
         if self.low:
             kept = log_ratio >= math.log(self.low)
@@ -106,7 +98,6 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """(T,) by what the tokens are weighed by, of a kind that weighs."""
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -125,18 +116,14 @@ def corrections_of(value: Any) -> tuple[Correction, ...]:
     """
     one = isinstance(value, (Correction, Mapping))
     listed = (value,) if one else () if value is None else value
-    if not isinstance(listed, Iterable) or isinstance(listed, str):
-        raise ValueError(f"corrections: expected Corrections or their fields, got {value!r}")
-    corrections = []
+    fits = isinstance(listed, Iterable) and not isinstance(listed, str)
+    require(fits, "corrections", "Corrections or their fields", repr(value))
+    names, corrections = {f.name for f in dataclasses.fields(Correction)}, []
     for x in listed:
-        names = {f.name for f in dataclasses.fields(Correction)}
-        if not isinstance(x, Correction) and not (isinstance(x, Mapping) and set(x) <= names):
-            raise ValueError(
-                f"corrections: expected a Correction or its {sorted(names)}, got {x!r}"
-            )
+        fits = isinstance(x, Correction) or (isinstance(x, Mapping) and set(x) <= names)
+        require(fits, "corrections", f"a Correction or its {sorted(names)}", repr(x))
         corrections.append(x if isinstance(x, Correction) else Correction(**x))
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
-    if len(weighing) > 1:
-        expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
-        raise ValueError(f"corrections: expected {expected}, got kinds and levels {weighing}")
+    expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
+    require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")
     return tuple(corrections)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import require
 from grpo_fast.objective.advantages import normalized
-from grpo_fast.objective.refusals import kind_of, number, wrong
+from grpo_fast.objective.refusals import kind_of, number
 
 
 def gae(
@@ -37,19 +38,18 @@ def gae(
     Raises:
         ValueError: shapes that differ; gamma or lam outside [0, 1].
     """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 2:
-        raise wrong("rewards", "a tensor of shape (B, L)", kind_of(rewards))
+    fits = isinstance(rewards, Tensor) and rewards.dim() == 2
+    require(fits, "rewards", "a tensor of shape (B, L)", kind_of(rewards))
     for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
-        if not isinstance(x, Tensor) or x.shape != rewards.shape:
-            expected = f"the shape of rewards, (B, L) = {tuple(rewards.shape)}"
-            raise wrong(name, expected, kind_of(x))
+        fits = isinstance(x, Tensor) and x.shape == rewards.shape
+        require(fits, name, f"the shape of rewards, (B, L) = {tuple(rewards.shape)}", kind_of(x))
     count, length = rewards.shape
-    if following is not None and getattr(following, "shape", None) != (count,):
-        raise wrong("following", f"shape (B,) = ({count},)", kind_of(following))
+    fits = following is None or getattr(following, "shape", None) == (count,)
+    require(fits, "following", f"shape (B,) = ({count},)", kind_of(following))
     number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     if isinstance(lam, Tensor):
-        if lam.shape != (count,) or not ((lam >= 0) & (lam <= 1)).all():
-            raise wrong("lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
+        fits = lam.shape == (count,) and bool(((lam >= 0) & (lam <= 1)).all())
+        require(fits, "lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
         decay: Any = gamma * lam.double()[:, None]
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -69,9 +69,7 @@ def gae(
 
 
 def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
-    """λ = 1 - 1/(alpha·length), so that a reward reaches the start of a long completion (VAPO,
-    2504.05118).
-    """
+    """λ = 1 - 1/(alpha·length): a reward reaches long completions' start (VAPO, 2504.05118)."""
     return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
 
 
@@ -83,9 +81,8 @@ def process_advantages(
 ) -> Tensor:  # (N*G, L)
     """Advantages per token of groups whose rewards are per token, without a critic.
 
-    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward of a group, wherever it
-    stands, is normalised by the mean and the deviation of all of them, and the advantage of a token
-    is the sum of those that stand at it and behind it.
+    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward is normalised by the mean
+    and deviation of all of its group, and a token's advantage is the sum of those at and behind it.
 
     Args:
         rewards: (N*G, L) group by group; NaN where a token has no reward of its own, as at the
@@ -95,10 +92,10 @@ def process_advantages(
     Raises:
         ValueError: another shape, infinite rewards, a group_size that is no divisor.
     """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.isinf().any():
-        raise wrong("rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
-    if not group_size >= 1 or len(rewards) % group_size:
-        raise wrong("group_size", f"a divisor of {len(rewards)} completions", group_size)
+    fits = isinstance(rewards, Tensor) and rewards.dim() == 2 and not rewards.isinf().any()
+    require(fits, "rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
+    fits = group_size >= 1 and len(rewards) % group_size == 0
+    require(fits, "group_size", f"a divisor of {len(rewards)} completions", group_size)
     # One row for all rewards of a group: the mean of the group's, not the mean of means.
     grouped = rewards.double().reshape(len(rewards) // group_size, -1)
     steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()

@@ -1,8 +1,7 @@
 """KL estimators between the policy and a reference: value and slope of each, side by side.
 
-With d = ref_logp - logp, each function returns `(value, slope)`, slope = d value / d logp. They are
-written in the vocabulary of `objectives.py` and read by torch and Triton alike; `expm1` and
-`expm1_minus` are words of that vocabulary which Triton lacks: kernels/gpu/math.py gives its own.
+With d = ref_logp - logp, each function returns `(value, slope)`, slope = d value / d logp, in the
+vocabulary of `losses.py`; kernels/gpu/math.py has Triton's `expm1` and `expm1_minus`.
 Source: http://joschu.net/blog/kl-approx.html
 """
 
@@ -12,8 +11,7 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Beyond this difference k3 = e^d - d - 1 goes on as its tangent: finite, and the gradient still
-# pulls back.
+# Beyond this difference k3 goes on as its tangent: finite, and the gradient still pulls back.
 K3_GUARD = 20.0
 INF = float("inf")
 

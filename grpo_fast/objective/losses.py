@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch as tl
 
-# Log ratios are clamped to this before exp, in value only: a ratio never overflows and its gradient
-# still restores.
+# Log ratios are clamped to this before exp, in value only: the gradient still restores.
 LOG_RATIO_MAX = 20.0
 
 FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
@@ -36,11 +35,9 @@ def unclipped(logp, log_ratio, advantage):
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A). At a tie the first, unclipped branch keeps
-    its gradient.
+    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A).
 
-    The gradient flows wherever the chosen factor is the ratio itself, whichever branch it came
-    from.
+    At a tie the unclipped branch keeps its gradient: it flows wherever the factor is the ratio.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -81,9 +78,7 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """The one-sided clipped log ratio of a token; `tokens.py` takes -A·exp(its mean) per completion
-    (2507.20673).
-    """
+    """The one-sided clipped log ratio; `coefficients.py` takes -A·exp(its mean) (2507.20673)."""
     clipped = tl.where(
         advantage < 0,
         tl.where(log_ratio < -epsilon_low, -epsilon_low, log_ratio),
@@ -93,9 +88,7 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """-A·sg(min(r, 20))·lp while p - p_old stays inside the trust region on the side A pushes to
-    (verl).
-    """
+    """-A·sg(min(r, 20))·lp while p - p_old stays in the trust region on A's side (verl)."""
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
     inside = tl.where(advantage > 0, moved <= epsilon_high, moved >= -epsilon_low)

@@ -1,6 +1,4 @@
-"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on
-the way.
-"""
+"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them."""
 
 from __future__ import annotations
 
@@ -22,14 +20,11 @@ def token_metrics(
     config: LossConfig,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its
-    completions.
+    """0-d metrics by TRL's names: means over the active tokens; min and max over completions.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a
-    coefficient of exactly 0.
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to.
     """
     objective = OBJECTIVES[config.loss_type]
-    count = logps.numel()
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
@@ -38,19 +33,13 @@ def token_metrics(
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
 
-    zero = logps.new_zeros(())
-    r = torch.exp(
-        ratio.raw.clamp(max=LOG_RATIO_MAX)
-        if objective.window in ("sum", "geometric")
-        else ratio.log
-    )
+    is_pooled = objective.window in ("sum", "geometric")
+    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
         "policy_loss": policy_term(logps, entropy, tokens, config),
-        "ratio/mean": mean(r),
-        "ratio/min": r.amin() if count else zero,
-        "ratio/max": r.amax() if count else zero,
+        **extents("ratio", r),
         "approx_kl": mean(ratio.raw * ratio.raw) / 2,
-        "active_tokens": logps.new_full((), float(count)),
+        "active_tokens": logps.new_full((), float(logps.numel())),
         "skipped_rows": num_rows - active.sum().float(),
     }
     if entropy is not None:
@@ -64,9 +53,8 @@ def token_metrics(
         _, ratio_max = config.params
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
     elif objective.clips == "vespo":
-        _, slope = objective.leaf(
-            logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params
-        )
+        signs = torch.where(tokens.advantages < 0, -1.0, 1.0)
+        _, slope = objective.leaf(logps, ratio.log, signs, *config.params)
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
         metrics |= sampling_metrics(old_logps, correction.weights, tokens)
@@ -87,34 +75,29 @@ def policy_term(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
-    names = [
-        "policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens",
-        "skipped_rows",
-    ]  # fmt: skip
+    names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
+    names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
     names += ["kl", "kl_guarded"] if config.uses_reference else []
     if objective.clips == "ppo":
-        sides, extents = ("low", "high", "region"), ("mean", "min", "max")
-        names += [f"clip_ratio/{side}_{how}" for side in sides for how in extents]
-    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(
-        str(objective.clips), []
-    )
+        names += [f"clip_ratio/{x}_{how}" for x in ("low", "high", "region") for how in EXTENTS]
+    names += ["cispo_clip_ratio"] if objective.clips == "cispo" else []
+    names += ["vespo/phi_seq_mean"] if objective.clips == "vespo" else []
     if has_sampling:
         names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
         if any(x.weighs for x in config.corrections):
-            names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
+            names += [f"sampling/importance_sampling_ratio/{how}" for how in EXTENTS]
     if any(has_sampling or x.ratio == "current/behaviour" for x in config.corrections):
         names += CORRECTION_METRICS
     return names
 
 
+EXTENTS = ("mean", "min", "max")
 CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective_sample_size")
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Shares of the tokens that the corrections drop and whose ratio they move; and (Σw)²/(n·Σw²)
-    of the tokens' weights w, 1 when all are equal.
-    """
+    """Shares of the tokens that are dropped, and whose ratio is moved; (Σw)²/(n·Σw²) of weights."""
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)
@@ -124,8 +107,15 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
 
 
 def mean(x: Tensor) -> Tensor:
-    """The mean of (T,), 0 when there is nothing to average."""
     return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
+
+
+def extents(name: str, x: Tensor) -> dict[str, Tensor]:
+    """EXTENTS of (T,), 0 when there is nothing."""
+    low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
+    return {
+        f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
+    }
 
 
 def sampling_metrics(
@@ -134,16 +124,10 @@ def sampling_metrics(
     """How far the sampler's logps are from the old policy's, and the ratios that correct it."""
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
-    filled, zero = gap.numel() > 0, gap.new_zeros(())
-    metrics = {
-        "sampling/sampling_logp_difference/mean": mean(gap),
-        "sampling/sampling_logp_difference/max": gap.amax() if filled else zero,
-    }
+    metrics = extents("sampling/sampling_logp_difference", gap)
+    del metrics["sampling/sampling_logp_difference/min"]
     if sampling is not None:
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/min"] = sampling.amin() if filled else zero
-        metrics[f"{name}/mean"] = mean(sampling)
-        metrics[f"{name}/max"] = sampling.amax() if filled else zero
+        metrics |= extents("sampling/importance_sampling_ratio", sampling)
     return metrics
 
 

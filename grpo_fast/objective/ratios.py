@@ -1,7 +1,4 @@
-"""The two ratios of an objective: policy over old policy (importance), old policy over sampler.
-
-Each is clamped so that exp cannot overflow.
-"""
+"""The ratios of an objective, policy over old policy over sampler, clamped: exp cannot overflow."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
 
 
 class Ratio(NamedTuple):
-    """The importance ratio of the tokens, and how a slope with respect to its log reaches the
-    logps.
-    """
+    """The importance ratio of the tokens, and how a slope by its log reaches the logps."""
 
     raw: Tensor  # (T,) logp - old_logp
     log: Tensor  # (T,) the log ratio the objective reads
@@ -43,9 +38,6 @@ class Ratio(NamedTuple):
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
-    """The log ratio at the level and in the window of the objective, clamped so that exp cannot
-    overflow.
-    """
     raw = logps - old_logps
     window = OBJECTIVES[config.loss_type].window
     if window == "sum":
@@ -53,9 +45,8 @@ def importance_ratio(
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
             per_token = any(x.weighs and x.level == "token" for x in config.corrections)
-            log_weight = log_weight + (
-                tokens.completion_sum if per_token else tokens.completion_mean
-            )(log_sampling)
+            pooled = tokens.completion_sum if per_token else tokens.completion_mean
+            log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if window == "detached_mean":
         return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)))
@@ -73,7 +64,6 @@ class Corrected(NamedTuple):
     clipped: Tensor | None = None  # (T,) bool: whose ratio a bound of "truncate" moved
 
     def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
-        """(T,) weights of the tokens, corrected."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         return weights * self.weights if weigh and self.weights is not None else weights

@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_fast.errors import wrong
 from grpo_fast.objective.losses import FP32_MAX
-
-
-def wrong(name: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def choice(name: str, value: Any, choices: Any) -> None:
@@ -29,5 +26,4 @@ def number(name: str, value: Any, expected: str, holds: Any) -> None:
 
 
 def kind_of(x: object) -> str:
-    """A tensor's shape, or the value itself, for the end of a sentence."""
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -1,6 +1,4 @@
-"""The active tokens of a batch as the objectives see them: flat (T,) vectors, and sums over their
-completions.
-"""
+"""The active tokens of a batch as the objectives see them, and sums over their completions."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """The inputs of the objective for every active token, beside its logp. All fp32 unless said
-    otherwise.
-    """
+    """The inputs of the objective for every active token, beside its logp; fp32 unless said."""
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation
@@ -28,7 +24,6 @@ class Tokens(NamedTuple):
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
-        """The batch of unit · loss."""
         return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:

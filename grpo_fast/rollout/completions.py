@@ -88,9 +88,8 @@ def generate(
         places: of the prompts in the whole step's batch, rising; None: they are all of it.
 
     Raises:
-        ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
-            or with too many for the model and `options.max_new_tokens`; places that do not rise;
-            a keyword that `Sampling` does not have, or does not take.
+        ValueError: a prompt that the tokenizer or the model does not take, or without room for
+            `options.max_new_tokens`; places that do not rise; keywords that `Sampling` refuses.
         NonFiniteLogits: the model gives NaN.
     """
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model

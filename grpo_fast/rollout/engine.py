@@ -1,8 +1,4 @@
-"""The contract of a rollout engine: token ids of prompts in, completions as sampled out.
-
-An engine samples with the weights that it was last given, and says of each completion which those
-were. Engines are built by name from the configuration; one that is not asked for is not imported.
-"""
+"""The contract of a rollout engine: token ids of prompts in, completions as sampled out."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ Seed = int | tuple[int | str, ...]
 class Kept(NamedTuple):
     """The tokens that a truncating sampler chose from, row by row (CSR).
 
-    Row t, `ids[offsets[t]:offsets[t + 1]]`, is what the t-th token of the completion was drawn
-    from, itself among it. An empty row is the whole vocabulary.
+    The t-th token was drawn from `ids[offsets[t]:offsets[t + 1]]`; empty: the whole vocabulary.
     """
 
     ids: Saved  # (nnz,) int32
@@ -71,8 +66,7 @@ class Request(NamedTuple):
     """Ask for G = `group_size` completions of each prompt.
 
     Attributes:
-        seed: the random numbers of a completion depend on it and on the completion's place
-            (`places` and its number in the group) alone.
+        seed: a completion's random numbers depend on it, its prompt's place and its number.
         places: of each prompt in the whole step's batch, rising; None: this is all of it. So
             several processes sample what one would.
     """
@@ -97,7 +91,6 @@ class Engine(ABC):
     fallback: str | None = None
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
-        """`sample` of a `Request` with these fields."""
         return self.sample(Request(*fields, **others))
 
     @abstractmethod
@@ -128,9 +121,7 @@ class Engine(ABC):
 
 
 def build_engine(policy: Any, options: Any = None) -> Engine:
-    """The engine that `options.engine` names, ready to sample with the policy as it is.
-
-    None: the policy itself, by our loop.
+    """The engine that `options.engine` names, ready to sample; None: our loop.
 
     Raises:
         ValueError: it cannot run here, or not with this model; the message says what is missing.

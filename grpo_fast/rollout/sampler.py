@@ -1,8 +1,7 @@
 """How completions are drawn: temperature, top-k, top-p, min-p, one uniform number per token.
 
 A token is the first whose cumulative probability, in the order of the vocabulary, exceeds its
-uniform number: one draw per row (`torch.multinomial` draws one exponential per logit), and random
-numbers that depend on (seed, place, position) alone.
+uniform number, which depends on (seed, place, position) alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Sampling(BaseModel):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
@@ -69,10 +67,9 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, 
     """Draw a token for each row.
 
     Greedy (temperature 0) takes the most likely token, its log-probability at temperature 1. Else
-    top_k comes first, then top_p over what is left, then min_p; log-probabilities are those of the
-    *processed* distribution: renormalised over the kept tokens, and so larger than the policy's
-    own. Scores that are NaN or +inf make the log-probability NaN: a look at the end costs no sync
-    per token.
+    top_k comes first, then top_p over what is left, then min_p; log-probabilities are renormalised
+    over the kept tokens. Scores that are NaN or +inf make the log-probability NaN: a look at the
+    end costs no sync per token.
     """
     if options.temperature == 0:
         tokens = scores.argmax(-1)
@@ -121,9 +118,7 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:  # (B, V), (B,) in [0, 1) -> (B,
 
 
 class Sampler:
-    """`sample` as the last logits processor of transformers' `generate`.
-
-    It returns scores whose argmax is the token it drew, so `generate` runs in greedy mode.
+    """`sample` as the last logits processor of transformers' `generate`, in greedy mode.
 
     Args:
         uniforms: (B, L) in [0, 1); column t decides the t-th new token of each row.

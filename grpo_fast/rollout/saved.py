@@ -1,7 +1,4 @@
-"""Tensors inside nested values: JSON holds their names, and a file beside it the tensors.
-
-A dataclass is the description of what is saved of it: pydantic reads it back by its annotations.
-"""
+"""Tensors inside nested values: JSON holds their names, and a file beside it the tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ def _named(name: Any, info: ValidationInfo) -> Any:
     if info.context is None:
         return name
     if not isinstance(name, str) or name not in info.context:
-        raise ValueError(f"expected the name of a tensor that is there once, got {name!r:.100}")
+        raise ValueError(f"expected the name of a tensor that is there once, came {name!r:.100}")
     return info.context.pop(name)  # a second place would share its memory
 
 

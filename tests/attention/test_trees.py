@@ -375,7 +375,7 @@ def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
         ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
         ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),
         ([([1, 2], [0, 2])], r"samples\[0\]: expected a bool for each of 2 ids"),
-        ([([1, 2], [0, 1]), ([1, 2], [1, 1])], r"samples\[1\]: the token at position 0 is trained"),
+        ([([1, 2], [0, 1]), ([1, 2], [1, 1])], r"expected no trained token at position 0"),
     ],
 )  # fmt: skip
 def test_bad_samples_are_refused(samples, message):

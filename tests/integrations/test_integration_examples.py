@@ -71,7 +71,7 @@ def test_a_head_with_an_unknown_rule_is_refused():
         causal_lm.check_head(model)
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(
-        ValueError, match="expected torch.nn.Linear as output embeddings, got Sequential"
+        ValueError, match="expected torch.nn.Linear as output embeddings, came Sequential"
     ):
         causal_lm.head_of(model)
 
@@ -178,7 +178,7 @@ def test_models_that_fsdp2_shards(one_process):
     model = tiny_model("llama", num_hidden_layers=1)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="lm_head: expected .* got FSDPLinear .*with FSDP2"):
+    with pytest.raises(ValueError, match="lm_head: expected .* came FSDPLinear .*with FSDP2"):
         causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
 
 

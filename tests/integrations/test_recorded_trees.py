@@ -147,19 +147,19 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, got a"),
+        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, came a"),
         (lambda n, t: n[3].update(parent=9), ".nodes[3].parent: expected None or one of 8 nodes"),
         (lambda n, t: n[2].update(token_ids=[]), ".nodes[2].token_ids: expected the tokens of"),
-        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
+        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, came 4"),
         (lambda n, t: n[3]["logprobs"].pop(), ".nodes[3].logprobs: expected 4 numbers, one for"),
         (lambda n, t: n[3].update(advantages=[1.0]), ".nodes[3].advantages: expected 4 numbers"),
         (lambda n, t: n[3].update(logprobs=[math.nan] * 4), ".nodes[3].logprobs: expected finite"),
         (lambda n, t: n[0].update(n[1], parent=None, mask=[True] * 5 + [False]),
-         ".nodes[0]: expected no sampled token at position 0, got one"),
+         ".nodes[0]: expected no sampled token at position 0, came one"),
         (lambda n, t: t.update(id="0-0"), ": expected the nodes of traces[0], which has the same"),
         (lambda n, t: n[2].update(token_ids="x"), ".nodes[2].mask: expected 1 bools"),
-        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, got"),
-        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, got 2"),
+        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, came"),
+        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, came 2"),
     ],
 )  # fmt: skip
 def test_bad_traces_are_refused_by_node(change, message):

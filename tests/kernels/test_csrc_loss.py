@@ -407,7 +407,7 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
 
 
 def test_the_printer_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"a_bad_loss: expected .* got 'tl.tanh'"):
+    with pytest.raises(ValueError, match=r"a_bad_loss: expected .* came 'tl.tanh'"):
         leaves_cpp.print_header([a_bad_loss], [])
     with pytest.raises(
         ValueError, match="a_helper: expected the arguments logp, log_ratio, advantage"

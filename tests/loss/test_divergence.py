@@ -417,13 +417,13 @@ def test_refusals(name, change):
     if isinstance(change.get("teacher", {}), dict):
         change = {**change, "teacher": TeacherHead(**{**teacher, **change.get("teacher", {})})}
     given = dict(hidden=sides[0], lm_head_weight=sides[1], kind="jsd") | change
-    with pytest.raises(ValueError, match=rf"^{name}: expected .* got "):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .* came "):
         linear_divergence(**given)
 
 
 def test_the_losses_refuse_what_they_cannot_see():
     config = LossConfig(loss_type="grpo", beta=0.1, kl_estimator="exact")
-    with pytest.raises(ValueError, match="kl_estimator: expected one of .* got 'exact', which"):
+    with pytest.raises(ValueError, match="kl_estimator: expected one of .* came 'exact', which"):
         grpo_loss(torch.zeros(1, 2), torch.ones(1), config, ref_logps=torch.zeros(1, 2))
     with pytest.raises(ValueError, match="kl_times_ratio: expected False"):
         LossConfig(beta=0.1, kl_estimator="exact", kl_times_ratio=True)
@@ -449,5 +449,5 @@ def test_over_a_samplers_sets():
                          support=support, backend=backend)  # fmt: skip
             assert found[1][1] == 0 and off(found[1], true) < bar
             assert all(off(x, y) < bar for x, y in zip(found[2], expected, strict=True))
-    with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), got"):
+    with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), came"):
         ours(sides_of(), "jsd", support=Support(sets[1], torch.arange(3)))

@@ -174,7 +174,7 @@ def test_inplace_refuses_rows_that_share_memory(overlap, backend):
     }
     advantages = keywords.pop("advantages")
     with pytest.raises(
-        ValueError, match="logits: inplace=True expects rows .* share no memory, got strides"
+        ValueError, match="logits: inplace=True expects rows .* share no memory, came strides"
     ):
         grpo_fast.logits_grpo_loss(
             views[overlap].requires_grad_(),

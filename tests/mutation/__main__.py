@@ -56,9 +56,7 @@ class Copy:
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(
-                    source,
-                    self.folder / name,
-                    ignore=shutil.ignore_patterns("__pycache__", "_csrc"),
+                    source, self.folder / name, ignore=shutil.ignore_patterns("__pycache__")
                 )
             else:
                 shutil.copy2(source, self.folder / name)

@@ -103,7 +103,7 @@ MUTANTS = [
         "rows of the whole vocabulary have no gradient"),
     bug("default-weights", DOOR, "1 / max(count, 1)", "1.0", "the mean is a sum"),
     bug("teacher-gradient", DOOR,
-        "if isinstance(x, Tensor) and x.requires_grad:", "if False:",
+        "fits = not (isinstance(x, Tensor) and x.requires_grad)", "fits = True",
         "a teacher that wants a gradient silently gets none"),
     bug("unit", DOOR,
         "weights = weights if unit is None else weights * unit", "weights = weights",

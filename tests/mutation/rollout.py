@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS, MODEL = (
+SAMPLER, HF, DECODE, CACHE, ENGINE, CONTINUOUS, MODEL = (
     f"grpo_fast/rollout/{x}.py"
     for x in (
         "sampler",
         "own/engine",
         "own/decode",
         "own/cache",
-        "own/kept",
         "engine",
         "own/continuous",
         "own/model",
@@ -150,7 +149,7 @@ MUTANTS = [
     Mutant("tiles-behind-the-end", PRODUCTS,
            "  std::fill(scores + end, scores + whole_tiles(end), kUnseen);\n", "",
            "the unwritten rest of a tile is seen", "csrc_decode"),
-    Mutant("kept-of-the-batch", KEPT,
+    Mutant("kept-of-the-batch", DECODE,
            "self.rows.append(rows.repeat_interleave(counts))",
            "self.rows.append(torch.arange(len(rows)).repeat_interleave(counts))",
            "after others have left a row is given another one's ids", "decode"),

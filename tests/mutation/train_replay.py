@@ -28,7 +28,7 @@ AHEAD, TRAINER, STEPS, RUN, PLOT = (
         "train/experiments/compare_plot",
     )
 )
-SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/own/kept.py"
+SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/own/decode.py"
 MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [

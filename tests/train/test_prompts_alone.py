@@ -53,7 +53,7 @@ def test_a_shot_needs_an_answer(tmp_path):
     source = Source()
     source.path = str(path)
     with pytest.raises(
-        DatasetError, match="data.shots: expected an answer to every shot, got none"
+        DatasetError, match="data.shots: expected an answer to every shot, came none"
     ):
         load_examples(source, split="train", seed=0)
 

@@ -94,10 +94,10 @@ def test_pairs_of_a_file(tmp_path):
     pairs = pairs_of(examples, None, seed=0)
     assert len(pairs) == 9 and {pair[1:] for pair in pairs} == {("a", "", 2.0)}
     for bad, said in (
-        ({"chosen": None}, "a text in field 'chosen', got None"),
-        ({"rejected": ["x"]}, "a text in field 'rejected', got"),
-        ({"margin": "1"}, "a finite number in field 'margin', got '1'"),
-        ({"margin": True}, "got True"),
+        ({"chosen": None}, "a text in field 'chosen', came None"),
+        ({"rejected": ["x"]}, "a text in field 'rejected', came"),
+        ({"margin": "1"}, "a finite number in field 'margin', came '1'"),
+        ({"margin": True}, "came True"),
     ):
         with pytest.raises(DatasetError, match=said):
             pairs_of([Example("question", None, None, {**line, **bad})], None, seed=0)

@@ -51,7 +51,7 @@ def test_every_shipped_recipe_is_valid():
         ("data.chat=true", "data.chat: expected none, task sort makes its own prompts"),
         (
             "advantages=normalized advantage_options.eps=-1",
-            "eps: expected a finite number >= 0, got -1",
+            "eps: expected a finite number >= 0, came -1",
         ),
         ("loss.softcap=3", "loss.softcap: expected none, the model's own is used, came 3.0"),
         ("loss.logit_scale=2", "loss.logit_scale: expected none"),

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, architecture
-from grpo_fast.kernels.gpu.problem import Problem, is_aligned
+from grpo_fast.kernels.gpu.launch import Problem, is_aligned
 from grpo_fast.kernels.types import RowStats
 
 FOLDER = Path(__file__).resolve().parent

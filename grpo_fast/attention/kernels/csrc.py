@@ -1,6 +1,4 @@
-"""Attention over spans in C++ for the CPU (csrc/api/attention.cpp): fp32, no padding, no copies of
-keys for the query heads that share them.
-"""
+"""Attention over spans in C++ for the CPU (csrc/api/attention.cpp): fp32, no padding."""
 
 from __future__ import annotations
 

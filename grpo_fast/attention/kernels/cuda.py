@@ -1,15 +1,10 @@
-"""FlashAttention on CUDA over spans: torch's built-in kernels and the three generations of the
-package, one interface.
+"""FlashAttention on CUDA over spans: torch's built-in kernels and three generations of the package.
 
 All take q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits with D a multiple of 8 up to 256, int32
 offsets of the spans, and give the output with lse (H, Tq) in fp32. Each is called by the function
 that its own autograd class calls, so that the backward pass can be given a merged output and lse.
 The signatures are those of torch 2.11–2.13, flash-attn 2.8, flash_attn_interface (FA3) and
-flash_attn.cute (FA4); one that differs fails the self-test of `dispatch`, which goes on to the
-next.
-
-The backward pass is deterministic where `torch.use_deterministic_algorithms(True)` asks for it, and
-uses atomics on dq otherwise, which is faster.
+flash_attn.cute (FA4). The backward pass is deterministic where torch is asked to be.
 """
 
 from __future__ import annotations
@@ -25,9 +20,7 @@ from grpo_fast.attention.spans import Rule, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its
-    decoding path.
-    """
+    """Bounds on lengths; of a single query FlashAttention 2 would take its decoding path."""
     return max(2, *spans.queries), max(spans.keys)
 
 
@@ -99,8 +92,7 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Re
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
     if 0 in spans.queries:
-        # Its first releases wait for ever, or store registers, where keys have no queries; FA2 and
-        # FA3 store zeros.
+        # Its first releases wait for ever, or store registers, where keys have no queries.
         inner, rows = spans.seen
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
         dq, *parts = fa4_backward(grad, seen, inner, rule)
@@ -113,7 +105,6 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradie
 
 
 def _options(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, Any]:
-    """The arguments that all packages name alike."""
     (max_q, max_k), (left, right) = longest(spans), window_of(spans, rule)
     return {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,

@@ -1,8 +1,7 @@
-"""Attention with explicit scores, a chunk of queries at a time, in plain torch: any device, window
-and softcap.
+"""Attention with explicit scores, a chunk of queries at a time: any device, window and softcap.
 
-Of a chunk only the keys that it can see are multiplied, so a sliding window costs (window + chunk)
-keys per query, and memory is bounded by `CHUNK_SCORES`. Products are taken in fp32 or better.
+Of a chunk only the keys that it can see are multiplied; `CHUNK_SCORES` bounds the memory. Products
+are taken in fp32 or better.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from grpo_fast.attention.spans import Rule
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# A chunk no shorter than this, whatever the heads and keys: matrix products of fewer rows run
-# slowly.
+# A chunk no shorter than this: matrix products of fewer rows run slowly.
 LEAST_QUERIES = 16
 
 
 class Chunk(NamedTuple):
-    """Some queries of a block and the keys they can see."""
-
     queries: slice
     keys: slice
     visible: Tensor | None  # (queries, keys) bool, None for all

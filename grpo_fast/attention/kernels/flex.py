@@ -1,8 +1,6 @@
-"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits (a softcap, fp32,
-odd head sizes).
+"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits.
 
-The mask of blocks is computed from the layout on the host: `create_block_mask` would evaluate T²
-entries.
+The mask of blocks is made a row of blocks at a time: `create_block_mask` holds T² entries.
 """
 
 from __future__ import annotations
@@ -11,8 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 
@@ -47,9 +47,7 @@ def _score_mod(softcap: float | None) -> Any:
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:
-    """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and
-    the mask itself.
-    """
+    """Which blocks of keys hold a visible key, which need no mask, and the mask itself."""
     from torch.nn.attention.flex_attention import BlockMask
 
     related, segment, position = layout.related, layout.segments, layout.position_ids[0]
@@ -60,53 +58,24 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
         return seen & (distance >= 0) & (distance < (window or layout.total + 1))
 
     some, full = block_map(layout, window)
-    partial_blocks, full_blocks = (_indices(x, position.device) for x in (some & ~full, full))
     return BlockMask.from_kv_blocks(
-        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
+        *_indices(some & ~full), *_indices(full), BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
         seq_lengths=(layout.total, layout.total),
     )  # fmt: skip
 
 
-def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed
-    ones first; int32.
-    """
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(Q, K) bool → int32: (1, 1, Q) counts, (1, 1, Q, K) indices of the blocks, these first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
-    count = blocks.sum(-1, dtype=torch.int32)
-    return count[None, None].to(device), order[None, None].to(device)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees
-    every key.
-    """
-    number = -(-layout.total // BLOCK)
-    some, full = (torch.zeros(number, number, dtype=torch.bool) for _ in range(2))
-    starts, before, reach = layout.starts, layout.prefixes, window or layout.total + 1
-    for segment in range(len(layout.lengths)):
-        first, end = starts[segment], starts[segment + 1]
-        for block in range(first // BLOCK, -(-end // BLOCK)):
-            top, bottom = max(first, block * BLOCK), min(end, (block + 1) * BLOCK)
-            marks, alone = (some[block], full[block]), bottom - top == BLOCK
-            own = max(first, top - reach + 1), bottom, max(first, bottom - reach), top
-            _mark(*marks, *own, alone)
-            ancestor = layout.parents[segment]
-            while ancestor >= 0:  # as if the segment stood right behind it
-                begin, stop = starts[ancestor], starts[ancestor + 1]
-                offset = before[segment] - before[ancestor] + begin - first - reach
-                low, high = (max(begin, row + offset) for row in (top + 1, bottom))
-                _mark(*marks, low, stop, high, stop, alone)
-                ancestor = layout.parents[ancestor]
-    return some, full
-
-
-def _mark(
-    some: Tensor, full: Tensor, low: int, high: int, full_low: int, full_high: int, alone: bool
-) -> None:
-    """Mark blocks that touch keys [low, high) and, for queries of one segment, those inside
-    [full_low, full_high).
-    """
-    if low < high:
-        some[low // BLOCK : -(-high // BLOCK)] = True
-    if alone and full_low < full_high:
-        full[-(-full_low // BLOCK) : full_high // BLOCK] = True
+    """(Q, K) bool, twice: blocks where some query sees some key; where all see all."""
+    some, full, padding = [], [], (0, -layout.total % BLOCK)
+    for start in range(0, layout.total, BLOCK):
+        seen = visible(layout, window, slice(start, start + BLOCK))
+        seen = F.pad(seen, padding).unflatten(1, (-1, BLOCK))  # (queries, K, BLOCK)
+        some.append(seen.any(2).any(0))
+        full.append(seen.all(2).all(0) & (len(seen) == BLOCK))
+    return torch.stack(some), torch.stack(full)

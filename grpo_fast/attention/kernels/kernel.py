@@ -25,7 +25,6 @@ class Saved(NamedTuple):
     lse: Tensor  # (H, Tq)
 
     def part(self, call: Call) -> Saved:
-        """The rows of one call."""
         at, k, v = call.queries, call.take(self.k), call.take(self.v)
         return Saved(self.q[at], k, v, self.out[at], self.lse[:, at])
 

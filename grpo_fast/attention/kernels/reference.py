@@ -1,6 +1,4 @@
-"""Dense attention of a packed row, straight from the definition: what every kernel is compared
-with. Memory is T².
-"""
+"""Dense attention of a packed row from the definition: what every kernel is compared with."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 
 
-def visible(layout: TreeLayout, window: int | None = None) -> Tensor:
-    """(T, T) bool on the layout's device: which keys (columns) each query (row) sees."""
+def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
+    """(rows, T) bool on the layout's device: which keys (columns) each query (row) sees."""
     segment, position = layout.segments, layout.position_ids[0]
-    related = layout.related[segment[:, None], segment[None]]
-    distance = position[:, None] - position[None]
+    related = layout.related[segment[rows, None], segment[None]]
+    distance = position[rows, None] - position[None]
     return related & (distance >= 0) & (distance < (window or layout.total + 1))
 
 

@@ -1,10 +1,7 @@
-"""torch's CPU FlashAttention over spans: one call for each block of spans of similar length, fp32,
-fp64 and bf16.
+"""torch's CPU FlashAttention over spans, a call for each block of similar lengths; not fp16.
 
-`_scaled_dot_product_flash_attention_for_cpu` takes (N, H, L, D) and skips the keys above the
-diagonal. Where every query sees every key (completions on their prompt), the query heads that share
-a key head are laid one after the other as more queries of that head: no copy of the keys, and
-longer matrix products.
+It takes (N, H, L, D). Where every query sees every key (completions on their prompt), the query
+heads of a key head are laid one after the other as more queries of it: no copy of the keys.
 """
 
 from __future__ import annotations
@@ -39,9 +36,7 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
-    """How many query heads are folded into one, and k and v (N, heads, S, D): repeated to H heads
-    where causal.
-    """
+    """How many query heads are one; k and v (N, heads, S, D), repeated to H heads if causal."""
     groups = q.shape[2] // k.shape[2]
     if causal and groups > 1:
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))

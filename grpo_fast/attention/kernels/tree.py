@@ -29,14 +29,12 @@ from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import Rule
 
 Work = tuple[tuple[Call, ...], Rule, Kernel]
-# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
-# their memory.
+# Numbers of the output that are merged at once: bounds the fp32 copies of two 16-bit outputs.
 MERGE_NUMBERS = 2**25
 # A copied row of keys moves as many bytes as this many merged rows of queries, head by head, both
 # ways: 56 to 48 bytes for each number in 16 bits, 96 to 60 in fp32. Times of a CPU cross there.
 COPY_COST = 1.5
-# No more copied rows of keys than this many for each row of queries, head by head: they take memory
-# (train/planning/memory_model.py counts it).
+# Copied rows of keys for each row of queries at most: train/planning/memory_model.py counts them.
 MOST_COPIES = 2
 
 
@@ -52,8 +50,8 @@ def attend(
 ) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
 
-    `gather`: copy the ancestors' keys instead of merging calls; None does so where a window needs
-        it, or where it pays.
+    `gather`: copy the ancestors' keys instead of merging calls; None: where a window needs it, or
+        it pays.
     """
     if gather is None:
         pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])

@@ -1,3 +1,1 @@
-"""Whole programs, small enough to read: tests/integrations/test_integration_examples.py runs
-them.
-"""
+"""Whole programs, small enough to read; tests/integrations/ runs them."""

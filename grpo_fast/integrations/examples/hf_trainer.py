@@ -18,9 +18,8 @@ class PolicyTrainer(Trainer):
     """`Trainer` on rows of input_ids, attention_mask, labels (L,), advantages () and, where given,
     old_logps and ref_logps (L-1,).
 
-    The loss divides by the tokens of the whole step, all micro-batches and ranks, as `Trainer`
-    counts them from the labels: `loss_config.aggregation` is "token_mean_global".
-    `args.remove_unused_columns` must be False.
+    The loss divides by the tokens of the whole step as `Trainer` counts them: `aggregation` is
+    "token_mean_global". `args.remove_unused_columns` must be False.
     """
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:

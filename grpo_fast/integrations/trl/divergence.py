@@ -1,8 +1,7 @@
 """TRL's `DistillationTrainer` on our divergence: `use_fast_head(trainer)` comes here.
 
-TRL (1.16) computes the loss of a micro-batch by `_chunked_divergence_loss`, a name that its
-`_compute_loss` reads from the module. Here `_compute_loss` runs over a copy of these globals in
-which that one name differs, for one trainer alone.
+TRL (1.16) reads `_chunked_divergence_loss` from the globals of `_compute_loss`, which here has a
+copy of them in which that one name differs, for one trainer alone.
 """
 
 from __future__ import annotations

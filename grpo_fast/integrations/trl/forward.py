@@ -1,8 +1,4 @@
-"""The packed forward of a model of TRL's.
-
-Trunk and head run inside the forwards of the model and of its head, so that the hooks of DDP, FSDP
-and accelerate fire once each.
-"""
+"""The packed forward of a model of TRL's, inside its own forwards: hooks fire once each."""
 
 from __future__ import annotations
 
@@ -20,8 +16,6 @@ from grpo_fast.integrations.trl.packed import Pack, packing
 
 
 class PackedCall(NamedTuple):
-    """One request to the model's forward: logps or, with `loss`, loss and gradient."""
-
     pack: Pack
     head: FusedHead  # the rules of logits that TRL read from the policy's config
     entropy: bool
@@ -39,7 +33,6 @@ def let_run_inside(lm: Any) -> None:
 
 
 def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
-    """The trunk on one packed row, then the head."""
     with packing():
         trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
     head = lm.get_output_embeddings()

@@ -1,16 +1,15 @@
-"""TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO),
-without a subclass; and the two heads of `DistillationTrainer` (`divergence`).
+"""TRL's fused LM head on our kernels: for any TRL trainer that uses it, without a subclass; and the
+two heads of `DistillationTrainer` (`divergence`).
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`):
-a closure over the rule of the logits that ends in `_ChunkedLogProbFunction.apply`, with no hook.
-Here the same closure runs over a copy of its module's globals in which three names differ: that
-function; the test for compaction (TRL scores every position, padding included, where there is no
-Triton); and the class of the weights that TRL gathers itself, which leaves their gradient unreduced
-(ours runs inside the head's own forward). Nothing that another model or trainer reads is touched.
+TRL (>= 1.16) gives one model object a `forward` (`add_fused_lm_head`), a closure over the rule of
+the logits that ends in `_ChunkedLogProbFunction.apply`, with no hook. Here the same closure runs
+over a copy of its module's globals in which three names differ: that function; the test for
+compaction; and the class of the weights that TRL gathers itself, which leaves their gradient
+unreduced (ours runs inside the head's own forward).
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
     of this model; of a DistillationTrainer the whole divergence from its teacher.
 
-    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`; gradients
-    reach hidden, weight and bias. Ours runs inside the head's own forward, so that FSDP2 gathers
-    its weight and reduces the gradient. A head sharded by ZeRO-3 or tensor parallelism stays with
-    TRL's own function, which is logged.
+    The outputs are TRL's; gradients reach hidden, weight and bias. Ours runs inside the head's own
+    forward, so that FSDP2 gathers its weight and reduces the gradient. A head sharded by ZeRO-3 or
+    tensor parallelism stays with TRL's own function, which is logged.
 
-    Raises ValueError for a model without TRL's fused head, or a trainer whose loss does not call
-    it.
+    Raises ValueError for a model without TRL's fused head, or a trainer whose loss does without.
     """
     trainer, handle = trainer_or_model, FastHead()
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
@@ -122,8 +119,6 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
 
 class FastLogProbs:
-    """Stands where TRL's `ChunkedLogProbFunction` stands."""
-
     @staticmethod
     def apply(
         hidden: Tensor,  # (N, H)
@@ -136,9 +131,7 @@ class FastLogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> Outputs:
-        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not
-        asked for.
-        """
+        """TRL's five outputs, (N,) each; None where not asked for."""
         count, rule = len(hidden), Rule(temperature, final_logit_softcapping, logit_scale)
         if count == 0:  # a row without a target keeps weight and trunk in the graph
             hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
@@ -157,8 +150,6 @@ class FastLogProbs:
 
 
 class Rule(NamedTuple):
-    """From a head's product to logits, as keywords of `linear_logps` and of `LossConfig`."""
-
     temperature: float
     softcap: float | None
     logit_scale: float
@@ -176,10 +167,9 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """The metrics of TRL's head that have no gradient, each from as little work as it takes.
 
-    The mean logit is linear in the logits, so without a softcap it is one product with the mean row
-    of W. Σp² is the ratio of two partition functions: log Σp² = 2·logp(T) - logp(T/2). Whether the
-    target is the first maximum needs the logits, but only of the rows whose probability, between
-    1/V and a half, leaves it open.
+    The mean logit without a softcap is one product with the mean row of W; log Σp² = 2·logp(T) -
+    logp(T/2); whether the target is the first maximum needs the logits only of the rows whose
+    probability, between 1/V and a half, leaves it open.
     """
     temperature, softcap, scale = rule
     stats, p = {}, logps.detach().exp()
@@ -224,7 +214,6 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

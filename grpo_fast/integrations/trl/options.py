@@ -1,9 +1,7 @@
-"""TRL's GRPO options: which calls take the fast path, what the loss config of a single pass is, and
-a proof of both.
+"""TRL's GRPO options: which calls take the fast path, by which loss config, and a proof of both.
 
-Nothing is dropped silently. An option is computed by the fast path, or the trainer says by name
-which part of the work stays with TRL's own code, which honours it (`forward_reason`,
-`single_pass_reason`).
+An option is computed by the fast path, or the trainer says by name which part of the work stays
+with TRL's own code, which honours it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import Correction, LossConfig, grpo_loss
-from grpo_fast.attention import check_supported
+from grpo_fast.attention import shared_prompt_supported
 
 # What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
 # accumulation steps; or the tokens of the generation batch.
@@ -24,8 +22,7 @@ NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# The options that TRL reads for one of these losses only; the others read delta. It ignores them
-# elsewhere.
+# The options that TRL reads for one of these losses only; the others read delta.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
@@ -48,13 +45,8 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
         "neftune_noise_alpha: noise is scaled by a row's length": noise,
     }
     reason = next((reason for reason, holds in known.items() if holds), None)
-    if reason := reason or unusual_model(trainer, lm) or _attention_dropout(lm):
-        return reason
-    try:
-        check_supported(lm)
-    except ValueError as error:
-        return str(error)
-    return None
+    reason = reason or unusual_model(trainer, lm) or _attention_dropout(lm)
+    return reason or shared_prompt_supported(lm)
 
 
 def unusual_model(trainer: Any, lm: Any) -> str | None:
@@ -82,7 +74,6 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Where attention still has dropout, and what switches it off."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -142,12 +133,10 @@ def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
 
 
 def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
-    """TRL's inputs of one training micro-batch as arguments of the single pass."""
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0
-        # moves into it.
+        # Token-level objectives are homogeneous in the advantage: a weight >= 0 moves into it.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
@@ -166,7 +155,6 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
 
 
 def applied_entropy_coef(trainer: Any) -> float:
-    """The weight of the entropy bonus in this micro-batch, as TRL's controller has left it."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     entropy, target = trainer._last_world_entropy, trainer.args.entropy_target
@@ -175,18 +163,15 @@ def applied_entropy_coef(trainer: Any) -> float:
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
-    """Compare our objective with the installed TRL's on made-up tokens: loss, dL/dlogp and
-    dL/dentropy.
+    """Compare our objective with the installed TRL's on made-up tokens; say what differs, or None.
 
     Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and
-    one has a tool's tokens: an option that a release of TRL changes, or that a subclass adds, shows
-    here before the first step.
+    one has a tool's tokens: what a release of TRL changes, or a subclass adds, shows before the
+    first step.
 
     Args:
         trainer: a GRPOTrainer in train mode.
         theirs: (inputs, logps, entropies) → the loss that TRL's own `_compute_loss` makes of them.
-
-    Returns None when equal, else what differs.
     """
     device = trainer.accelerator.device
     inputs, logps, entropies = _made_up(trainer, device)

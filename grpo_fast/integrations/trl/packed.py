@@ -1,10 +1,8 @@
-"""Packed rows for a transformers model that goes on taking everything else: padded batches,
-generation with a cache.
+"""Packed rows for a transformers model that goes on taking everything else.
 
-A trainer's model serves many callers (generation, callbacks, evaluation), so its attention is not
-exchanged: it is replaced once by a function that computes packed rows where a layout comes with the
-call, and hands every other call to the attention the model had. Gradient checkpointing recomputes a
-layer with the keywords of its first run, so it takes the same branch.
+Its attention is replaced once by a function that computes packed rows where a layout comes with the
+call, and hands every other call (generation, evaluation) to the attention the model had. Gradient
+checkpointing recomputes a layer with the keywords of its first run, so it takes the same branch.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts left and completions right, as one row without padding.
-
-    R counts the scored completion tokens. Completions with one prompt stand together.
-    """
+    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored ones."""
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]
@@ -121,10 +116,9 @@ def pack_padded(
 ) -> Pack | None:
     """Pack the real tokens of a padded batch; completions with the same prompt share it.
 
-    The row is laid out on the host: one copy of the ids from the device, none back by which the
-    device waits. Where no token is scored the row holds one that no target follows: it keeps the
-    model in the graph, and in step with other ranks. Returns None where a completion has no prompt
-    that predicts its first token.
+    Laid out on the host: the device is not waited for. Where no token is scored the row holds one
+    that no target follows, which keeps the model in the graph, and in step with other ranks. None
+    where a completion has no prompt that predicts its first token.
     """
     (rows, length), device = scored.shape, input_ids.device
     ids, real = input_ids.cpu(), attention_mask.bool().cpu()

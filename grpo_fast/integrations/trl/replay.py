@@ -1,8 +1,7 @@
 """The set that the sampler drew each token from, looked up by the tokens of a sequence.
 
-TRL shuffles, cuts and pads completions, and joins the turns of a conversation, before it asks for
-their logps. A turn is known by its prompt and its tokens, wherever it stands: equal tokens after
-equal ones were drawn from the same set.
+TRL shuffles, cuts, pads and joins completions before it asks for their logps: a turn is known by
+its prompt and its tokens alone.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """The sampler's record of R scored tokens."""
-
     support: Support
     logps: Tensor  # (R,) fp32 of the sampler; NaN where it drew none
     mass: Tensor  # (R,) fp32, of the kept tokens before the others went
 
 
 class Replay:
-    """The turns of one generation batch."""
-
     def __init__(self) -> None:
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []

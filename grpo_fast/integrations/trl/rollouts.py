@@ -1,8 +1,7 @@
 """Rollouts of `FastGRPOTrainer`: our loop draws where TRL would call transformers' `generate`.
 
-A prompt is computed once for the completions that stand side by side, and ended completions leave
-the batch. What is drawn is what `GRPOConfig`, `generation_kwargs` and the model's own generation
-config say together; a setting that our sampler does not read leaves the rollout with TRL.
+What is drawn is what `GRPOConfig`, `generation_kwargs` and the model's generation config say
+together; a setting that our sampler does not read leaves the rollout with TRL.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Forgetful(Sampling):
 class OwnRollouts:
     """A mixin that lets our loop draw the text of a TRL trainer; it stands first among the bases.
 
-    Completions are drawn in evaluation mode, without dropout, as vLLM's are. `fast_rollouts =
-    False` leaves the sampling to TRL; `replay_support = False` the loss over the whole vocabulary.
+    `fast_rollouts = False` leaves the sampling to TRL; `replay_support = False` the loss over the
+    whole vocabulary. Completions are drawn without dropout, as vLLM's are.
     """
 
     fast_rollouts = replay_support = True
@@ -78,7 +77,6 @@ class OwnRollouts:
 
     @property
     def replays(self) -> bool:
-        """Whether logps are over what a truncating sampler kept."""
         return self.replay_support and self._packs
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
@@ -87,7 +85,6 @@ class OwnRollouts:
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
-        """Ours where it draws what TRL's would; else TRL's."""
         sampling = self._sampling()
         # Of the settings alone: all processes log, or none does.
         self._truncates = isinstance(sampling, Sampling) and sampling.wants_kept
@@ -105,7 +102,6 @@ class OwnRollouts:
         return [one.ids for one in drawn], None
 
     def _sampling(self: Any) -> Sampling | str:
-        """How completions are drawn; or the reason why TRL draws them."""
         if not self.fast_rollouts:
             return OFF
         if self._unsuited is not None:
@@ -113,7 +109,6 @@ class OwnRollouts:
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
-        """Of the run, the step, the turn within it and the process."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
@@ -196,7 +191,6 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, Any]:
-    """The settings that `generate` falls back on."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

@@ -1,22 +1,16 @@
-"""`FastGRPOTrainer`: TRL's GRPOTrainer with our rollouts, a packed forward pass and a single-pass
-loss, and nothing else changed.
+"""`FastGRPOTrainer`: TRL's GRPOTrainer with our rollouts, packed forward and single-pass loss.
 
     from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
 
-Four pieces of TRL's trainer are replaced, the rest (rewards, tools, advantages, metrics, logging,
-checkpoints) is TRL's own code:
+Rewards, tools, advantages, metrics, logging and checkpoints are TRL's own code. What is replaced:
 
-- Text is sampled by our loop, a prompt once for its group (see rollouts.py). Where top_k, top_p or
-  min_p leave tokens out, loss and logps are over those that the sampler kept.
-- The padded forward becomes a packed one: no padding, completions that share a prompt compute it
-  once, and the head sees the completion tokens only. It runs inside the wrapped module's forward,
-  so DDP and FSDP hooks fire.
-- Where the gradient of a token follows from that token alone, loss and gradient come from one pass
-  over the logits. TRL's `_compute_loss` then runs on the finished logps for its metrics, without
-  gradient.
-- Elsewhere `linear_logps` gives TRL's own objective differentiable logps and entropies.
-
-`trainer.fast_path` says which of these the last micro-batch took, and what decided otherwise.
+- Text is sampled by our loop (rollouts.py). Where the sampler left tokens out, loss and logps are
+  over those that it kept.
+- The padded forward becomes a packed one: no padding, shared prompts once, the head on completion
+  tokens only. It runs inside the wrapped module's forward, so DDP and FSDP hooks fire.
+- Where a token's gradient follows from that token alone, loss and gradient come from one pass over
+  the logits; TRL's `_compute_loss` then runs on the logps for its metrics. Elsewhere `linear_logps`
+  gives TRL's own objective differentiable logps and entropies.
 """
 
 from __future__ import annotations
@@ -80,7 +74,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.info(said, self.fast_path)
 
     def _their_objective(self, reason: str) -> None:
-        """From now on the objective is TRL's."""
         self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
 
     # ----------------------------------------------------------------------------------------------
@@ -174,7 +167,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        """Ours or TRL's, with the attention the model came with."""
         if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
         lm = base_model(self.accelerator.unwrap_model(self.model))
@@ -216,7 +208,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
-        """TRL's own loss and metrics from these logps and entropies, (B, K) each."""
         self._given = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)

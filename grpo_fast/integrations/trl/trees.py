@@ -1,5 +1,5 @@
 """Samples of TRL's asynchronous GRPO (1.16, `trl.experimental.async_grpo`) as one row in which
-every distinct prefix stands once, with attention that copies no keys.
+every distinct prefix stands once.
 
     model.set_attn_implementation(register())  # of grpo_fast.attention
     batch = pack_samples(samples, device=model.device)  # of the rollout queue, or TreeRow.samples
@@ -30,8 +30,7 @@ def pack_samples(
     Args:
         samples: with `input_ids` (n,), `completion_mask` (n,), `old_log_probs` (n,), `advantage`.
 
-    Raises ValueError, which names the sample, for masks or logps of another length, a trained token
-        at position 0, or none at all.
+    Raises ValueError, which names the sample, where lengths differ or no token can be trained.
     """
     pack = pack_tree([(s["input_ids"], s["completion_mask"]) for s in samples], device=device)
     logps = []

@@ -1,12 +1,10 @@
-"""The LM head of verl's `use_fused_kernels` (impl_backend torch or liger) on our kernels; verl >=
-0.9.
+"""The LM head of verl's `use_fused_kernels` (>= 0.9; impl_backend torch or liger) on our kernels.
 
     handle = use_fast_head(model)  # after verl patched its forward; or: with use_fast_head(model):
     handle.undo()
 
-verl's fused forwards look `FusedLinearForPPO` up at each call. Ours has the same interface; for one
-model it stands there only while that model's forward runs, `use_fast_head_everywhere` puts it there
-for the process.
+verl's fused forwards look `FusedLinearForPPO` up at each call; ours stands there while one model's
+forward runs, or for the process (`use_fast_head_everywhere`).
 """
 
 from __future__ import annotations
@@ -73,11 +71,10 @@ def _swapped() -> Iterator[None]:
 
 
 def use_fast_head(model: nn.Module) -> FastHead:
-    """Let our kernels compute the head of this model, whose forward verl's `use_fused_kernels` has
-    replaced.
+    """Let our kernels compute the head of this model, prepared by verl's `use_fused_kernels`.
 
-    Raises ValueError for a model without such a forward, with the triton backend, or whose head has
-    a rule (bias, softcap, scale) that verl's fused forward leaves out.
+    Raises ValueError for one that is not, for the triton backend, and for a head with a rule (bias,
+    softcap, scale) that verl's fused forward leaves out.
     """
     _check(model)
     before, own = model.forward, "forward" in vars(model)

@@ -1,14 +1,11 @@
-"""verl's policy losses (verl >= 0.9) on our kernels: same signature, loss, gradient and metrics,
-under another name.
+"""verl's policy losses (>= 0.9) on our kernels: same signature, loss, gradient and metrics.
 
     from grpo_fast.integrations.verl import register
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`
-registers in each of them. Differences that are meant: what is masked is inert, whatever it holds; a
-batch without an active token gives loss 0 with zero gradients, not NaN; and the metrics of a call
-reach the host in one copy instead of one each.
+Workers register by `plugin`. Differences that are meant: what is masked is inert, whatever it
+holds; a batch without an active token gives loss 0, not NaN; a call's metrics are one copy.
 """
 
 from __future__ import annotations
@@ -40,13 +37,7 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 def normaliser(
     loss_agg_mode: str, mask: Tensor, info: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """verl's `agg_loss`: one of our aggregations, and its total as a keyword of `grpo_loss`.
-
-    Args:
-        loss_agg_mode: a name of `AGGREGATION_MODES`.
-        mask: (B, L) of this micro-batch.
-        info: verl's `config.global_batch_info`.
-    """
+    """verl's `agg_loss`: one of our aggregations, and its total as a keyword of `grpo_loss`."""
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
     aggregation, name = AGGREGATION_MODES[loss_agg_mode]
@@ -64,18 +55,15 @@ def normaliser(
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
-    """verl's policy loss of this name, computed by `grpo_loss`; to be registered, or called with
-    verl's arguments.
+    """verl's policy loss of this name by `grpo_loss`; to be registered, or called as verl's.
 
     Args:
-        loss_mode: a name of `grpo_fast.integrations.verl.table.LOSSES`. clip_cov and kl_cov are
-            not among them (they choose tokens by the batch's covariance, and at random), nor is
-            bypass_mode (it calls others by name).
+        loss_mode: a name of `LOSSES`. Not clip_cov and kl_cov (they choose tokens by the batch's
+            covariance, and at random), nor bypass_mode (it calls others by name).
 
     Returns:
-        `loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-        rollout_is_weights)`, all tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient
-        to log_prob, and floats by verl's names.
+        A function of verl's arguments, tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a
+        gradient to log_prob, and floats by verl's names.
     """
     require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
     recipe = LOSSES[loss_mode]
@@ -102,12 +90,13 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             mode = recipe.aggregation or loss_agg_mode
             aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
-            weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
+            weighted = recipe.advantages(batch, config)
             names, values = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
             LossConfig(**recipe.options(config), aggregation=aggregation),
-            completion_mask=response_mask, old_logps=old_logps, **total,
+            completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
+            **total,
         )  # fmt: skip
         return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 
@@ -124,7 +113,7 @@ class Registered(FastHead):
 
 
 def register(prefix: str = "fast_") -> Registered:
-    """Register every loss of `LOSSES` with verl as `prefix` + its name, in this process.
+    """Register every loss of `LOSSES` in this process as `prefix` + its name.
 
     With `prefix=""` they stand in the place of verl's own until `undo()`.
     """

@@ -1,7 +1,7 @@
 """The module for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
 
 Importing it registers our losses as `fast_<name>` in this process; with `GRPO_FAST_VERL_HEAD=1` the
-head of verl's `use_fused_kernels` is ours, too. Nothing else in grpo_fast imports this module.
+head of verl's `use_fused_kernels` is ours, too.
 """
 
 from __future__ import annotations

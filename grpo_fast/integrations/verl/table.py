@@ -1,8 +1,7 @@
 """verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
 
-Every objective here is homogeneous in the advantage, so whatever verl multiplies the loss of a
-token by (importance weights of the rollout, a truncated ratio without gradient) goes into its
-advantage, exactly.
+Every objective here is homogeneous in the advantage: what verl multiplies a token's loss by goes
+into its advantage, exactly.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ class Batch(NamedTuple):
     rollout_is_weights: Tensor | None
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the tokens of the mask, 0 without one."""
         keep = self.mask.bool()
         return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """(B, 1): the mean over each completion, 0 where it is empty."""
         keep = self.mask.bool()
         counts = keep.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
@@ -73,9 +70,6 @@ class Recipe(NamedTuple):
     has_old: bool = True
     names: tuple[str, ...] = NAMES
 
-    def old_logps(self, batch: Batch) -> Tensor | None:
-        return batch.old_log_prob if self.has_old else None
-
     def metrics(self, batch: Batch, config: Any) -> Metrics:
         """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
         if self.clipping is None:
@@ -91,7 +85,6 @@ class Recipe(NamedTuple):
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """A field of verl's ActorConfig or of an omegaconf config."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
     return default if value is None else value
 
@@ -137,7 +130,6 @@ def dro(config: Any) -> dict[str, Any]:
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight of the rollout."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
@@ -214,31 +206,20 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
-    """KL of (p_old, 1 - p_old) from (p, 1 - p), with verl's 1e-8."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
-
-
-def total_variation(p: Tensor, p_old: Tensor) -> Tensor:
-    return (p - p_old).abs()
-
-
-def unclipped(batch: Batch, config: Any) -> Clipping:
-    return batch.log_ratio, None, None
-
-
-def unclipped_raw(batch: Batch, config: Any) -> Clipping:
-    return batch.raw_log_ratio, None, None
 
 
 LOSSES: dict[str, Recipe] = {
     "vanilla": Recipe(vanilla, clipped_twice, weighted),
     "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
     "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
-    "sapo": Recipe(sapo, unclipped, weighted, "seq-mean-token-mean"),
+    "sapo": Recipe(sapo, lambda x, _: (x.log_ratio, None, None), weighted, "seq-mean-token-mean"),
     "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
-    "dppo_tv": Recipe(named("dppo_tv"), too_far(total_variation), weighted_to_cap),
+    "dppo_tv": Recipe(named("dppo_tv"), too_far(lambda p, q: (p - q).abs()), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
     "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
-    "dro": Recipe(dro, unclipped_raw, unweighted, names=("actor/ppo_kl",)),
+    "dro": Recipe(
+        dro, lambda x, _: (x.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
+    ),
 }

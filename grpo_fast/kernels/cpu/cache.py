@@ -1,8 +1,7 @@
 """The folder of compiled libraries: where it is, whose it must be, which of its files are whole.
 
-The name of a library ends in the sha256 of its content. One that a crash or a full disk cut short
-does not have the content of its name and never reaches dlopen, where it would be a SIGBUS that no
-code can catch.
+The name of a library ends in the sha256 of its content: one that a crash or a full disk cut short
+never reaches dlopen, where it would be a SIGBUS that no code can catch.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ def cache_folder() -> Path:
         return Path(wanted).expanduser()
     except RuntimeError as error:  # neither HOME nor an entry in the list of users
         expected = "expected a folder for compiled libraries"
-        raise ValueError(f"GRPO_FAST_CACHE: {expected}, got {wanted}: {error}") from error
+        raise ValueError(f"GRPO_FAST_CACHE: {expected}, came {wanted}: {error}") from error
 
 
 def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
     """The library whose name begins with `stem`: from the folder, else from `build(output)`.
 
-    It appears there by one rename, so any number of processes may build it at the same time. What
-    killed builds have left behind is swept out on the way.
+    It appears there by one rename, so any number of processes may build it at the same time.
 
     Raises:
         OSError: the folder cannot be made, read or written.
@@ -49,7 +47,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
-        raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, got {came}")
+        raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, came {came}")
     _sweep(folder)
     libraries = list(folder.glob(f"{stem}-*.so"))
     for path in libraries:
@@ -88,5 +86,4 @@ def _name(path: Path, stem: str) -> str:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether it is this user's or root's."""
     return path.stat().st_uid in (0, os.geteuid())

@@ -20,7 +20,6 @@ Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
-    """Whether there is a kernel for keys and values like these."""
     return x.is_cpu and x.dtype == torch.float32 and loader.load("decode") is None
 
 

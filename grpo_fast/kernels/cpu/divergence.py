@@ -1,6 +1,4 @@
-"""Divergences of rows of logits from a teacher, in C++ (csrc/api/divergence.cpp): the doors of
-divergence_reference.py on vector instructions. A row's bits depend on that row only.
-"""
+"""Divergences of rows of logits from a teacher, in C++: the doors of divergence_reference.py."""
 
 from __future__ import annotations
 
@@ -45,7 +43,6 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
-    """See divergence_reference.row_topk_divergence_."""
     lq = teacher.logps.double()
     left = teacher_tail(lq, teacher.floor) if teacher.has_tail else lq[:, 0] * 0 - torch.inf
     return loader.door("divergence", "row_topk_divergence_")(
@@ -55,5 +52,4 @@ def row_topk_divergence_(
 
 
 def _number(divergence: Divergence) -> int:
-    """The leaf's number in the printed header."""
     return list(DIVERGENCES).index(divergence.kind)

@@ -1,6 +1,4 @@
-"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of
-torch's.
-"""
+"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# Bound once, so that a name that points to another dtype later (tests that alias torch.float32)
-# lets nothing else in.
+# Bound once: a name that points to another dtype later (tests do that) lets nothing else in.
 DTYPES = torch.float32, torch.bfloat16
 
 

@@ -1,9 +1,5 @@
 """Layers of a model on a CPU: linear ones through our matrix product; RMSNorm, SwiGLU and rotary
-embeddings in one pass each way (C++).
-
-An AMD core multiplies fp32 at half its speed through MKL (`route.own_product` says where ours is
-taken). transformers' norms take ten sweeps over the rows, SwiGLU five, rotary embeddings twelve;
-each sweep writes memory that the system has to map first. In a small model's step all are large.
+embeddings in one pass each way (C++), where transformers takes five to twelve sweeps.
 """
 
 from __future__ import annotations
@@ -23,9 +19,7 @@ PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, (…, K) · (N, K) → (…, N), by our product where that is faster: plain fp32 tensors
-    on a CPU, outside of autocast and compiled graphs, in 24 rows or more.
-    """
+    """`F.linear`, (…, K) · (N, K) → (…, N), by our product where that is faster (fp32, CPU)."""
     # In a rollout the product itself takes tens of microseconds: the cheapest questions first.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]

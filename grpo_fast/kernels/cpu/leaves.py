@@ -1,17 +1,13 @@
-"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header for
-csrc/rows/loss.h and csrc/rows/divergence.h.
+"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
 
-The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
-vocabulary has one C++ counterpart, in double, and for the divergences, which run once per logit,
-on vectors as well. Nothing is written by hand per leaf; the header is made when the kernels are
-compiled.
+Every word of the vocabulary has one C++ counterpart, in double, and for the divergences, which run
+once per logit, on vectors as well. The header is made when the kernels are compiled.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import inspect
 import textwrap
 import types
@@ -72,7 +68,6 @@ def objective_leaves() -> list[Callable]:
 
 
 def kl_leaves() -> list[Callable]:
-    """The leaves of `KL_ESTIMATORS`, each once; their order numbers them."""
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -81,25 +76,10 @@ def header() -> str:
     """The text of leaves.h.
 
     Raises:
-        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and
-            the expression.
+        ValueError: a leaf uses something outside of the vocabulary; the message names both.
         OSError: the python sources are not there.
     """
-    text = _text()
-    return f'{text}\n[[gnu::used]] static const char kLeavesMarker[] = "{marker_of(text)}";\n'
-
-
-def marker() -> str:
-    """The string in a library built with this header: a prebuilt one with it has these leaves."""
-    return marker_of(_text())
-
-
-def _text() -> str:
     return print_header(objective_leaves(), kl_leaves(), list(DIVERGENCES.values()))
-
-
-def marker_of(text: str) -> str:
-    return f"grpo_fast leaves {hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
 def print_header(
@@ -121,7 +101,6 @@ def print_header(
 
 
 def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
-    """`name<index>(arguments…)` on vectors."""
     cases = [
         f"  if constexpr (index == {i}) return {function_name(x)}({', '.join(arguments)});\n"
         for i, x in enumerate(leaves)
@@ -139,7 +118,7 @@ def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> 
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
             came = inspect.signature(leaf)
-            raise ValueError(f"{leaf.__name__}: expected {expected}, got {came}")
+            raise ValueError(f"{leaf.__name__}: expected {expected}, came {came}")
         values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
         lines.append(f"    case {index}: return {function_name(leaf)}({values});")
     signature = ", ".join(f"double {argument}" for argument in arguments)
@@ -154,7 +133,6 @@ def function_name(leaf: Callable) -> str:
 
 
 def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
-    """Print a leaf, and before it the leaves it calls."""
     if leaf in functions:
         return
     printer = LeafPrinter(leaf)
@@ -255,12 +233,10 @@ class LeafPrinter:
     def refusal(self, node: ast.AST) -> ValueError:
         expected = f"assignments and a returned pair in the words {', '.join(self.words)}"
         came = repr(ast.unparse(node))
-        return ValueError(f"{self.leaf.__name__}: expected {expected}, got {came}")
+        return ValueError(f"{self.leaf.__name__}: expected {expected}, came {came}")
 
 
 class VectorPrinter(LeafPrinter):
-    """One leaf as a C++ function of vectors of floats."""
-
     signature, number = "GRPO_FAST_INLINE VectorPair", "Floats"
     words, helpers = VECTOR_WORDS, VECTOR_HELPERS
 

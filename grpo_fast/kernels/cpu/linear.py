@@ -1,12 +1,9 @@
-"""hidden → log-probabilities, and exponentials for the gradient GEMMs, on the CPU
-(csrc/api/linear.cpp).
+"""hidden → log-probabilities, and exponentials for the gradient GEMMs (csrc/api/linear.cpp).
 
-The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while
-it is in cache: without a gradient no logits exist. With one, every logit is written once, as the
-exponential that is its d-logit up to a coefficient by row (gpu/exponentials.py has the algebra); no
-row kernel runs. For bf16 inputs the exponentials have 16 bits and two digits more than bf16, which
-dW's product uses where an element dominates a sum (gemm.mm_); those that dominate a row of dH come
-beside them in fp32.
+What a softmax needs of a block of hidden·Wᵀ is summed while it is in cache: without a gradient no
+logits exist. With one, every logit is written once, as the exponential that is its d-logit up to a
+coefficient by row (gpu/exponentials.py has the algebra). For bf16 inputs the exponentials have 16
+bits and two digits more than bf16; those that dominate a row of dH come beside them in fp32.
 """
 
 from __future__ import annotations
@@ -70,12 +67,10 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
-    `Exponentials`.
+    """The statistics that `head_logps` gives, and `Exponentials` E, written to `out`.
 
-    Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they
-    were rounded. `known`: the statistics of these rows from another call; they are then not
-    computed again, and the bits of `out` are the same.
+    Of a matrix in 16 bits those come on top that make up more than a 16th of their row. `known`:
+    the statistics of these rows from another call; the bits of `out` are the same.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, rule, out, True, known, return_entropy

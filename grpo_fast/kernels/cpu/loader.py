@@ -1,9 +1,6 @@
-"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why
-there is none.
+"""Builds the C++ kernels into a cache folder, or gives the reason why there are none.
 
-A library is one `csrc/api/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++
-takes seconds, and one file serves every torch from 2.11 on and every Python. Nothing is compiled at
-install time.
+One `csrc/api/<name>.cpp` against torch's stable ABI compiles in seconds, for every torch >= 2.11.
 
 Environment:
     GRPO_FAST_DISABLE_CSRC=1   behave as if there were no compiler
@@ -25,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +48,6 @@ _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
     "generic": ([], set()),
 }
-WITH_LEAVES = ("rows", "divergence")  # libraries that hold the printed leaves
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 _LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
@@ -65,8 +60,7 @@ class CsrcUnavailable(RuntimeError):
 
 
 def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist (of csrc/api/<library>.cpp), once per process.
-    Returns None, or the reason why it cannot.
+    """Make `torch.ops.grpo_fast_<library>` exist, once per process; None, or why it cannot.
 
     The first library that cannot be used is told at WARNING level: torch does the work, slower.
     """
@@ -101,9 +95,7 @@ def require(library: str = "rows") -> None:
 
 @functools.cache
 def door(library: str, name: str) -> Any:
-    """An operator of a library; it raises a RuntimeError for a dtype, shape or stride that it does
-    not take. Raises CsrcUnavailable like `require`.
-    """
+    """An operator of a library; it raises a RuntimeError for tensors that it does not take."""
     require(library)
     return getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
 
@@ -113,22 +105,10 @@ def _load(library: str) -> str | None:
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
     if wanted not in _INSTRUCTION_SETS:
-        return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, got {wanted!r}"
+        return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, came {wanted!r}"
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
     if missing:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
-    prebuilt = _prebuilt(library, wanted)
-    if prebuilt is not None:
-        reason = _open(prebuilt)
-        if reason is None:
-            logger.info("grpo_fast: C++ kernels '%s': prebuilt %s", library, prebuilt.name)
-            return None
-        text = "grpo_fast: the prebuilt %s does not load, compiling instead: %s"
-        logger.warning(text, prebuilt, reason)
-    return _load_compiled(library, wanted)
-
-
-def _load_compiled(library: str, wanted: str) -> str | None:
     path, reason = compile_library(library, wanted)
     if path is None:
         return reason
@@ -151,29 +131,6 @@ def _open(path: Path) -> str | None:
     return None
 
 
-def _prebuilt(library: str, wanted: str) -> Path | None:
-    """grpo_fast/_csrc/<library>-<machine>-<instruction set>.so: the best one this CPU runs."""
-    present = set(cpu_flags())
-    names = ["avx512", "avx2"] if wanted == "native" else [wanted]
-    for name in names:
-        path = _PACKAGE / "_csrc" / f"{library}-{platform.machine()}-{name}.so"
-        if not path.is_file() or not _INSTRUCTION_SETS[name][1] <= present:
-            continue
-        if library not in WITH_LEAVES or _has_our_leaves(path):
-            return path
-        others = "other losses than objective/losses.py and kl.py have"
-        logger.warning("grpo_fast: the prebuilt %s was made for %s", path, others)
-    return None
-
-
-def _has_our_leaves(path: Path) -> bool:
-    """Whether a library was built with the losses of this objective/losses.py and kl.py."""
-    try:
-        return leaves.marker().encode() in path.read_bytes()
-    except (ValueError, OSError):
-        return False
-
-
 def source_folder() -> Path | None:
     """csrc/ of a checkout, or grpo_fast/csrc of an installed wheel."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
@@ -183,23 +140,19 @@ def source_folder() -> Path | None:
 
 
 def compiler() -> list[str] | None:
-    """The compiler's command line: $CXX, else the first of g++, clang++ and c++ on the PATH.
-
-    Raises ValueError for a CXX that is no command line.
-    """
+    """The compiler's command line: $CXX (or a ValueError), else g++, clang++ or c++ on the PATH."""
     chosen = os.environ.get("CXX", "")
     if chosen.strip():
         try:
             return shlex.split(chosen)
         except ValueError as error:
-            raise ValueError(f"CXX: expected a command line, got {chosen!r}: {error}") from error
+            raise ValueError(f"CXX: expected a command line, came {chosen!r}: {error}") from error
     paths = map(shutil.which, ("g++", "clang++", "c++"))
     return next(([path] for path in paths if path), None)
 
 
 @functools.cache
 def _cpuinfo() -> str:
-    """The text of Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -220,17 +173,12 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """As Linux names it ("GenuineIntel", "AuthenticAMD"); empty where it does not."""
     match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return match[1] if match else ""
 
 
 def compile_library(
-    library: str,
-    instruction_set: str = "native",
-    *,
-    extra_flags: Sequence[str] = (),
-    folder: Path | None = None,
+    library: str, instruction_set: str = "native", *, folder: Path | None = None
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/api/<library>.cpp unless the cache has it: (path, None) or (None, reason).
 
@@ -242,7 +190,7 @@ def compile_library(
         if command is None:
             tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
-        flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0], *extra_flags]
+        flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 

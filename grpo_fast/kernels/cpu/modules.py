@@ -23,9 +23,7 @@ _agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is 
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Let linear layers, RMSNorms, SwiGLU MLPs and rotary embeddings of a model on a CPU compute by
-    layers.py. Modules that somebody else gave a `forward` keep it.
-    """
+    """Let a model's layers on a CPU compute by layers.py, but for a `forward` of somebody else."""
     for module in model.modules():
         first = next(module.parameters(), None)
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
@@ -79,8 +77,7 @@ def _are_close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # transformers' source of Llama's MLP, which most families share: with other names of the local
-    # variables its bytecode differs.
+    # transformers' source of Llama's MLP: other names of local variables make another bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -103,9 +100,7 @@ def _swiglu_mlp(module: Any, x: Tensor) -> Any:
 
 @functools.cache
 def _turned_by_ours(forward: Any) -> Callable[..., Any] | None:
-    """An attention's forward with our `rotary` in place of the function of its file; None where it
-    calls none, or one of another formula.
-    """
+    """An attention's forward with our `rotary` in place of its file's; None of another formula."""
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
     if code is None or theirs is None or ROTARY not in code.co_names or loader.load("layers"):

@@ -1,10 +1,8 @@
-"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py on vector
-instructions.
+"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py.
 
-`row_logps` reads the logits from memory once; `row_grad_` reads and writes them once, and so does
-`row_loss_`, which is both with the loss between them. One exponential per element and sweep (two
-under a soft cap). A row's result depends on that row only, bitwise: not on the thread count, nor on
-the chunk.
+`row_logps` reads the logits from memory once; `row_grad_` and `row_loss_` read and write them once.
+One exponential per element and sweep (two under a soft cap). A row's result depends on that row
+only, bitwise.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
-    """(logit_scale, softcap, temperature, temperatures) of the C++ doors."""
     if isinstance(rule.temperature, Tensor):
         return rule.logit_scale, rule.softcap, 1.0, vector(rule.temperature)
     return rule.logit_scale, rule.softcap, rule.temperature, None
 
 
 def vector(x: Tensor | None) -> Tensor | None:
-    """Values by row as the kernels read them: fp32, contiguous."""
     if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
         return x
     return detached(x).float().contiguous()
@@ -44,9 +40,7 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """See reference.row_logps. A target id outside [0, V), as masked slots may hold, is never read:
-    its logp is NaN, its lse and entropy are right.
-    """
+    """See reference.row_logps. A target id outside [0, V) is never read: its logp is NaN."""
     lse, logps, entropy = loader.door("rows", "row_logps")(
         detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, offsets
     )
@@ -64,7 +58,6 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """See reference.row_grad_."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy
@@ -95,12 +88,9 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see
-    reference.row_loss_.
+    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache, bit for bit.
 
-    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for
-    the `grad_logps` that are returned. Between them the leaves run in double, from C++ printed off
-    their Python source (leaves.py).
+    See reference.row_loss_. The leaves run in double, from C++ printed off their source.
     """
     lse, logps, entropy, losses, grad_logps = loader.door("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

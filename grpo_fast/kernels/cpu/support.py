@@ -1,10 +1,4 @@
-"""Rows of logits that exist only in a sampler's support, in C++ (csrc/api/support.cpp): the doors
-of support_reference.py.
-
-A row's bits depend on that row only. The gradient of the weight has one owner for each id, which
-adds the terms in the order of the rows: the same bits for any number of threads. Rows of ids that
-do not occur are not touched where zeros are there already.
-"""
+"""Rows of logits in a sampler's support, in C++: the doors of support_reference.py."""
 
 from __future__ import annotations
 
@@ -22,7 +16,6 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See support_reference.target_places."""
     return loader.door("support", "support_places")(ids, offsets, target_ids, vocab_size)
 
 
@@ -37,9 +30,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """See support_reference.head_rows. A row of the weight comes from memory once: its part of the
-    slope is added while it is in cache.
-    """
+    """See support_reference.head_rows. A row of the weight comes from memory once."""
     raw, lse, logps, entropy, slopes = loader.door("support", "support_rows")(
         contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
         rows.places, index, *rule_arguments(rule), return_entropy, return_slopes,
@@ -49,7 +40,6 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """(R, H) fp32; see support_reference.head_hidden."""
     return loader.door("support", "support_hidden")(
         d, contiguous_rows(weight), rows.ids, rows.offsets
     )
@@ -64,7 +54,6 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """See support_reference.head_weight."""
     loader.door("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

@@ -32,5 +32,7 @@ def is_capturing(x: Tensor) -> bool:
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
     """A ValueError for an argument that needs a look at values, while the work on x is recorded."""
     if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
-        got = "a tensor" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name}: expected {expected!r} while a CUDA graph is recorded, got {got}")
+        came = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name}: expected {expected!r} while a CUDA graph is recorded, came {came}"
+        )

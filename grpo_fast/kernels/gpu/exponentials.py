@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch, rule_arguments, vector
+from grpo_fast.kernels.gpu.launch import Problem, launch, rule_arguments, vector
 from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
-from grpo_fast.kernels.gpu.problem import Problem
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,3 +34,24 @@ def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     rows, device = of_rows.shape[0], of_rows.device
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     return lse, logps, torch.empty_like(lse) if return_entropy else None
+
+
+class Problem(NamedTuple):
+    """One call: hidden on 16-byte rows, target ids contiguous (linear.problem makes it)."""
+
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,)
+    rule: LogitRule
+
+    @property
+    def is_light(self) -> bool:
+        """Neither soft cap nor bias: an epilogue of few registers."""
+        return self.rule.softcap is None and self.bias is None
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Contiguous rows that start on 16 bytes, for vector loads and tensor descriptors."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0

@@ -32,9 +32,8 @@ from grpo_fast.kernels.gpu.configs import (
     linear_config,
 )
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
+from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
-from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.types import LogitRule, RowStats
 
 
@@ -183,7 +182,6 @@ def join_kernel(
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
-    """The matrix as a tensor descriptor (TMA) of tiles."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -201,13 +199,12 @@ def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
 def problem(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
 ) -> Problem:
-    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its
-    sums would), so an unaligned hidden, which is small, is copied to an aligned one, and W alone
-    decides.
+    """Check the dtypes, and copy an unaligned hidden: the tile must not depend on how a batch lies
+    in memory, or its sums would. W alone decides.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
+            f"hidden: expected the dtype of weight, {weight.dtype}, came {hidden.dtype}"
         )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
@@ -226,7 +223,6 @@ def sweep(
     *,
     only_far: bool = False,
 ) -> None:
-    """Start slice_kernel over all rows and slices."""
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)

@@ -96,8 +96,7 @@ def write_gradient(
             z, slope = scores(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column stays out of the sum g·(1 - p): nothing cancels when p is close to
-            # 1.
+            # The target column stays out of g·(1 - p): nothing cancels when p is close to 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)

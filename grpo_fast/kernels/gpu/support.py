@@ -28,9 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import sums_config, support_config
-from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments
+from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
-from grpo_fast.kernels.gpu.problem import is_aligned
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import LogitRule
 

@@ -1,8 +1,4 @@
-"""Which rows the gradient GEMMs take, with one look at the device per call.
-
-The number of active rows of every chunk shapes the work, so the host must know it. The copy starts
-before the forward product is launched and is waited for behind it: the device never runs dry.
-"""
+"""Which rows the gradient GEMMs take, with one look at the device per call, begun early."""
 
 from __future__ import annotations
 
@@ -19,12 +15,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """The active ones among T rows, chunk by chunk.
-
-    Args:
-        active: (T,) bool; None: all, without a look.
-        chunk_rows: rows per chunk.
-    """
+    """The active ones among T rows, in chunks of `chunk_rows`; of None all, without a look."""
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active, self.chunk_rows = active, chunk_rows
@@ -46,8 +37,9 @@ class Activity:
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """(T,) bool, before any logp is known: False where the coefficient can only be 0, or a NaN of
-    the row itself. None: no row is known to be inactive.
+    """(T,) bool, before any logp is known: False where the coefficient can only be 0 (or NaN).
+
+    None: no row is known to be inactive.
     """
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
@@ -56,7 +48,6 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """(T,) bool: rows with a coefficient that is not 0."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 

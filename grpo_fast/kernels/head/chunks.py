@@ -1,14 +1,11 @@
-"""The logits of one chunk and their gradient, in the two forms that the chunk loop of loop.py
-knows.
+"""The logits of one chunk and their gradient, in the two forms that the chunk loop knows.
 
-    LogitChunks        raw logits in fp32 (vendor GEMM, or kernels from hidden with a store); a row
-                       kernel writes the d-logits over them, for 16-bit inputs on a GPU beside them
-                       in 16 bits: 4 or 6 bytes per logit
+    LogitChunks        raw logits in fp32; a row kernel writes the d-logits over them, for 16-bit
+                       inputs on a GPU beside them: 4 or 6 bytes per logit
     ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the
                        row · E, so no row kernel runs (gpu/exponentials.py, cpu/linear.py): 2 or 4
 
-Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the
-last stay as they are.
+Both have the same methods. A chunk has C rows; its buffers have the padded rows of h.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ from grpo_fast.objective.config import LossConfig
 # Beside exponentials, rows of dW that are targets may take a second product where dW has 16 bits at
 # once (gpu/target_rows.py): not more than this share of the vocabulary.
 TARGET_SHARE = 1 / 8
-# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
-# the vocabulary.
+# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes.
 ROW_ELEMENTS = 64
 
 
@@ -78,7 +74,6 @@ class LogitChunks:
         self._workspace = self._narrow = None
 
     def _gradient(self, rows: int) -> Tensor:
-        """(rows, V): where the d-logits go."""
         if not self.has_narrow:
             return self.workspace(rows)
         if self._narrow is None:
@@ -111,7 +106,6 @@ class LogitChunks:
     def row_loss(
         self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
-        """The d-logits, and the losses of the C rows."""
         h, target_ids, rule = at
         count, has_entropy = target_ids.shape[0], config.needs_entropy
         if self.in_one_pass:

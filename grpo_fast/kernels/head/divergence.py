@@ -163,7 +163,6 @@ class DivergenceHead(LinearHead):
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
-        """out (padded C, V) = the teacher's raw logits."""
         if not out.shape[1]:
             return
         h = pad_rows(teacher.hidden).contiguous()
@@ -176,11 +175,7 @@ class DivergenceHead(LinearHead):
             out.copy_(to)
 
     def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
-        """Sums over whole rows, of all ranks that share the vocabulary; None: this rank has all.
-
-        Two rounds: every rank's lse, then the sums that follow from the lse of whole rows. 32
-        bytes per row and rank travel.
-        """
+        """Sums over whole rows, of all ranks that share the vocabulary, in two rounds."""
         if self.shard is None:
             return None
         z, has_columns = of_rows[0], of_rows[0].shape[1] > 0
@@ -211,8 +206,9 @@ def supported_divergence(
     is_wide: bool,
     **options,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops where the sets are
-    small. Rows without a set are those of a `DivergenceHead`.
+    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops of small sets.
+
+    Rows without a set are those of a `DivergenceHead`.
     """
     support = rows.support
     assert support is not None

@@ -17,8 +17,7 @@ class WholeEntropy:
 
     Args:
         inside: the sweep whose rows have a support.
-        whole: the sweep over the same rows with the whole vocabulary. Given logits it may write
-            over; `inside` may not.
+        whole: that with the whole vocabulary; it may write over given logits, `inside` may not.
     """
 
     held, has_entropy_gradient, filtered = None, True, None
@@ -36,7 +35,6 @@ class WholeEntropy:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Row losses, and the gradients of a loss whose coefficients follow row by row."""
         stats = self.logps(return_entropy=True)
         losses, g = self.inside.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -44,7 +42,6 @@ class WholeEntropy:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         gradients = self.inside.gradients(g, None, (*known[:2], None), wanted)
         if g_entropy is None or not any(wanted):
             return gradients

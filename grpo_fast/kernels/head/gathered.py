@@ -1,6 +1,4 @@
-"""Logits of a head in a sampler's support, and their gradients, from the rows of W that the ids
-name. Memory beside gradients: O(nnz), and slopes as large as dH.
-"""
+"""Logits of a head in a sampler's support, and their gradients, from rows of W: O(nnz) memory."""
 
 from __future__ import annotations
 
@@ -23,20 +21,13 @@ from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
-    """The gradient of R supported rows."""
-
     d_logits: Tensor  # (nnz,)
     g: Tensor  # (R,) the coefficient of each row's logp
     slopes: Tensor | None = None  # (R, H) what dH is g times; None: it follows from d_logits
 
 
 class GatheredHead:
-    """The supported rows of a head.
-
-    Args:
-        rows: all active ones.
-        is_wide: gradients are returned as they are summed, in fp32 at least.
-    """
+    """The supported rows of a head among all active ones; `is_wide`: gradients stay as summed."""
 
     def __init__(
         self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
@@ -49,7 +40,6 @@ class GatheredHead:
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Logits and statistics of the supported rows, and slopes when asked for."""
         return self.doors.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, rule,
             return_entropy=return_entropy, return_slopes=return_slopes,

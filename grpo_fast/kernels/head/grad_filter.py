@@ -1,18 +1,12 @@
-"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is
-certified to be small.
+"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is small.
 
-After the row kernel a chunk's d-logits (C, V) are known, and with them the mass of every column,
-m_j = Σ_t |d_tj|. The lightest columns are left out as long as their masses add up to at most
-`tolerance`·Σ_j m_j; the others are gathered, so it does not matter where in the vocabulary they
-lie. The masses hold the rows' coefficients: a column that is likely for a clipped token only has
-none.
-
-What is left out is known exactly, not estimated. With δ = Σ of the masses left out,
+Of a chunk's d-logits (C, V) column j has the mass m_j = Σ_t |d_tj|. The lightest are left out as
+long as their masses add up to at most `tolerance`·Σ_j m_j. With δ = Σ of the masses left out,
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
-The loss and the log-probabilities do not change. A row's dH then depends on its chunk (which
-columns stay does), so the bitwise invariance to batching is given up; runs stay reproducible.
+The loss and the log-probabilities do not change. A row's dH then depends on its chunk, so the
+bitwise invariance to batching is given up; runs stay reproducible.
 """
 
 from __future__ import annotations
@@ -74,12 +68,7 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns that stay, in ascending order, the mass of the others, and the mass of all.
-
-    Args:
-        masses: (V,) ≥ 0.
-        tolerance: share of the mass that may be left out, in (0, 1).
-    """
+    """The columns that stay, in ascending order, the mass of the others, and the mass of all."""
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

@@ -1,6 +1,4 @@
-"""dH, dW and db from the d-logits of one chunk after another, by the matrix products of
-products.py.
-"""
+"""dH, dW and db from the d-logits of one chunk after another."""
 
 from __future__ import annotations
 
@@ -27,16 +25,14 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
-# are active.
+# Active rows of a chunk are gathered before the gradient GEMMs where they are fewer than this.
 GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
     """d-logits of a chunk: the matrix itself, or with coefficients a matrix of exponentials.
 
-    Exponentials are finite in every row and 0 in the target's column; a row whose coefficients are
-    0 counts as exact zeros.
+    Exponentials are finite, and 0 in the target's column; rows of coefficient 0 count as zeros.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -103,10 +99,8 @@ class GradientSums:
         """Add one chunk.
 
         Args:
-            rows: the chunk among the T active rows.
+            rows: the chunk among the T active rows, of which the first `count` of h are no padding.
             h: (padded C, H) its hidden rows.
-            d_logits: its d-logits.
-            count: C, the rows that are no padding.
             keep: those with a coefficient, None for all; the others are exact zeros, left out of
                 every GEMM when they are many.
         """

@@ -1,14 +1,9 @@
-"""fp16 gradients that are formed before anybody knows the loss's scale: powers of two keep them
-inside fp16's range.
+"""fp16 gradients that are formed before anybody knows the loss's scale.
 
-A token of a large step weighs 1e-5, its d-logits less than that: fp16 ends at 6e-8. What is
-multiplied by a loss scale later would be zeros by then. So the weights are brought up to 1 before
-anything is formed (`weight_unit`), sums stay in fp32, and each tensor is rounded to fp16 once, with
-its largest element near 2^13 (`narrowed`). Backward multiplies by upstream · unit. Powers of two
-change no digit. bf16 has fp32's range and needs none of this.
-
-Memory beside what fp32 or bf16 inputs take: while gradients are formed an fp32 copy of dH, (N, H),
-and of dW, (V, H).
+A token of a large step weighs 1e-5, its d-logits less: fp16 ends at 6e-8. So weights are brought up
+to 1 before anything is formed (`weight_unit`), sums stay in fp32 (a copy of dH and dW), and each
+tensor is rounded to fp16 once, with its largest element near 2^13 (`narrowed`). Backward multiplies
+by upstream · unit. Powers of two change no digit; bf16 has fp32's range.
 """
 
 from __future__ import annotations
@@ -37,9 +32,7 @@ def narrowed(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def largest_exponent(x: Tensor) -> Tensor:
-    """0-d: e with 2^(e-1) <= max |x| < 2^e, bounded so that 2^±e is a normal number; 0 for zeros
-    and no elements.
-    """
+    """0-d: e with 2^(e-1) <= max |x| < 2^e, so that 2^±e is a normal number; 0 of zeros."""
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
     low, high = x.aminmax()

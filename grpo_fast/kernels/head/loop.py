@@ -96,9 +96,8 @@ class LinearHead:
         return LogitChunks(*head)
 
     def _chunk_rows(self, wants_weight: bool) -> int:
-        """Rows per chunk: all where one chunk takes no more than several and their fp32 dW; else as
-        many as the workspace holds, evened out over the chunks. Ranks that share a vocabulary
-        cut the same chunks, by the largest shard.
+        """All rows where one chunk takes no more than several and their fp32 dW; else as many as
+        the workspace holds, evened out. Ranks that share a vocabulary cut by the largest shard.
         """
         bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
@@ -114,7 +113,6 @@ class LinearHead:
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the active rows, in order."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
@@ -128,7 +126,6 @@ class LinearHead:
         return self.num_rows <= self.chunk_rows
 
     def _hidden(self, chunk: slice) -> Tensor:
-        """(C, H): the hidden rows of a chunk."""
         index = self.rows.hidden_index
         return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
 
@@ -151,8 +148,7 @@ class LinearHead:
         return sums.finish()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole
-        work: 2·T·V·H.
+        """(lse, logps, entropy) of all active rows, (T,) fp32: 2·T·V·H.
 
         With `keep` the last chunk stays in the workspace, ready for `gradients`.
         """
@@ -221,7 +217,6 @@ class LinearHead:
 
 
 def concat_chunks(parts: list, like: Tensor) -> tuple:
-    """Concatenate the fields of the chunks' statistics; a field that is None stays None."""
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
     if len(parts) == 1:

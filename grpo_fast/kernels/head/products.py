@@ -1,6 +1,4 @@
-"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype
-and device.
-"""
+"""The three matrix products of a chunk: whose GEMM, for each dtype and device."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import own_product
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
-# output.
+# Vocabulary rows widened to fp32 at a time, where there is no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
 # A GPU's GEMM writes a sum of this many elements in 16 bits at once. A smaller one it may split
 # over the inner dimension, and then adds parts that were rounded: such a sum leaves it in fp32.
@@ -22,7 +19,6 @@ COLUMN_SUM_ROWS = 64
 
 
 def is_wide(x: Tensor) -> bool:
-    """True for fp32 and fp64, which GEMMs treat as they are."""
     return x.dtype.itemsize >= 4
 
 
@@ -62,8 +58,7 @@ def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
 def weighted_product(
     matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
 ) -> Tensor:
-    """(C, H) = diag(scales)·matrix · weight + added, for (C,) scales; summed in fp32, rounded to
-    `dtype` once.
+    """(C, H) = diag(scales)·matrix · weight + added: summed in fp32, rounded to `dtype` once.
 
     `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those
     16 bits where the product takes such.
@@ -77,7 +72,6 @@ def weighted_product(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a·b in fp32 or fp64."""
     return gemm.mm_(a, b, total, add=True) if own_product(b) else total.addmm_(a, b)
 
 
@@ -139,16 +133,12 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
-            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(
-                matrix[t : t + COLUMN_SUM_ROWS]
-            )
+            rows = slice(t, t + COLUMN_SUM_ROWS)
+            total += coefficients[rows] @ widened(matrix[rows])
         return total
-    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the
-    # matrix.
-    parts, left = (
-        coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype),
-        coefficients,
-    )
+    # Three 16-bit numbers hold the 24 digits of an fp32 one: no fp32 copy of the matrix.
+    parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
+    left = coefficients
     for i in range(3):
         parts[:, i] = left
         left = left - parts[:, i].float()

@@ -1,9 +1,8 @@
 """Rows whose logits exist only in a sampler's support, beside rows with the whole vocabulary.
 
-A row of k ids costs 6·k·H instead of 6·V·H. Everything behind a logp is that of other rows: the
-row kernels see k logits in place of V. Logits of a head come in two ways: from the rows of W that
-the ids name (gathered.py), or, where the sets are so large that this costs more, from the dense
-product, of which the other columns are dropped (below). Given logits are looked up.
+A row of k ids costs 6·k·H instead of 6·V·H; the row kernels see k logits in place of V. Logits of a
+head come from the rows of W that the ids name (gathered.py), or, where the sets are so large that
+this costs more, from the dense product (below). Given logits are looked up.
 """
 
 from __future__ import annotations
@@ -110,7 +109,6 @@ class SupportSweep:
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32."""
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
         self.held, others = own if keep else None, (None,) * 3
@@ -122,7 +120,6 @@ class SupportSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Row losses, and the gradients of a loss whose coefficients follow row by row."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
         losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -152,8 +149,8 @@ class DenseHead(GatheredHead):
     """Logits of a head in the support, from the product with all of W."""
 
     def _chunks(self):
-        """Rows from one on to another, their hidden rows (padded C, H), the places of their ids
-        among all, the row and the column of each, and a matrix (padded C, V) for their logits.
+        """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
+        each, and a matrix (padded C, V) for their logits.
         """
         hidden, weight, dtype = self.hidden, self.weight, self.sum_dtype
         support, index, count = self.support, self.index, len(self.support.places)
@@ -236,7 +233,6 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
 ) -> HeadRows:
-    """The statistics of logits (nnz,) beside them, without slopes."""
     places, offsets = source.support.places, source.support.offsets
     row_logps = source.kernels.row_logps
     stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)

@@ -1,18 +1,15 @@
 """A head whose vocabulary lies in shards on the ranks of a process group (tensor parallel).
 
-Every rank has the same rows of hidden and the same targets, and V/n rows of the weight. It forms
-the logits of its own columns and their statistics with the row kernels. One all-gather per chunk
-then tells every rank the statistics of all shards, and each joins them in the same order:
+Every rank has the same rows of hidden and the same targets, and V/n rows of the weight. One
+all-gather per chunk tells every rank the statistics of all shards, 24 bytes per row and rank, which
+each joins in the same order; no term cancels another:
 
     lse  = log Σ_r e^lse_r
     logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that holds the target
     H    = Σ_r e^(lse_r - lse)·(H_r + lse - lse_r)
 
-No term of these sums cancels another. 24 bytes per row and rank travel, where the logits have
-4·V/n. From the joined statistics d-logits follow column by column, so dW and db need no
-communication. dH is the sum over the shards: one all-reduce of (N, H) when all chunks are done, in
-fp32 at least. One for each chunk would move as many bytes in more messages, and would send rows
-that predict several targets several times.
+d-logits follow column by column, so dW and db need no communication. dH is the sum over the shards:
+one all-reduce of (N, H) when all chunks are done, in fp32 at least.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ class VocabularyShard(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """V: the rows of all ranks."""
         return sum(self.sizes)
 
     @property
@@ -55,18 +51,15 @@ class VocabularyShard(NamedTuple):
         return torch.where(is_own, places, ELSEWHERE)
 
     def owners(self, target_ids: Tensor) -> Tensor:
-        """The rank that holds each target."""
         ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(n, …): x of every rank, in their order."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, in place."""
         x = x.contiguous()
         distributed.all_reduce(x, group=self.group)
         return x

@@ -73,8 +73,6 @@ class Rule(NamedTuple):
 
 
 class Layer:
-    """Keys and values of one layer."""
-
     def __init__(self, window: int | None) -> None:
         self.window = window
         self.parts: list[tuple[Tensor, Tensor]] = []  # (H_kv, T, D) of the prompts, packed
@@ -173,7 +171,6 @@ class RolloutCache:
         return out.flatten(1, 2)
 
     def decode_in_tiles(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
-        """`decode` by the kernel for CPUs."""
         if not layer.own:
             layer.prompts = cpp.tiles_of(*layer.prompts)
         if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:

@@ -1,9 +1,8 @@
 """The trainer's own model by transformers' continuous batching: a paged cache, ragged batches.
 
-It fits a GPU without vLLM: a completion that ends makes room for the next one at once, and memory
-is that of the tokens that are there. Prompts are shared by its prefix cache. The random numbers are
-its own: the same samples for the same seed, prompts and batch, but other ones for another share of
-the batch, and it does not say which tokens a truncating sampler kept.
+It fits a GPU without vLLM. The random numbers are its own: the same samples for the same seed,
+prompts and batch, but others for another share of the batch. It does not say which tokens a
+truncating sampler kept.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    """The options under `rollout.continuous`."""
-
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     page_size: int = Field(256, ge=4)  # tokens of a page of the cache
@@ -42,17 +39,15 @@ class ContinuousOptions(BaseModel):
 
 @functools.cache
 def config_fields() -> frozenset[str]:
-    """Parameters of the installed ContinuousBatchingConfig; transformers 5.17 calls a page a block
-    and has no auto_switch_to_flash.
-    """
+    """Of the installed ContinuousBatchingConfig: in transformers 5.17 a page is a block."""
     from transformers import ContinuousBatchingConfig
 
     return frozenset(inspect.signature(ContinuousBatchingConfig).parameters)
 
 
 def asked_for(attention: str) -> str:
-    """The attention's name by which transformers keeps to it: 5.17 takes flash attention wherever
-    it is installed, unless a name begins with "paged|", which later ones refuse.
+    """The name by which transformers keeps to an attention: 5.17 takes flash attention wherever it
+    is installed, unless a name begins with "paged|", which later ones refuse.
     """
     keeps = "auto_switch_to_flash" in config_fields() or "flash" in attention
     return attention if keeps else f"paged|{attention.removeprefix('paged|')}"
@@ -92,7 +87,6 @@ class ContinuousEngine(Engine):
         return completions
 
     def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
-        """The finished requests of these prompts, in order."""
         done: dict[str, Any] = {}
         last = time.monotonic()
         with self.policy.lm.continuous_batching_context_manager(

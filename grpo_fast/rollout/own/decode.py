@@ -1,8 +1,4 @@
-"""The loop that samples: prompts once, then a token of every completion at a time.
-
-A completion that has ended leaves the batch when enough others have; on a GPU the host looks after
-every few tokens only, as each look waits for the device.
-"""
+"""The loop that samples: prompts once, then a token of every completion at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +10,45 @@ from torch import Tensor
 
 from grpo_fast.attention import Head, TreeLayout
 from grpo_fast.kernels.cpu.layers import linear
+from grpo_fast.rollout.engine import Kept
 from grpo_fast.rollout.own.cache import RolloutCache, register
-from grpo_fast.rollout.own.kept import KeptIds
-from grpo_fast.rollout.sampler import Sampling, sample
+from grpo_fast.rollout.sampler import Drawn, Sampling, sample
 
 PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone
 LOOK_EVERY = {"cpu": 1}  # tokens between two looks at who has ended
 FULL = 0.8  # fraction of a batch that still samples, below which the others leave
+
+
+class KeptIds:
+    """The kept ids of B completions of at most L tokens, on the CPU."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.counts = torch.zeros(rows, length, dtype=torch.int64)
+        self.masses = torch.zeros(rows, length)
+        self.ids: list[Tensor] = []
+        self.rows: list[Tensor] = []  # of each of `ids`
+
+    def add(self, rows: Tensor, t: int, drawn: Drawn) -> None:
+        """Token t of these rows. Waits for the device where something was truncated."""
+        if drawn.candidates is None or drawn.kept is None or drawn.mass is None:
+            return
+        kept, rows = drawn.kept.cpu(), rows.cpu()
+        counts = kept.sum(1)
+        self.counts[rows, t], self.masses[rows, t] = counts, drawn.mass.cpu()
+        self.ids.append(drawn.candidates.to("cpu", torch.int32)[kept])
+        self.rows.append(rows.repeat_interleave(counts))
+
+    def by_completion(self, lengths: Sequence[int]) -> list[Kept | None]:
+        if not self.ids:
+            return [None] * len(lengths)
+        order = torch.cat(self.rows).argsort(stable=True)  # stable: by time within a row
+        ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
+        sets: list[Kept | None] = []
+        for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
+            offsets = torch.zeros(length + 1, dtype=torch.int64)
+            torch.cumsum(counts[:length], 0, out=offsets[1:])
+            sets.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
+        return sets
 
 
 class Decoded(NamedTuple):
@@ -115,7 +143,6 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
 
 
 def logits_of(head: Head, hidden: Tensor) -> Tensor:
-    """(B, V) fp32."""
     logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale

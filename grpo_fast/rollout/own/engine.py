@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
-from grpo_fast.rollout.own.decode import Decoded, decode
-from grpo_fast.rollout.own.kept import KeptIds
+from grpo_fast.rollout.own.decode import Decoded, KeptIds, decode
 from grpo_fast.rollout.sampler import Sampler, Sampling
 
 log = logging.getLogger(__name__)
@@ -25,11 +24,7 @@ _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
-    """Samples with the policy itself: a prompt once for its group, ended completions leave.
-
-    A model whose attention our loop does not compute samples by transformers' own `generate`. The
-    weights are the trainer's, so `update` moves nothing and sleep frees nothing.
-    """
+    """Samples with the policy itself, by our loop; a model it cannot compute by `generate`."""
 
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
@@ -58,7 +53,6 @@ class TransformersEngine(Engine):
         return completions
 
     def _cut(self, decoded: Decoded) -> list[Completion]:
-        """Each completion up to its first EOS."""
         eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
         ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
@@ -104,10 +98,7 @@ def by_transformers(
 
 
 def why_unsuited(policy: Any) -> str | None:
-    """Why our loop does not sample from this model, found by trying; None where it does.
-
-    Said once in the log. In `policy.generation()`.
-    """
+    """Why our loop does not sample from this model (in `policy.generation()`), or None."""
     if hasattr(policy.lm, "sampled_by_generate"):  # a model that says why itself
         return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:

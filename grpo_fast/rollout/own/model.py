@@ -37,7 +37,9 @@ class SampledModel:
         changes_inputs = any(config.is_prompt_learning for config in configs)
         require(not changes_inputs, "model", "inputs as they are", "peft's prompt learning")
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
+        softcap = getattr(self.lm.config, "attn_logit_softcapping", None)
+        usual = "eager" if softcap is not None else self.lm.config._attn_implementation
+        self.generation_attn = usual if attn == "auto" else attn
         if eos_ids is None:
             require(tokenizer is not None, "tokenizer", "the model's", None)
             self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
@@ -85,11 +87,6 @@ class SampledModel:
     def _autocast(self) -> AbstractContextManager[Any]:
         on = self.autocast is not None  # off inside a caller's autocast, too
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
-
-
-def generation_attention(lm: Any) -> str:
-    softcap = getattr(lm.config, "attn_logit_softcapping", None)
-    return "eager" if softcap is not None else lm.config._attn_implementation
 
 
 def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:

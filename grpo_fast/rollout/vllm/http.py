@@ -1,8 +1,4 @@
-"""The HTTP API of a vLLM server, as of 0.32.
-
-The paths about weights are there with VLLM_SERVER_DEV_MODE=1, the one for tokens with
---enable-scale-out.
-"""
+"""The HTTP API of a vLLM server, as of 0.32, started as START says."""
 
 from __future__ import annotations
 
@@ -97,7 +93,6 @@ class Server:
         raise (ValueError if is_refusal else ServerError)(said)
 
     def is_up(self) -> bool:
-        """Whether it answers, and says that it is well."""
         try:
             return self._send("GET", "/health", time.monotonic() + CHECK_S)[0] in (200, 429)
         except ServerError:
@@ -136,7 +131,6 @@ class Server:
     def generate(
         self, prompt: Sequence[int], wanted: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
-        """The completions of a prompt; see `Asked.completions`."""
         rows = asked.sampling.top_k or asked.vocab_size if asked.sampling.truncates else 0
         limit = BODY + wanted["n"] * wanted["max_tokens"] * (TOKEN + 12 * rows)
         body = {"token_ids": list(prompt), "sampling_params": wanted}

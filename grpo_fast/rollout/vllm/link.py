@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """A server, and the group that weights reach it by."""
-
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
         wanted = options.transfer
@@ -61,10 +59,7 @@ class Link:
 
     # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
-        """Make it wait for weights; a server that has started anew is met anew.
-
-        Nothing is sampled from here to `finish`; what is under way is kept.
-        """
+        """Make it wait for weights; nothing is sampled until `finish`."""
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._meet()
@@ -80,7 +75,6 @@ class Link:
         self._post("/start_weight_update")
 
     def send(self, tensors: Named) -> None:
-        """Broadcast tensors, and return when the server has loaded them."""
         group = self.group
         # On a thread: the server answers when it has received all, so each waits for the other.
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
@@ -139,8 +133,6 @@ class Link:
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Run an action on all links at once; return the links on which it succeeded."""
-
     def succeeds(link: Link) -> bool:
         try:
             action(link)

@@ -75,7 +75,6 @@ class VLLMEngine(Engine):
 
 
 def _as_served(output: Any) -> dict[str, Any]:
-    """A prompt's completions in the form that a server gives them."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)

@@ -16,8 +16,6 @@ LOOPBACK = ip_address("127.0.0.1")
 
 
 class VLLMOptions(BaseModel):
-    """The section `rollout.vllm`."""
-
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     # vllm: arguments of its class LLM, as {gpu_memory_utilization: 0.4}
@@ -62,7 +60,6 @@ def plain_url(name: str, url: Any, where: str = "") -> str:
 
 
 def host_of(url: str) -> str:
-    """The host of a URL that the options hold."""
     return url.partition("://")[2].rpartition(":")[0].strip("[]")
 
 

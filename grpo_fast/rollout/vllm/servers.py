@@ -1,7 +1,7 @@
 """The engine `vllm-server`: completions by vLLM servers, which are sent the weights.
 
-Prompts are dealt to the servers in turn. A server that is gone, hangs or has other weights is left
-out, and what it was asked is asked again; it takes part again as soon as it has the weights.
+A server that is gone, hangs or has other weights is left out, and what it was asked is asked
+again; it takes part again as soon as it has the weights.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class VLLMServers(Engine):
         each(links, lambda link: link.finish(self.label))
 
     def _why(self) -> str:
-        """The errors for which servers are left out."""
         return "; ".join(str(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions
@@ -130,7 +129,6 @@ class VLLMServers(Engine):
         return grouped([done[i] for i in range(len(prompts))], request)
 
     def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
-        """Ask all at once, and return the completions that come."""
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._why()}")

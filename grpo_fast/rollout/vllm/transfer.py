@@ -62,7 +62,6 @@ def _stored(lm: Any) -> dict[str, Tensor]:
 
 
 def dtype_of(policy: Any) -> str:
-    """The dtype that the policy computes in, by vLLM's name."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 
@@ -133,10 +132,7 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """Rank 0 of the group that vLLM's own engine `nccl` makes, on a GPU.
-
-    Both calls come from threads, whose current device is another.
-    """
+    """Rank 0 of the group that vLLM's own engine `nccl` makes; calls come from other threads."""
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init

@@ -1,7 +1,6 @@
 """vLLM's side of a transfer by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
 
-vLLM finds `register` by the entry point `vllm.general_plugins` of this package, which has to be
-installed beside it, and calls it in each of its processes.
+vLLM calls `register`, this package's entry point `vllm.general_plugins`, in each process.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """Where the trainer, rank 0, waits."""
-
     master_address: str
     master_port: int
     world_size: int
@@ -33,8 +30,6 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Announced(WeightTransferUpdateInfo):
-    """The tensors that come next, in this order."""
-
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]

@@ -151,21 +151,6 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_positions", given, "1 2 3") == pytest.approx(positions)
     assert score("sort_inclusion_ordering", given, "1 2 3") == pytest.approx(inclusion_ordering)
     assert score("exact_match", given, "1 2 3") == float(given == "1 2 3")
-
-
-def test_sort_rewards_agree_with_the_lectures_sums():
-    """On completions of the right length: counts of the lecture divided by n and by n − 1,
-    recomputed here.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        prompt, reply = (torch.randint(0, 10, (5,), generator=generator).tolist() for _ in range(2))
-        answer, text = (" ".join(map(str, v)) for v in (sorted(prompt), reply))
-        right = sum(a == b for a, b in zip(reply, sorted(prompt), strict=True))
-        included = sum(1 for x in prompt if x in reply)
-        ordered = sum(1 for x, y in zip(reply, reply[1:], strict=False) if x <= y)
-        assert score("sort_positions", text, answer) == right / 5
-        assert score("sort_inclusion_ordering", text, answer) == included / 5 + ordered / 4
     assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # as numbers, not as text
 
 

@@ -15,11 +15,6 @@ from tests.tiny import SYMBOLS, tiny_policy
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths: left padding
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return tiny_policy()
-
-
 def generate(policy, prompts, *, seed, group_size=4, **options):
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     return rollouts.generate(policy, prompts, sampling, group_size=group_size, seed=seed)

@@ -26,9 +26,8 @@ from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.command_line import invoke
-from tests.rollout.vllm_stand_in import all_logps
+from tests.rollout.vllm_stand_in import all_logps, difference
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(
@@ -117,15 +116,6 @@ def options(server: Process) -> Any:
 def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes: Any) -> Any:
     sampling = options.model_copy(update={"max_new_tokens": 6, **changes})
     return rollouts.generate(policy, PROMPTS, sampling, group_size=3, seed=seed, engine=engine)
-
-
-def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
-    """The largest, between the sampler's log-probabilities and the policy's."""
-    count = len(rollout.texts)
-    groups = [range(first, first + 3) for first in range(0, count, 3)]
-    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
-    with torch.no_grad():
-        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
 
 
 def check_engine(policy: Any, engine: Any, options: Any) -> None:

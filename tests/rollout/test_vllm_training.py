@@ -9,14 +9,11 @@ import pytest
 
 from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
-from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.train import loop
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from tests.command_line import invoke, refused, write_recipe
-from tests.rollout.vllm_stand_in import StandIn
+from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
-
-GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 
 
 def words_of(*servers: StandIn, **options: float) -> list[str]:
@@ -27,8 +24,7 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
+def servers(tmp_path: Path, impatient: None):
     config = config_of(tmp_path)
     tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
     policy = load_policy(config.model, tokenizer)  # other random weights than the run's

@@ -1,6 +1,4 @@
-"""Faults planted in a real vLLM server and in the link to it, and what the doctor names: `make
-test-vllm`. test_plants has more of them in an engine of this process.
-"""
+"""Faults planted in a real vLLM server, and what the doctor names: `make test-vllm`."""
 
 from __future__ import annotations
 

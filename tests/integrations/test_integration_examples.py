@@ -24,10 +24,7 @@ def same_weights(a, b) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------
-# causal_lm
-
-
+# ---------------------------------------------------------------------------------------- causal_lm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
     """Loss, metrics and gradients against all logits: softcaps, head scales, tied heads."""
@@ -147,9 +144,7 @@ def one_process(tmp_path):
 
 
 def test_gradients_through_ddp(one_process):
-    """DDP's hooks fire once for every parameter, that of the head too, which is read outside of the
-    model's forward.
-    """
+    """DDP's hooks fire once per parameter, also for the head, read outside the model's forward."""
     for family in ("qwen2", "llama"):  # tied and untied
         model = tiny_model(family, num_hidden_layers=1)
         twin, batch, advantages = (
@@ -182,10 +177,7 @@ def test_models_that_fsdp2_shards(one_process):
         causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
 
 
-# ------------------------------------------------------------------------------------------------
-# plain loop
-
-
+# --------------------------------------------------------------------------------------- plain loop
 def reward(completions: torch.Tensor) -> torch.Tensor:
     """The share of even ids: something to climb."""
     kept = completions >= 0
@@ -251,10 +243,7 @@ def test_plain_loop_equals_the_tutorial():
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
-# ------------------------------------------------------------------------------------------------
-# HF Trainer
-
-
+# --------------------------------------------------------------------------------------- HF Trainer
 @pytest.fixture(scope="module")
 def hf_trainer():
     return importlib.import_module("grpo_fast.integrations.examples.hf_trainer").PolicyTrainer
@@ -288,9 +277,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Two optimizer steps of two micro-batches each: the weights of one pass over the whole step's
-    tokens.
-    """
+    """Two optimizer steps of two micro-batches: the weights of one pass over the step's tokens."""
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
     # As some models say of themselves; the loss is not theirs here.

@@ -202,9 +202,7 @@ def in_one(batches: list[dict]) -> dict:
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean_global", "fixed_length"])
 @pytest.mark.parametrize("tokens", ["uneven", "none"])
 def test_two_ranks_take_the_step_of_one(stand_in, models, aggregation, mode, tokens):
-    """8 and 4 completions, the second rank with fewer tokens or none: the mean of their gradients
-    (DDP's) and every metric are those of one process on all rows.
-    """
+    """8 and 4 completions, the second rank with few tokens or none: means are one process's."""
     batches = [grpo_reference.rows(8, seed=1), grpo_reference.rows(4, seed=2)]
     batches[1]["labels"][:, 9 if tokens == "uneven" else 0 :] = -100
     config = CONFIG.replace(aggregation=aggregation, max_completion_length=14)

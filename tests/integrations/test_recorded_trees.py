@@ -1,6 +1,4 @@
-"""Recorded samples of TRL and verifiers, and the ten lines that train on them: as the flattened
-samples would, one after another.
-"""
+"""Recorded samples of TRL and verifiers train in ten lines as the flattened samples would."""
 
 from __future__ import annotations
 

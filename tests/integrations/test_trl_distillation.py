@@ -1,6 +1,4 @@
-"""`use_fast_head` on TRL's `DistillationTrainer`: its own loss function beside ours, whole runs of
-both, and what is refused.
-"""
+"""`use_fast_head` on TRL's `DistillationTrainer`: its loss beside ours, whole runs, refusals."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """What vLLM's rollout adds: the sampler's logps, one of them unknown, and the correction they
-    call for.
-    """
+    """What vLLM's rollout adds: the sampler's logps, one unknown, and their correction."""
 
     def _generate_and_score_completions(self, inputs):
         self.use_vllm = True
@@ -118,8 +116,7 @@ def reached(log: list[dict], key: str) -> float:
     return max(abs(entry.get(key) or 0.0) for entry in log)
 
 
-# ------------------------------------------------------------------------------------------- loss
-# types and levels
+# ---------------------------------------------------------------------------- loss types and levels
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo"])
 def test_token_level(model_path, tmp_path, loss_type):
     extra = {"epsilon_high": 1.1} if loss_type == "cispo" else {"delta": 1.5}
@@ -146,8 +143,7 @@ def test_vespo(model_path, tmp_path):
     assert reached(log, "vespo/phi_seq_mean") > 0
 
 
-# -------------------------------------------------------------------------------------------
-# options
+# ------------------------------------------------------------------------------------------ options
 PLAIN = {
     "no_kl": {"loss_type": "grpo", "beta": 0.0},
     "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},

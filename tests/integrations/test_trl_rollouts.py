@@ -1,6 +1,4 @@
-"""Rollouts of FastGRPOTrainer beside TRL's own: the same tokens where nothing is drawn by chance,
-what is left to TRL, seeds, tools, and the loss over what the sampler kept.
-"""
+"""Rollouts of FastGRPOTrainer beside TRL's: greedy tokens, what TRL keeps, seeds, tools, replay."""
 
 from __future__ import annotations
 
@@ -240,8 +238,7 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
     assert logits.argmax(-1).tolist() == ids
 
 
-# -------------------------------------------------------------------------------------------
-# tools
+# -------------------------------------------------------------------------------------------- tools
 def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -284,8 +281,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-# -------------------------------------------------------------------------------------------
-# replay
+# ------------------------------------------------------------------------------------------- replay
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """(B, K): log-probabilities by transformers' own warpers over the model's own logits."""
     from transformers import generation as hf

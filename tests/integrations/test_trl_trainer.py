@@ -1,6 +1,4 @@
-"""FastGRPOTrainer beside the numbers: packing, what it leaves to TRL and says so, wrapped models,
-generation.
-"""
+"""FastGRPOTrainer beside the numbers: packing, what TRL keeps, wrapped models, generation."""
 
 from __future__ import annotations
 
@@ -69,8 +67,7 @@ def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=tolerance, msg=name)
 
 
-# -------------------------------------------------------------------------------------------
-# packing
+# ------------------------------------------------------------------------------------------ packing
 def pack(batch: dict[str, Any], scored: torch.Tensor | None = None) -> Any:
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
@@ -156,8 +153,7 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
     assert ours.fast_path.items() >= PACKED.items()
 
 
-# -------------------------------------------------------------------------------------------
-# wrapped models
+# ----------------------------------------------------------------------------------- wrapped models
 @pytest.fixture
 def one_process(tmp_path):
     torch.distributed.init_process_group(
@@ -169,9 +165,7 @@ def one_process(tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_the_wrapped_module_is_called_once(model_path, tmp_path, one_process, loss_type):
-    """DistributedDataParallel reduces a gradient when its hooks see it, in the backward of its own
-    forward.
-    """
+    """DDP reduces a gradient when its hooks see it, in the backward of its own forward."""
     trainer = build(model_path, tmp_path, loss_type=loss_type)
     expected = gradients(trainer, micro_batch())
     wrapped, reduced, called = torch.nn.parallel.DistributedDataParallel(trainer.model), [], []
@@ -328,9 +322,7 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
-    """A release of TRL, or a subclass, that computes something else: the probe sees it before the
-    first step.
-    """
+    """A release or subclass that computes something else is seen by the probe, before step 1."""
     original = trl.GRPOTrainer._compute_loss
     monkeypatch.setattr(
         trl.GRPOTrainer, "_compute_loss", lambda self, m, i: 1.01 * original(self, m, i)
@@ -354,8 +346,7 @@ def test_the_probe_leaves_no_trace(model_path, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -------------------------------------------------------------------------------------------
-# generation
+# --------------------------------------------------------------------------------------- generation
 def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
     logs, seen = [], []
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
@@ -409,9 +400,7 @@ def test_eager_attention_and_its_softcap_are_kept(tmp_path):
 
 
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
-    """By default Gemma 2 runs on sdpa in transformers 5.17, which has no softcap: TRL's numbers are
-    those without one, and ours would be others.
-    """
+    """transformers 5.17 runs Gemma 2 on sdpa, without its softcap: so are TRL's numbers."""
     gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
         pytest.skip("needs a transformers whose Gemma 2 takes sdpa (5.17)")

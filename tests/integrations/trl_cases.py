@@ -1,6 +1,4 @@
-"""Trainers for the TRL parity tests: a tiny local model, GSM8K prompts, injected completions, fixed
-rewards.
-"""
+"""Trainers for parity tests: a tiny model, GSM8K prompts, injected completions, fixed rewards."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def prompts(count: int) -> list[str]:
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
-    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it (and its reference
-    model).
-    """
+    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it and its reference."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     if not (path / "config.json").exists():
@@ -84,9 +80,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Injected:
-    """Completions by a seeded generator in place of sampling, the same for every trainer that
-    counts along.
-    """
+    """Completions by a seeded generator in place of sampling, the same for every trainer."""
 
     def __init__(self, vocabulary: int, seed: int = 0, sampling: bool = False) -> None:
         self.random, self.vocabulary, self.sampling = (

@@ -77,7 +77,7 @@ SUITES: dict[str, str] = {
     "ranks_order": "train/test_ranks.py -k no_order_behind",
     "ranks_dealt": "train/test_ranks.py -k rank_0_reads",
     "ranks_apart": "train/test_ranks.py -k 'differently or other_data'",
-    "checkpoint_warm": "train/test_checkpoints.py -k warm_start",
+    "checkpoint_warm": "train/test_checkpoints.py -k 'warm and start'",
     "checkpoint_loop": "train/test_checkpoints.py "
     "-k 'passes or configuration or schedule or two_runs or remembered'",
     "ranks_mu": "train/test_ranks.py -k 'does and mu and not 4'",

@@ -85,9 +85,7 @@ def ask(rewards, *completions, answers=None):
     return rewards(["p"] * n, list(completions), answers or ["x"] * n)
 
 
-# Where it runs ----------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------ Where it runs
 def test_own_functions_run_elsewhere_unless_asked_for_here(build):
     assert ask(build("pid"), "a").total.item() != os.getpid()
     assert ask(build("pid", in_process=True), "a").total.item() == os.getpid()
@@ -130,9 +128,7 @@ def test_options_that_a_function_does_not_take(build, here):
         build("asks", in_process=here, units=2)
 
 
-# By reason --------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------- By reason
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
@@ -152,9 +148,7 @@ def test_after_three_hanging_samples_the_rest_is_lost_unasked(build):
     assert result.reasons == {"moody": {"timeout": 20}} and time.monotonic() - start < 10
 
 
-# Columns ----------------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------ Columns
 @pytest.mark.parametrize("here", [False, True])
 def test_functions_get_what_they_name(build, here):
     examples = [Example(f"p{i}", None, None, {"level": i}) for i in range(3)]
@@ -199,9 +193,7 @@ def test_columns_of_another_length_are_refused():
         rewards(["p"], ["a"], ["x"], {"level": [1, 2]})
 
 
-# Built in, in workers ---------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------- Built in, in workers
 def test_a_pattern(build):
     found = build("format_pattern", pattern="<a>.*</a>")
     assert ask(found, "so <a>1\n2</a>.", "<a>", "").total.tolist() == [1.0, 0.0, 0.0]

@@ -32,10 +32,7 @@ def one(function, weight=1.0, **keywords):
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
-# Extraction
-# ----------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- Extraction
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -113,10 +110,7 @@ def test_extraction_is_linear_on_64k_adversarial_characters(unit):
         assert time.perf_counter() - start < 0.1
 
 
-# Rule rewards
-# ----------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------- Rule rewards
 def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
@@ -154,10 +148,7 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # as numbers, not as text
 
 
-# The set
-# ----------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------ The set
 def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)

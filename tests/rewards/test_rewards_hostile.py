@@ -194,9 +194,7 @@ def own(function, **keywords):
     return RewardSet([WeightedReward("f", 1.0, function)], **keywords)
 
 
-# What it returns --------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- What it returns
 def test_everything_that_is_a_number_counts(odd, module):
     good = {what: ask(odd, what, 3).total.tolist() for what in module.GOOD}
     assert good == dict.fromkeys(module.GOOD, [0.5] * 3)
@@ -253,9 +251,7 @@ def test_a_value_that_is_no_number_costs_its_own_sample_without_a_second_call(mo
     assert result.total.isnan().tolist() == [False, True, True, False] and calls == [4]
 
 
-# How it leaves ----------------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------ How it leaves
 @pytest.mark.parametrize("what", ["error", "value"])
 def test_a_text_that_interrupts_costs_its_samples(odd, what):
     result = None

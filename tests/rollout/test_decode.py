@@ -1,6 +1,4 @@
-"""The sampling loop against transformers' `generate`: the same tokens, logps and kept ids, with
-attention in torch and in C++.
-"""
+"""The sampling loop against `generate`: tokens, logps, kept ids; attention in torch and C++."""
 
 from __future__ import annotations
 
@@ -218,9 +216,7 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_stands_behind_an_eos_is_no_difference(seed, monkeypatch):
-    """A model that ends at once is judged by all its tokens: neither unsuited for what follows its
-    EOS, nor found well by its first logits alone.
-    """
+    """A model that ends at once is judged by all its tokens, not by what follows its EOS."""
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
     model = tiny_model("llama", seed=seed, vocab_size=vocab, num_key_value_heads=heads)
     model = model.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])

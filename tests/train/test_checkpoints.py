@@ -42,6 +42,13 @@ KINDS = {
     ],
     "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
     "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
+    "rewards per token": [
+        "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
+        "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
+    ],
+    "warm start": [  # the frozen reference is the policy that it led to
+        "warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
+    ],
     "dynamic sampling and a running baseline": [
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
         "log.grad_variance=true", "data.digits=2",
@@ -88,9 +95,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 @pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
-    """No run draws from them; a dropout would, or an engine. What an evaluation, a rollout or a
-    minibatch has drawn before it was left is drawn again.
-    """
+    """A dropout or an engine would draw from them. What a step drew before is drawn again."""
     loss, decode = gradients.policy_loss, hf.decode
 
     def with_dropout(*arguments):
@@ -115,20 +120,6 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
         same(run(left, "resume=auto", *options), whole)
 
 
-def test_a_run_that_is_left_again_and_again(tmp_path, monkeypatch):
-    """Every attempt makes a few passes more; a rollout that was interrupted begins again."""
-    whole = run(tmp_path / "whole", *PASSES)
-    for attempt in range(100):
-        Leave(monkeypatch, 9 + attempt % 5)
-        try:
-            found = run(tmp_path / "left", *PASSES, "resume=auto")
-        except Stopped:
-            continue
-        break
-    assert attempt > 4
-    same(found, whole)
-
-
 def test_an_adapter(tmp_path, monkeypatch):
     folder, data = tiny_folder(tmp_path / "tiny", "llama"), questions(tmp_path / "data", 8, 8)
     words = [
@@ -144,13 +135,6 @@ def test_an_adapter(tmp_path, monkeypatch):
     names = stored_names(saved / "weights")
     assert all("lora_" in x or x.startswith(("critic.head", "optimizer.critic.head"))
                for x in names)  # fmt: skip
-
-
-def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
-    """And the frozen reference is the policy that it led to, not the one that it began with."""
-    words = ["warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
-             "data.n_test=4"]  # fmt: skip
-    check_everywhere(tmp_path, monkeypatch, (0.75,), *words)
 
 
 def test_a_resumed_run_samples_by_the_path_of_the_run_before(tmp_path, monkeypatch, capsys):

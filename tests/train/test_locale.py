@@ -1,6 +1,4 @@
-"""A machine whose locale knows ASCII only: files are UTF-8 all the same, and what cannot be shown
-is shown as ?.
-"""
+"""A machine whose locale knows ASCII only: files are UTF-8, what cannot be shown is shown as ?."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints that are damaged, incomplete or do not fit: refused in one line that names the file
-or the weights.
-"""
+"""Checkpoints that are damaged or do not fit: refused in a line that names the file or weights."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.data.model_files import read_fields
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
@@ -140,9 +137,7 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 
 def test_a_special_token_beyond_the_embedding(folder):
-    """As in Gemma 3's text models: no text leads to it, so only a prompt that spells it is
-    refused.
-    """
+    """As in Gemma 3's text models: only a prompt that spells it is refused."""
     from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
@@ -168,12 +163,3 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
         invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),
         "model.config: lama",
     )
-
-
-def test_the_fields_of_a_folder_in_their_parts(tmp_path):
-    """A text model within another names a kernel of the hub: only code that is allowed may."""
-    fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]
-    with pytest.raises(ValueError, match="_attn_implementation_internal: expected one of"):
-        read_fields(str(tmp_path))

@@ -22,7 +22,7 @@ from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments.reward_model import bradley_terry, collate, train_reward_model
 from tests.command_line import invoke, refused
 from tests.reward_specs import spec
-from tests.tiny import SIZES, TEXTS, tiny_folder, tiny_model
+from tests.tiny import SIZES, TEXTS, tiny_folder
 from tests.train.tiny_runs import TINY_SORT, logged
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "batch_size=32",
@@ -38,9 +38,7 @@ def train(folder, *words):
     return train_reward_model(config)
 
 
-# The loss ---------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- The loss
 @pytest.mark.parametrize("center", [0.0, 0.3])
 def test_bradley_terry_in_fp64(center):
     """From the papers: −log of the probability 1/(1 + e^−(r_c − r_r − m)), one pair at a time."""
@@ -61,9 +59,7 @@ def test_bradley_terry_does_not_overflow():
     assert bradley_terry(*far).item() == 600
 
 
-# The pairs --------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------- The pairs
 @pytest.mark.parametrize("task", ["sort", "arithmetic"])
 def test_made_pairs_have_more_right_in_the_chosen_answer(task):
     examples = load_examples(SimpleNamespace(task=task, digits=3), split="train", seed=0)
@@ -114,9 +110,7 @@ def test_a_batch_holds_the_chosen_texts_first():
     assert (ends == tokenizer.eos_token_id).all() and batch["margin"].tolist() == [0.5, 0.0]
 
 
-# As a reward ------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------- As a reward
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     """A random model with one output, of a size that shows what it is given."""
@@ -199,9 +193,7 @@ def test_a_folder_that_asks_for_a_kernel_of_the_hub(tmp_path):
     assert refused(invoke("reward-model", "reward-model-sort", *recipe), "transformers' own")
 
 
-# Training ---------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- Training
 def test_training_on_a_file_from_a_causal_model(tmp_path):
     """A folder's model gets an output; what it learns is saved with its tokenizer."""
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples"}
@@ -272,18 +264,7 @@ def test_recipes_of_each_kind_are_told_apart(tmp_path):
     assert refused(invoke("reward-model", "reward-model-sort", words), "is occupied")
 
 
-def test_a_model_of_its_own_kind_is_no_causal_one(tmp_path):
-    """A scorer built here has one output, and the padding that its tokenizer has."""
-    train(tmp_path / "a", "steps=1")
-    config = json.loads((tmp_path / "a" / "model" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"]
-    assert config["pad_token_id"] == 0
-    assert tiny_model("llama").config.architectures != config["architectures"]
-
-
-# The whole chain --------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- The whole chain
 @pytest.mark.slow
 def test_from_pairs_to_a_model_to_a_policy_that_the_rule_likes_better(tmp_path):
     """The policy sees the model's score only; what is asserted is the rule's."""

@@ -81,12 +81,6 @@ def test_gdpo_takes_each_reward_apart(tmp_path, monkeypatch):
         assert torch.equal(found, expected) and found.any()
 
 
-def test_the_same_run_twice_and_groups_of_one(tmp_path):
-    one = [*RUNNING, "rollout.group_size=1", "rollout.prompts_per_step=8"]
-    first, again = sort(tmp_path / "a", *one), sort(tmp_path / "b", *one)
-    assert first == again and all(row["grad_norm"] > 0 for row in first)
-
-
 def test_running_false_is_the_constant():
     assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
     assert running_baseline("baseline", {"value": 1.0}) is None

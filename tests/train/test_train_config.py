@@ -1,6 +1,4 @@
-"""The configuration: overrides, bounds, round trip, what excludes what (test_words: how words are
-read).
-"""
+"""The configuration: overrides, bounds, round trip, exclusions (test_words: how words are read)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The names a run's metrics.jsonl holds, and `perf/mfu`: its flops, its peak, and where it stays
-away.
-"""
+"""The names in a run's metrics.jsonl; `perf/mfu`: its flops, its peak, where it stays away."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
 )
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
-    """The flops of its passes over its time and the peak: `forward` passes without gradient,
-    `updates` with.
-    """
+    """The flops of `forward` passes without gradient and `updates` with, over time and peak."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
     monkeypatch.setattr(

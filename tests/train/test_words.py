@@ -1,6 +1,4 @@
-"""Words `key=value`, as every command reads them: one table of refusals, and words made to break
-the reader.
-"""
+"""Words `key=value` as every command reads them: refusals, and words made to break the reader."""
 
 from __future__ import annotations
 

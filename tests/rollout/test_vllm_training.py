@@ -92,17 +92,3 @@ def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
     again = run(tmp_path / "left", *words_of(servers[1]), "resume=auto")
     assert calm.pop("page") and again.pop("page")
     assert calm == again
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["rollout.engine=vllm-server"], "expected at least one server for engine: vllm-server"),
-        (["rollout.vllm.urls=[http://localhost:1]"], "expected none for engine: transformers"),
-        (["rollout.engine=vllm", "rollout.vllm.urls=[http://localhost:1]"], "expected none"),
-        (["rollout.engine=vllm-server", "rollout.vllm.urls=[localhost]"], "http://host:port"),
-        (["rollout.engine=vllm-server", "rollout.vllm.url=x"], "nearest: urls"),
-    ],
-)
-def test_a_configuration_that_does_not_fit(tmp_path, words, message):
-    assert refused(invoke("train", write_recipe(tmp_path), *words), message)

@@ -16,7 +16,7 @@ from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
+from grpo_fast.train.runs.folder import OutputFolderError
 from grpo_fast.train.runs.state import read_state
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.runs.storage import stored_names
@@ -350,15 +350,6 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     (alien / "letter.txt").write_text("dear")
     with pytest.raises(OutputFolderError, match="occupied"):
         run(alien, "resume=auto")
-
-
-def test_two_runs_in_one_folder(tmp_path, monkeypatch):
-    left_at(tmp_path / "run", monkeypatch, 20)
-    lock = FolderLock(tmp_path / "run")
-    with pytest.raises(OutputFolderError, match="another process is writing"):
-        run(tmp_path / "run", "resume=auto")
-    lock.release()
-    run(tmp_path / "run", "resume=auto")
 
 
 def test_moments_that_no_file_can_hold_are_refused_at_once(tmp_path):

@@ -10,13 +10,12 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
-from tests.train.tiny_runs import TINY_SORT, sort
+from tests.train.tiny_runs import sort
 
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -183,12 +182,6 @@ def test_a_run_with_a_synced_reference(tmp_path):
     assert several[0]["kl"] > 1e-9
 
 
-def test_a_kl_in_the_reward_is_an_estimate():
-    settings = ["advantages=gae", "critic={}", "kl.into=reward", "reference.kind=frozen"]
-    with pytest.raises(ValueError, match="loss.kl_estimator: expected an estimator"):
-        load_recipe("sort", [*TINY_SORT, *EXACT, *settings])
-
-
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
     """β = 0: the gradient is that of the policy term alone, the KL is reported."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
@@ -237,14 +230,3 @@ def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tm
 def test_a_path_needs_a_frozen_reference(kind):
     with pytest.raises(ValueError, match=f"path: expected .*frozen.*{kind}"):
         ReferenceConfig(kind=kind, path="somewhere")
-
-
-def test_the_run_refuses_the_exact_kl_without_a_reference():
-    with pytest.raises(
-        ValueError, match="reference.kind: expected frozen or synced, loss.beta is not 0"
-    ):
-        load_recipe("sort", [*TINY_SORT, *EXACT])
-    with pytest.raises(ValueError, match="kl_times_ratio: expected False"):
-        load_recipe("sort", [*TINY_SORT, *EXACT, "loss.kl_times_ratio=true"])
-    with pytest.raises(ValueError, match="kl_estimator: only loss_type"):
-        load_recipe("sort", [*TINY_SORT, *EXACT, "loss.loss_type=kimi"])

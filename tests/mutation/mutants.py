@@ -141,7 +141,7 @@ SUITES: dict[str, str] = {
     "divergence": "loss/test_divergence.py",
     "csrc_divergence": "loss/test_divergence.py -k 'cpu or fp64 or sets'",
     "divergence_term": "loss/test_divergence_term.py",
-    "distill_refused": "train/test_distill.py -k refusals",
+    "distill_refused": "train/test_words.py -k 'refusals and distill'",
     "distill": "train/test_distill.py -k teacher",
     "exact_kl_training": "train/test_exact_kl_training.py -k 'not of_the_run'",
     "baseline": "train/test_running_baseline.py",

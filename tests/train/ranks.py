@@ -169,14 +169,6 @@ def raise_together(*kinds: str | None) -> Any:
     return [type(error).__name__, str(getattr(error, "number", error))]
 
 
-def say(*values: Any) -> Any:
-    """What `gather`, `gather_tensors` and `from_main` make of a value for each rank."""
-    value = values[distributed.rank()]
-    tensors = distributed.gather_tensors(torch.arange(float(distributed.rank())))
-    return [distributed.gather(value), [x.tolist() for x in tensors],
-            distributed.from_main(lambda: value)]  # fmt: skip
-
-
 def track() -> Any:
     """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
     from accelerate.tracking import GeneralTracker

@@ -271,16 +271,3 @@ def test_a_run_leaves_rows_and_page(tmp_path):
     html = (tmp_path / "run" / "completions.html").read_text(encoding="utf-8")
     assert re.findall(r'<details id="s(\d+)"', html) == ["1", "2", "4", "5"]
     assert "Completions of run" in html and html.count("<article>") == 32
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path):
-    words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
-    loop.train(load_recipe("ppo-sort", words))
-    path = tmp_path / "run" / "completions" / "step_000001.parquet"
-    rows = parquet.read_table(path).to_pylist()
-    assert any(len(set(r["advantages"])) > 1 for r in rows)
-    for r in rows:
-        assert len(r["advantages"]) == len(r["tokens"])
-        mean = sum(r["advantages"]) / len(r["advantages"])
-        assert r["advantage"] == pytest.approx(mean, abs=1e-6)

@@ -206,12 +206,6 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks):
             assert found == [kind, text] or raises_its_own, (found, kind, text)
 
 
-def test_ranks_tell_each_other_numbers_and_texts(ranks):
-    values = [{"a": [1, None, "ü\ud800"]}, [], "x" * 1000]
-    for found in ranks(3, ["say", *values]):
-        assert found == [[values, [[], [0.0], [0.0, 1.0]], values[0]]]
-
-
 def test_trackers_are_rank_0s(ranks):
     for [seen] in ranks(2, ["track"]):
         assert seen == ["config", [1, {"reward": 0.5}], "finished"]

@@ -16,7 +16,7 @@ from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.reward_model import RewardModel, encode_pairs
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe, load_settings, recipe_names
+from grpo_fast.train.config.recipes import load_recipe, load_settings
 from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments.reward_model import bradley_terry, collate, train_reward_model
@@ -253,15 +253,6 @@ def test_refusals(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     assert refused(invoke("reward-model", "reward-model-sort", *words), said)
     assert not (tmp_path / "runs").exists()
-
-
-def test_recipes_of_each_kind_are_told_apart(tmp_path):
-    assert recipe_names(RewardModelConfig) == ["reward-model-sort"]
-    assert "reward-model-sort" not in recipe_names() and "sort" in recipe_names()
-    assert refused(invoke("reward-model", "sort"), "expected one of reward-model-sort or a YAML")
-    (tmp_path / "full").write_text("")
-    words = f"output_dir={tmp_path}"
-    assert refused(invoke("reward-model", "reward-model-sort", words), "is occupied")
 
 
 # ---------------------------------------------------------------------------------- The whole chain

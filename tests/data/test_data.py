@@ -164,9 +164,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(DatasetError, match="found nothing at"):
         load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
     unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
-    with pytest.raises(
-        DatasetError, match="data.path: expected a readable .jsonl file, got .*Errno"
-    ):
+    with pytest.raises(DatasetError, match="data.path: expected a readable .jsonl file, .*Errno"):
         read_examples(unreadable)
 
 
@@ -259,9 +257,7 @@ def test_hub_rows(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "datasets", empty)
         for split in ("train", "test"):
-            with pytest.raises(
-                DatasetError, match="data: expected at least one test example in a/b, got none"
-            ):
+            with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
                 load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
     asked.clear()
     train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)

@@ -67,9 +67,7 @@ def test_a_head_with_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="expected logits from its last hidden states"):
         causal_lm.check_head(model)
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(
-        ValueError, match="expected torch.nn.Linear as output embeddings, got Sequential"
-    ):
+    with pytest.raises(ValueError, match="expected torch.nn.Linear .*, got Sequential"):
         causal_lm.head_of(model)
 
 

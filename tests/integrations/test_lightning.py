@@ -216,9 +216,7 @@ def test_refusals_name_the_option(stand_in, models):
     module = stand_in(models[0], LossConfig(), group_size=3)
     with pytest.raises(ValueError, match="rewards: expected groups of 3, came 4 rewards"):
         module.training_step(grpo_reference.rows(4), 0)
-    with pytest.raises(
-        ValueError, match="reference: expected None beside beta = 0.0, came Qwen2ForCausalLM"
-    ):
+    with pytest.raises(ValueError, match="expected None beside beta = 0.0, came Qwen2For"):
         stand_in(models[0], LossConfig(), group_size=4, reference=models[1])
 
 

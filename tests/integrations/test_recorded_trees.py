@@ -229,9 +229,7 @@ def test_samples_of_trl():
     samples = [(s["input_ids"], s["completion_mask"]) for s in row.samples]
     close(names, flattened(model, samples, batch.advantages, batch.old_logps))
     row.samples[2]["old_log_probs"] = row.samples[2]["old_log_probs"][:-1]
-    with pytest.raises(
-        ValueError, match=r"samples\[2\]: expected old_log_probs for each of 20 ids"
-    ):
+    with pytest.raises(ValueError, match=r"samples\[2\]: expected old_log_probs for each of 20"):
         trl_trees.pack_samples(row.samples)
     assert (
         re.search(r"TRL.*1\.16", trl_trees.__doc__)

@@ -203,10 +203,7 @@ def test_run_ends_above_the_threshold_only():
         return [math.nan] * bad + [1.0] * (4 - bad)
 
     rewards = one(sometimes, max_failures=0.5)
-    with pytest.raises(
-        RewardError,
-        match=r"reward f: 16 of the last 28 samples have no reward .*not a finite number",
-    ):
+    with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
     # It ended on the 7th call, not before the share passed one half.
@@ -214,9 +211,7 @@ def test_run_ends_above_the_threshold_only():
 
 
 def test_set_refuses_bad_arguments():
-    with pytest.raises(
-        ValueError, match="no reward is called 'gsm8k_corect'; did you mean 'gsm8k_correct'"
-    ):
+    with pytest.raises(ValueError, match="'gsm8k_corect'; did you mean 'gsm8k_correct'"):
         build_rewards([spec("gsm8k_corect")])
     with pytest.raises(ValueError, match="expected different names"):
         build_rewards([spec("exact_match"), spec("exact_match")])

@@ -144,7 +144,5 @@ def test_its_prompts_are_trained_on_and_evaluated():
         found = [(e.prompt, e.answer) for e in load_examples(data, split=split, seed=5)]
         assert found == [("1 0 2", "0 1 2"), ("3 2 4", "2 3 4"), ("1 2 3", "1 2 3")]
     assert task_symbols(data) == ["0", "1", "2", "3", "4"]
-    with pytest.raises(
-        ValueError, match="data.chat: expected none, task lecture makes its own prompts"
-    ):
+    with pytest.raises(ValueError, match="data.chat: expected none, task lecture makes its own"):
         load_recipe("lecture", ["data.chat=true"])

@@ -94,9 +94,7 @@ def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_pa
 
 def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
     no_room(lambda call, tokens: call > 1)
-    with pytest.raises(
-        ValueError, match="tokens_per_microbatch: one completion with its prompt .* does not fit"
-    ):
+    with pytest.raises(ValueError, match="tokens_per_microbatch: one completion with its prompt"):
         sort_run(tmp_path / "run")
 
 

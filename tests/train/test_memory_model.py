@@ -245,9 +245,7 @@ def test_fixed_memory():
         == 4 * 10_000 + 12 * adapters
     )
     assert trainable_parameters(shape, ModelConfig(path="x", frozen=["*embed*"])) == 10_000 - 6400
-    with pytest.raises(
-        ValueError, match="num_hidden_layers: the config of model_type 'odd' has none"
-    ):
+    with pytest.raises(ValueError, match="num_hidden_layers: the config of .*'odd' has none"):
         Shape.of(type("Config", (), {"model_type": "odd", "hidden_size": 3})(), 1)
 
 
@@ -353,7 +351,5 @@ def test_a_group_without_end_is_planned_at_once(shared):
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match="MODEL: expected a recipe, .* or its config.json, came .*config.json"
-    ):
+    with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, came .*config.json"):
         plan(str(path), ["gpu=8"])

@@ -151,9 +151,7 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 def test_occupied_folder_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old.txt").write_text("x")
-    with pytest.raises(
-        OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"
-    ):
+    with pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it holds"):
         opened(tmp_path / "a", config())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
     for wrong in (
@@ -214,9 +212,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     with pytest.raises(ValueError, match="found no file at"):
         read_metrics(tmp_path / "no")
     path.write_bytes(b'{"step": 1}\n\xff\n')
-    with pytest.raises(
-        ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"
-    ):
+    with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at"):
         read_metrics(tmp_path)
     path.write_text("[" * 100_000 + "\n{}\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):

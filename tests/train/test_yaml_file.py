@@ -81,9 +81,7 @@ def test_a_recipe_that_is_no_text(tmp_path, content):
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
-    with pytest.raises(
-        ValueError, match="^recipe r: expected a readable text file in UTF-8, got .*Is a directory"
-    ):
+    with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
         read_yaml_file(tmp_path, "recipe r")
     assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
     (tmp_path / "r.yaml").write_text(RECIPE)

@@ -240,25 +240,13 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
 
 # -------------------------------------------------------------------------------------------- tools
 def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    defaults = {
-        "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
-        "max_steps": 2, "max_completion_length": 120, "learning_rate": 1e-3, "report_to": [],
-        "use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no", "seed": 7,
-        "gradient_checkpointing": False, "disable_tqdm": True, "num_iterations": 2,
-    }  # fmt: skip
     given = (
         {"environment_factory": tools.Calculator} if environment else {"tools": [tools.multiply]}
     )
-    trainer = cls(
-        model=AutoModelForCausalLM.from_pretrained(path),
-        reward_funcs=lambda completion_ids, **_: [len(ids) % 2 + 0.1 for ids in completion_ids],
-        args=trl.GRPOConfig(**{**defaults, **options}),
-        train_dataset=Dataset.from_list([{"prompt": tools.QUESTION}] * 4),
-        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"), **given,
-    )  # fmt: skip
+    chats = [{"prompt": tools.QUESTION}] * 4
+    sizes = {"max_completion_length": 120, "learning_rate": 1e-3, "num_iterations": 2}
+    trainer = cases.trainer(cls, path, output, data=chats, more=given, **{**sizes, **options})
+    del trainer._generate_single_turn
     trainer.seen, inner = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: (
         trainer.seen.append(inner(inputs)) or trainer.seen[-1]

@@ -68,15 +68,12 @@ def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
 
 
 # ------------------------------------------------------------------------------------------ packing
-def pack(batch: dict[str, Any], scored: torch.Tensor | None = None) -> Any:
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    return packed.pack_padded(ids, mask, batch["completion_mask"] if scored is None else scored)
-
-
 def test_a_shared_prompt_is_packed_once():
     batch = micro_batch()
-    result = pack(batch)
+    ids, mask = (
+        torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask")
+    )
+    result = packed.pack_padded(ids, mask, batch["completion_mask"])
     # Rows 0 and 2 share [11, 12, 13]; row 1 has a prompt of its own; row 3 scores nothing and is
     # left out.
     assert result.inputs["input_ids"].shape[1] == 3 + 5 + 5 + (5 + 2)
@@ -86,30 +83,6 @@ def test_a_shared_prompt_is_packed_once():
     tokens = result.packed(batch["completion_ids"])
     assert torch.equal(tokens, result.target_ids)
     assert torch.equal(result.padded(tokens), batch["completion_ids"] * batch["completion_mask"])
-
-
-def test_tokens_that_do_not_count_are_read_but_not_scored():
-    batch = micro_batch()
-    scored = batch["completion_mask"].clone()
-    scored[0, 1:3] = 0
-    result = pack(batch, scored)
-    assert result.inputs["input_ids"].shape[1] == pack(batch).inputs["input_ids"].shape[1]
-    assert result.cu_seqlens.tolist() == [0, 4, 10, 13, 13]
-    assert torch.equal(result.padded(result.target_ids), batch["completion_ids"] * scored)
-
-
-def test_nothing_to_score_is_packed_as_one_token():
-    batch = micro_batch()
-    result = pack(batch, torch.zeros_like(batch["completion_mask"]))
-    assert result.inputs["input_ids"].shape == (1, 1) and result.target_ids.shape == (0,)
-    assert result.cu_seqlens.tolist() == [0] * 5 and sorted(result.order.tolist()) == [0, 1, 2, 3]
-    assert torch.equal(result.padded(torch.zeros(0)), torch.zeros(4, 6))
-    nothing_at_all = micro_batch(completion_mask=torch.zeros(4, 6, dtype=torch.int64))
-    assert pack(nothing_at_all).target_ids.shape == (0,)
-
-
-def test_a_completion_without_a_prompt_cannot_be_packed():
-    assert pack(micro_batch() | {"prompt_mask": torch.tensor([[0] * 5, *[[1] * 5] * 3])}) is None
 
 
 PACKED = {"forward": "packed", "loss": "single pass"}

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,7 +217,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
         run(tmp_path / "run", *options, f"resume={newest}")
 
 
-PLACES = ["first file", "weights", "manifest", "folder", "rename"]
+STEP = "step_000002"
+# Where a save ends: what is called there, and whether this call (its number, its arguments) is it.
+PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
+    "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
+    "manifest": (json, "dumps", lambda n, value: "files" in value and value["step"] == 2),
+    "folder": (checkpoint, "sync", lambda n, p: Path(p).name == STEP + checkpoint.UNFINISHED),
+    "rename": (os, "replace", lambda n, a, b: str(b).endswith(STEP)),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -227,43 +237,23 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
     class Killed(BaseException):
         pass
 
-    def killed(*_, **__):
-        raise Killed
+    def dying(*arguments, **more):
+        calls.append(arguments)
+        if is_here(len(calls), *arguments):
+            raise Killed
+        return real(*arguments, **more)
 
-    def second(function):
-        calls = iter(range(1000))
-        # The writer comes by once for each checkpoint, in these places.
-        return lambda *a, **k: killed() if next(calls) == 1 else function(*a, **k)
-
+    owner, name, is_here = PLACES[place]
+    real, calls = getattr(owner, name), []
     with monkeypatch.context() as patched:
-        if place == "first file":
-            patched.setattr(PreTrainedTokenizerBase, "save_pretrained",
-                            second(PreTrainedTokenizerBase.save_pretrained))  # fmt: skip
-        elif place == "weights":
-            patched.setattr(checkpoint, "write_tensors", second(checkpoint.write_tensors))
-        elif place == "manifest":
-            dumps = json.dumps
-            patched.setattr(checkpoint.json, "dumps", lambda value, **k: (
-                killed() if "files" in value and value["step"] == 2 else dumps(value, **k)
-            ))  # fmt: skip
-        elif place == "folder":
-            sync, step = checkpoint.sync, f"step_000002{checkpoint.UNFINISHED}"
-            patched.setattr(
-                checkpoint, "sync", lambda p: killed() if Path(p).name == step else sync(p)
-            )
-        else:
-            patched.setattr(checkpoint.os, "replace", second_checkpoint(os.replace, killed))
+        patched.setattr(owner, name, dying)
         with pytest.raises(Killed):
             run(tmp_path / "run", *options)
     [left] = checkpoints_in(tmp_path / "run")
     assert left.name == "step_000001" and problem_of(left) is None
-    assert (left.parent / f"step_000002{checkpoint.UNFINISHED}").is_dir()
+    assert (left.parent / f"{STEP}{checkpoint.UNFINISHED}").is_dir()
     same(run(tmp_path / "run", *options, "resume=auto"), whole)
     assert not list(left.parent.glob(f"*{checkpoint.UNFINISHED}"))
-
-
-def second_checkpoint(replace, killed):
-    return lambda a, b: killed() if str(b).endswith("step_000002") else replace(a, b)
 
 
 def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, monkeypatch):

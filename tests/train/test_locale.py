@@ -53,12 +53,6 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
     assert (tmp_path / "p.png").is_file()
 
 
-@pytest.mark.slow
-def test_a_refusal(tmp_path):
-    refused = in_a_process("train", "sort", "stepz=ä", f"output_dir={tmp_path}/r", **ASCII)
-    assert refused.returncode == 2 and b"Traceback" not in refused.stderr
-
-
 def test_a_folder_that_this_locale_cannot_name(tmp_path):
     """Before any work, not when the first file is written."""
     (tmp_path / "r.yaml").write_text(RECIPE.replace("OUT", f"{tmp_path}/läufe"), encoding="utf-8")

@@ -85,23 +85,6 @@ def both(ranks: Ranks, case: str) -> Ranks:
     return results
 
 
-def test_a_case_that_fails_takes_no_other_with_it():
-    def broken():
-        raise ZeroDivisionError("in the middle")
-
-    def missing():
-        raise ModuleNotFoundError("no verl: make trainers")
-
-    found: dict[str, Any] = {}
-    two_ranks.collect(iter([("one", lambda: 1), ("two", broken), ("three", lambda: 3)]), found)
-    two_ranks.collect(iter([("four", missing), ("five", lambda: 5)]), found)
-    assert found["one"] == 1 and found["three"] == 3
-    assert "ZeroDivisionError: in the middle" in found["two"]["error"]
-    assert found["missing"] == ["no verl: make trainers"] and "five" not in found
-    with pytest.raises(pytest.fail.Exception, match="in the middle"):
-        both([found, found], "two")
-
-
 @pytest.mark.parametrize("name", TRL)
 def test_trl_logs_and_ends_in_the_same(ranks, name):
     results = both(ranks, f"trl-{name}")

@@ -166,16 +166,12 @@ def module(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def build(name, **options):
-    return build_rewards([spec(name, **options)], max_failures=1.0)
-
-
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
     """The function that does what its first prompt says, called in this process or in another."""
     isolated = request.param == "isolated"
     options = {"timeout": 30} if isolated else {"in_process": True}
-    function = build("odd_rewards:odd", **options).rewards[0].function
+    function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
     yield function
     if isolated:
         function.close()

@@ -15,6 +15,7 @@ from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
+from tests.train.test_ppo_step import weight_by_hand
 from tests.train.tiny_runs import sort
 
 AGGREGATIONS = (
@@ -71,18 +72,6 @@ def logits_of(policy, prompt, completion, temperature):
     return out[len(prompt) - 1 : -1].double() / temperature
 
 
-def weights_of(aggregation, lengths, longest):
-    count, total = len(lengths), sum(lengths)
-    each = {
-        "sequence_mean": lambda n: 1 / (count * n) if n else 0.0,
-        "token_mean_local": lambda n: 1 / total,
-        "fixed_length": lambda n: 1 / (count * longest),
-        "token_mean_global": lambda n: 1 / total,
-        "sequence_sum": lambda n: 1 / count,
-    }[aggregation]
-    return [each(n) for n in lengths]
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     """β·Σ w·KL + Σ w·(−A·lp), prompt by prompt, by autograd through the unpacked model."""
@@ -105,9 +94,10 @@ def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     rollout, loss, term, kls = step.rollout, 0.0, 0.0, []
     lengths = [0 if cut else len(c) for c, cut in zip(rollout.completion_ids, rollout.truncated,
                                                       strict=True)]  # fmt: skip
-    for i, w in enumerate(weights_of(aggregation, lengths, 6)):
-        if not lengths[i]:
+    for i, length in enumerate(lengths):
+        if not length:
             continue
+        w = weight_by_hand(aggregation, length, sum(lengths), len(lengths), 6)
         texts = rollout.prompt_ids[i], rollout.completion_ids[i]
         lp = logits_of(policy, *texts, 0.8).log_softmax(-1)
         q = logits_of(reference.copy, *texts, 0.8).log_softmax(-1).detach()

@@ -200,11 +200,12 @@ def test_the_values_metrics():
 AGGREGATIONS = ["sequence_mean", "token_mean_global", "fixed_length", "sequence_sum"]
 
 
-def weight_by_hand(aggregation, length, tokens, completions):
+def weight_by_hand(aggregation, length, tokens, completions, longest=9):
     return {
         "sequence_mean": 1 / (completions * length),
         "token_mean_global": 1 / tokens,
-        "fixed_length": 1 / (completions * 9),
+        "token_mean_local": 1 / tokens,
+        "fixed_length": 1 / (completions * longest),
         "sequence_sum": 1 / completions,
     }[aggregation]
 

@@ -1,8 +1,7 @@
-"""FastGRPOTrainer against the installed GRPOTrainer: real runs, every log key step for step, final
-weights.
+"""FastGRPOTrainer against the installed GRPOTrainer: every log key of real runs, final weights.
 
-Two trainers of one seed get the same prompts (GSM8K's), the same injected completions and the same
-rewards. A high learning rate and two iterations move the ratios across every bound.
+Prompts (GSM8K's), injected completions and rewards are the same. A high learning rate and two
+iterations move the ratios across every bound.
 """
 
 from __future__ import annotations

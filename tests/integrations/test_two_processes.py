@@ -1,8 +1,7 @@
-"""Other people's trainers over two gloo processes under torchrun: what they log and the weights
-they end in, with their own loss and with ours.
+"""Other people's trainers over two gloo processes: logs and weights with their loss and with ours.
 
-Where a total belongs to the world (tokens, completions, rewards, sums of metrics), two processes
-with different counts show it; one process cannot. Everything is run once, by `two_ranks`.
+The processes have different counts: a total that belongs to the world (tokens, completions,
+rewards, sums of metrics) shows, where one process shows none. `two_ranks` runs everything once.
 """
 
 from __future__ import annotations

@@ -21,20 +21,9 @@ TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "dat
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
 # As dashboards know them (TRL's); perf/mfu and perf/peak_memory_gib are those of a GPU.
 NAMES = {
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "num_tokens",
-    "step_time",
-    "completions/clipped_ratio",
-    "reward",
-    "reward_std",
-    "frac_reward_zero_std",
-    "kl",
-    "entropy",
-    "policy_loss",
-    "perf/rollout_tok_s",
-    "perf/train_tok_s",
+    *"loss grad_norm learning_rate num_tokens step_time reward reward_std kl entropy".split(),
+    *"policy_loss frac_reward_zero_std completions/clipped_ratio".split(),
+    *"perf/rollout_tok_s perf/train_tok_s".split(),
     *(
         f"completions/{how}_{which}length"
         for how in ("mean", "min", "max")

@@ -1,8 +1,6 @@
-"""The forward kernel in CUDA C++, emulated on the CPU, behind the doors of the Triton kernels:
-against fp64 and against the interpreted slice_kernel.
+"""The forward kernel in CUDA C++, emulated, against fp64 and the interpreted slice_kernel.
 
-Run by tests/benchmarks/test_cuda_candidate.py in a process of its own, some of it; all of it by
-hand: `TRITON_INTERPRET=1 python -m pytest --noconftest` and this file.
+test_cuda_candidate runs some of it; all: `TRITON_INTERPRET=1 python -m pytest --noconftest` and it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.critic import Critic, value_metrics
+from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
 from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.precompute import RewardKL, precompute
 from tests.pairs import pairs
@@ -208,6 +208,15 @@ def weight_by_hand(aggregation, length, tokens, completions, longest=9):
         "fixed_length": 1 / (completions * longest),
         "sequence_sum": 1 / completions,
     }[aggregation]
+
+
+def test_tokens_without_a_verdict_are_not_regressed():
+    scores = SCORES.clone()
+    scores[2] = math.nan
+    for micro in make_batch(scores, budget=14).micro_batches:
+        weights = token_weights(micro, LossConfig(loss_type="grpo"), 30, 9)
+        for i, own in zip(micro.chosen, micro.packed.split(weights), strict=True):
+            assert bool((own == 0).all()) == (i == 2)
 
 
 def gradients(policy, critic, config, batch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_fast.data.model_files import read_fields
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
@@ -161,3 +162,12 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
         invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),
         "model.config: lama",
     )
+
+
+def test_the_fields_of_a_folder_in_their_parts(tmp_path):
+    """A text model within another names a kernel of the hub: only code that is allowed may."""
+    fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]
+    with pytest.raises(ValueError, match="_attn_implementation_internal: expected one of"):
+        read_fields(str(tmp_path))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -62,34 +60,6 @@ def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeyp
     (tmp_path / "wheels" / "pydantic.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "wheels"))
     assert session.main(["--dry"]) == 0 and "starts" in capsys.readouterr().out
-
-
-def test_wheels_are_unpacked_onto_the_path(tmp_path):
-    folder = tmp_path / "benchmarks" / "gpu"
-    folder.mkdir(parents=True)
-    shutil.copy(CALLER, folder.parent)
-    shutil.copy(SCRIPT, folder)
-    for package in (folder.parent, folder):
-        (package / "__init__.py").touch()
-    code = "import deep, halves, peer, sys; print(deep.NAME, halves.NAME, peer.NAME, sys.argv[1:])"
-    (folder / "session.py").write_text(code)
-    (tmp_path / "wheels").mkdir()
-    with zipfile.ZipFile(tmp_path / "wheels" / "peer-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("peer.py", "NAME = 'from the wheel'")
-        wheel.writestr("peer_dsl/dsl_packages/deep.py", "NAME = 'from below'")
-    large = tmp_path / "large.whl"
-    with zipfile.ZipFile(large, "w") as wheel:
-        wheel.writestr("halves.py", "NAME = 'in pieces'")
-    for number in range(2):
-        piece = large.read_bytes()[number * 60 :][: 60 if number == 0 else None]
-        (tmp_path / "wheels" / f"large.whl.0{number}").write_bytes(piece)
-    environment = {**os.environ, "PYTHON": PY, "TMPDIR": str(tmp_path)}
-    command = ["bash", str(tmp_path / "benchmarks" / "gpu_session.sh"), "--part", "tests"]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == "from below in pieces from the wheel ['--part', 'tests']\n"
-    assert not list(tmp_path.glob("tmp.*")), "the unpacked wheels are cleared away"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from benchmarks import command
-from benchmarks.gpu import candidates, predict, tune
+from benchmarks.gpu import candidates, tune
 from benchmarks.gpu import report as gpu_report
 from benchmarks.kernels import gate, runner
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
 from benchmarks.kernels.providers import Provider, providers_of
 from benchmarks.kernels.providers.base import differentiate
-from benchmarks.kernels.shapes import COMPLETIONS, GPU, QUICK, Shape  # fmt: skip
+from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
 from tests.pairs import pairs
@@ -62,21 +62,6 @@ def test_the_exact_answer_is_autograds_in_fp64():
     variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
     idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
     assert 0.2 < idle.double().mean() < 0.8
-
-
-def test_variants_do_what_they_say():
-    full, ragged = (
-        make_problem(SHAPE, FP32, variant=Variant(mask=mask)) for mask in ("full", "ragged")
-    )
-    assert full.mask_or_none is None and ragged.count < SHAPE.n
-    lengths = ragged.mask.view(COMPLETIONS, -1)
-    assert (lengths[:, :-1] >= lengths[:, 1:]).all(), "padding is on the right"
-    flat, peaked = (
-        make_problem(QUICK[0], FP32, variant=Variant(softmax=word)) for word in ("flat", "peaked")
-    )
-    assert peaked.logps.exp().median() > 0.9 and flat.logps.exp().median() < 0.3
-    zero = make_problem(SHAPE, FP32, variant=Variant(0.25, "zero-advantage"))
-    assert int((zero.advantages != 0).sum()) == 2
 
 
 @pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
@@ -274,36 +259,6 @@ def test_the_command_line_finds_the_checkout_or_says_so(tmp_path):
 # ---- shapes, predictions, gate ----
 
 
-def test_predictions_count_the_code_as_it_is(monkeypatch):
-    from grpo_fast.kernels import workspace as memory
-
-    monkeypatch.setattr(memory, "gpu_bytes", lambda device: predict.MEMORY)
-    assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
-    large = predict.Case("linear_grpo_loss", GPU[2])
-    dense, sparse = (predict.estimate(large._replace(active=share)) for share in (1.0, 0.2))
-    assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
-    assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
-    assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
-    # By hand: one chunk, whose rows of 16 bits take 2.5 GB, no more than a 48th of the memory.
-    assert predict.chunk_plan(8192, 4096, 151936) == (1, 8192)
-    logits, targets = 2 * 8192 * 151936, 2 * 8192 * 8192
-    assert logits <= predict.WORKSPACE
-    assert dense.workspace == logits + targets + 8192 * (6 * 4096 + 12 * 75)
-    assert dense.parts["dW accumulated in fp32"] == 0
-    # With a workspace of 1 GiB three chunks of 2752 rows, 0.8 GB, at half of the hidden size;
-    # 4.3e12 bytes per second.
-    monkeypatch.setattr(predict, "WORKSPACE", 1 << 30)
-    assert predict.chunk_plan(8192, 4096, 151936) == (1, 8192), "an fp32 dW is as large"
-    assert predict.chunk_plan(8192, 2048, 151936) == (3, 2752)
-    half = predict.estimate(predict.Case("linear_grpo_loss", GPU[1]))
-    gradient = 4 * 151936 * GPU[1].h
-    beside = 2752 * (6 * 2048 + 12 * 75)
-    assert half.workspace == 2 * 2752 * 151936 + gradient + beside
-    assert half.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
-    assert half.parts["dW to 16 bits"] == pytest.approx(1.5 * gradient / 4.3e12)
-    assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
-
-
 def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, capsys):
     ratios = {setting.key: 1.0 for setting in gate.settings([1])}
     file = tmp_path / "gate.json"
@@ -405,26 +360,6 @@ def test_the_tables_of_the_page_are_those_of_the_committed_results():
     text = readme.PAGE.read_text()
     assert text.count(readme.BEGIN) == text.count(readme.END) == 1
     assert readme.refreshed(text) == text, "python -m benchmarks.report.readme --tables"
-
-
-def standard_case(report: int, tokens: int, milliseconds: float, **changes) -> dict:
-    rows = {
-        "three GEMMs": {"role": "limit", "median_ms": milliseconds},
-        "grpo_fast (auto)": {"role": "ours", "median_ms": milliseconds / 2},
-        "grpo_fast (torch)": {"role": "ours", "median_ms": milliseconds * 2},
-    }
-    shape = {"shape": [tokens, 256, 8192], "dtype": "fp32", "itemsize": 4, "active": 1.0}
-    where = {"report": report, "allocator": "default", "softmax": "flat", "hardware": {}}
-    return {"operation": "linear_grpo_loss", **shape, **where, "rows": rows, **changes}
-
-
-def test_a_curve_is_of_one_run():
-    """Two runs of the same N give one point for it: no vertical stroke."""
-    cases = [standard_case(1, n, n / 8) for n in (64, 256, 1024)] + [standard_case(0, 1024, 140.0)]
-    title, lines = plots.curves(cases, "median_ms")
-    assert title == "H=256 V=8192 fp32" and set(lines) == {"three GEMMs", "grpo_fast (auto)"}
-    assert lines["three GEMMs"] == ("limit", [(64, 8.0), (256, 32.0), (1024, 128.0)])
-    assert plots.curves(cases[:1], "median_ms") == ("", {})
 
 
 def test_nothing_measured_lies_above_its_roof():

@@ -1,6 +1,4 @@
-"""The candidate kernel in CUDA C++ (benchmarks/gpu/cuda_forward): what NVRTC makes of it for Hopper
-without a GPU, emulated against fp64, and whether its threads race.
-"""
+"""The candidate in CUDA C++ (benchmarks/gpu/cuda_forward): compiled, emulated, its races."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Data sources and tokenizers: the real GSM8K where it is at hand, broken files, generated
-tasks.
-"""
+"""Data sources and tokenizers: the real GSM8K where it is, broken files, generated tasks."""
 
 from __future__ import annotations
 
@@ -35,15 +33,10 @@ def write_lines(path: Path, *lines) -> Path:
     return path
 
 
-# GSM8K
-# ----------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- GSM8K
 @needs_gsm8k
 def test_gsm8k_counts_of_the_real_files():
-    """7473 + 1319 gold answers; 79 + 14 with commas, 3 + 2 negative, none decimal; none of them
-    lost.
-    """
+    """79 + 14 gold answers with commas, 3 + 2 negative, none decimal; none of them lost."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
         raw = [
             json.loads(line)["answer"].rpartition("####")[2].strip()
@@ -79,10 +72,7 @@ def test_gold_answer():
             gold_answer(bad)
 
 
-# Files
-# ----------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------------- Files
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -174,9 +164,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(DatasetError, match="found nothing at"):
         load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
     unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
-    with pytest.raises(
-        DatasetError, match="data.path: expected a readable .jsonl file, came .*Errno"
-    ):
+    with pytest.raises(DatasetError, match="data.path: expected a readable .jsonl file, .*Errno"):
         read_examples(unreadable)
 
 
@@ -269,9 +257,7 @@ def test_hub_rows(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "datasets", empty)
         for split in ("train", "test"):
-            with pytest.raises(
-                DatasetError, match="data: expected at least one test example in a/b, came none"
-            ):
+            with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
                 load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
     asked.clear()
     train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
@@ -279,10 +265,7 @@ def test_hub_rows(monkeypatch):
     assert set(asked) == {("openai/gsm8k", "main", split) for split in ("train", "test")}
 
 
-# Generated tasks
-# ----------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------- Generated tasks
 # Small spaces, where prompts collide.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
@@ -339,10 +322,7 @@ def test_generated_tasks_refuse_what_cannot_be():
             SortTask(split="train", seed=0, **wrong)
 
 
-# Tokenizers
-# ----------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- Tokenizers
 def test_bpe_round_trip_and_reload(tmp_path):
     texts = ["Janet has 16 eggs and sells 9 of them.\n#### 18", "A robe takes 2 bolts."] * 5
     tokenizer = build_bpe_tokenizer(texts, 300)

@@ -1,6 +1,4 @@
-"""Causes planted by twos and threes, and how many combinations the doctor names in full: `python -m
-tests.doctor.combinations` prints them.
-"""
+"""`python -m tests.doctor.combinations`: how many of two or three planted causes are named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An engine with faults to be found, written without the doctor's code: it samples token by token,
-a whole forward pass of the model for each.
-"""
+"""An engine with faults, apart from the doctor's code: a whole forward pass for each token."""
 
 from __future__ import annotations
 

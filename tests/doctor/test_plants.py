@@ -1,6 +1,4 @@
-"""What servers do in production, planted in an engine of this process: test_vllm_plants has them
-in a real server. Also engines that are right, and faults that the doctor cannot know.
-"""
+"""What servers do in production, planted in an engine of this process; engines that are right."""
 
 from __future__ import annotations
 

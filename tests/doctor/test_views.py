@@ -14,7 +14,6 @@ from grpo_fast.doctor.search import ONE, Change, Search, fitted
 from grpo_fast.doctor.view import KEPT, ROWS, Drawn, Rows, Truncation, View
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.sampler import Sampler
-from tests.doctor.faulty import BOS, tokenizer_with_bos
 
 R, V, H = ROWS + 6, 50, 8  # more rows than are there at a time
 
@@ -65,27 +64,6 @@ def test_rows_over_what_an_engine_kept(head):
         kept = z[i, row] if row else z[i]
         assert float(found[i]) == pytest.approx(float(z[i, targets[i]] - kept.logsumexp(-1)),
                                                 abs=2e-6)  # fmt: skip
-
-
-def test_readings_of_texts_and_of_messages():
-    tokenizer = tokenizer_with_bos()
-    bos = tokenizer.bos_token_id
-    ids = [tokenizer("4 more")["input_ids"], tokenizer("7")["input_ids"]]
-    found = prompts.readings(tokenizer, ["4 more", "7"], ids, 0)
-    assert found[prompts.AS_SENT] == ids and ids[0][0] == bos
-    assert found["bos in front"] == [[bos, *tokens] for tokens in ids]
-    assert found["without its first token"] == [tokens[1:] for tokens in ids]
-    shown = tokenizer.decode(found[prompts.TEMPLATED][1])
-    assert shown == f"{BOS}user: 7\nassistant:"
-    # Tokenized again it has its BOS twice, which is there already; a text has no template to lose.
-    assert not {prompts.AGAIN, prompts.UNTEMPLATED} & set(found)
-    assert found["without its last token"] == [tokens[:-1] for tokens in ids]
-    assert found["bos at its end"] == [[*tokens, bos] for tokens in ids]
-    chat = [[{"role": "user", "content": "7"}]]
-    sent = [tokenizer(shown, add_special_tokens=False)["input_ids"]]
-    found = prompts.readings(tokenizer, chat, sent, 0)
-    assert found[prompts.UNTEMPLATED] == [ids[1]] and prompts.TEMPLATED not in found
-    assert tokenizer.decode(found[prompts.UNPROMPTED][0]) == f"{BOS}user: 7\n"
 
 
 def test_padding_is_read_on_its_side():

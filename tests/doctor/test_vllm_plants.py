@@ -1,17 +1,11 @@
-"""Faults of a served model, planted before or in a real vLLM server, and what the doctor names.
-
-`make test-vllm` runs this; `python -m tests.doctor.test_vllm_plants` prints the table.
-"""
+"""Faults planted in a real vLLM server, and what the doctor names: `make test-vllm`."""
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +17,6 @@ from grpo_fast.rollout import Engine, Sampling, build_engine
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from tests.doctor.faulty import tokenizer_with_bos
-from tests.doctor.proxy import Proxy
 from tests.rollout.test_vllm_real import START_S, Process
 from tests.tiny import tiny_model
 
@@ -37,7 +30,8 @@ TEXTS = ["What is 12 + 30?", "4 more apples and 3 more", "The answer is what she
 CHAT = [[{"role": "user", "content": text}] for text in TEXTS]
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
 NOTHING = "nothing"
-Edit = Callable[[Policy], Callable[[dict[str, Any]], Any]]
+Question = tuple[list[int], dict[str, Any]]  # the prompt, what is wanted
+Edit = Callable[[list[int], dict[str, Any]], Question]
 
 
 def policy_of(family: str = "llama", **changes: Any) -> Policy:
@@ -51,109 +45,30 @@ def policy_of(family: str = "llama", **changes: Any) -> Policy:
     return Policy(model, tokenizer)
 
 
-def altered(
-    policy: Policy, change: Callable[[torch.Tensor], torch.Tensor], only: str = ""
-) -> Policy:
-    """A copy with other matrices."""
-    twin = policy.frozen_copy()
-    for name, parameter in twin.lm.named_parameters():
-        if parameter.dim() > 1 and only in name:
-            parameter.copy_(change(parameter))
-    return twin
-
-
-def int8(weight: torch.Tensor) -> torch.Tensor:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    return (weight / scale).round() * scale
-
-
-def moved(weight: torch.Tensor) -> torch.Tensor:
-    return weight + 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-
-
-class Keeps(Engine):
-    """An engine whose updates arrive as another policy's, or one update late."""
-
-    def __init__(self, engine: Engine, keeps: Policy | None) -> None:
-        self.engine, self.keeps, self.last = engine, keeps, None
-
-    def update(self, policy: Any, version: int) -> None:
-        late, self.last = self.last, policy.frozen_copy()
-        self.engine.update(self.keeps or late or policy, version)
-
-    def sample(self, request):
-        return self.engine.sample(request)
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-def tied(policy: Policy) -> Policy:
-    twin = policy.frozen_copy()
-    twin.lm.lm_head.weight.copy_(twin.lm.get_input_embeddings().weight)
-    return twin
-
-
 def told(**values: Any) -> Edit:
-    return lambda policy: lambda body: body["sampling_params"].update(values)
+    return lambda prompt, wanted: (prompt, wanted | values)
 
 
-def biased(policy: Policy) -> Callable[[dict[str, Any]], Any]:
-    return lambda body: body["sampling_params"].update(logit_bias={"40": 2.5})
+def read(change: Callable[[list[int]], list[int]]) -> Edit:
+    return lambda prompt, wanted: (change(prompt), wanted)
 
 
-def prompt(change: Callable[[list[int], Policy], list[int]]) -> Edit:
-    def edit(policy: Policy) -> Callable[[dict[str, Any]], Any]:
-        return lambda body: body.update(token_ids=change(body["token_ids"], policy))
+def written(*pairs: tuple[str, str]) -> Edit:
+    """The prompt's text with other words."""
 
-    return edit
+    def change(ids: list[int]) -> list[int]:
+        tokenizer = tokenizer_with_bos()
+        text = tokenizer.decode(ids)
+        for old, new in pairs:
+            text = text.replace(old, new)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-
-def with_system(ids: list[int], policy: Policy) -> list[int]:
-    tokenizer = policy.tokenizer
-    text = tokenizer.decode(ids).replace("<|bos|>", "<|bos|>system: You are a helpful assistant.\n")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def other_template(ids: list[int], policy: Policy) -> list[int]:
-    """One that nobody knows."""
-    text = policy.tokenizer.decode(ids).replace("user:", "Q>").replace("assistant:", "A>")
-    return policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return read(change)
 
 
-def shifted(by: int) -> Edit:
-    """Each token has the log-probability of the one before or behind it."""
-
-    def change(policy: Policy) -> Callable[[dict[str, Any]], Any]:
-        def edit(answer: dict[str, Any]) -> None:
-            for choice in answer["choices"]:
-                content = choice["logprobs"]["content"]
-                logps = [one["logprob"] for one in content]
-                logps = [logps[0], *logps[:-1]] if by < 0 else [*logps[1:], logps[-1]]
-                for one, logp in zip(content, logps, strict=True):
-                    one["logprob"] = logp
-
-        return edit
-
-    return change
-
-
-def by_arrival(policy: Policy) -> Callable[[dict[str, Any]], Any]:
-    """Every question gets the answer to another one: all wait for each other, then change."""
-    found: dict[int, Any] = {}
-    arrived = threading.Barrier(len(CHAT))
-
-    def edit(answer: dict[str, Any]) -> None:
-        own = arrived.wait(60)
-        found[own] = answer["choices"]
-        arrived.wait(60)
-        answer["choices"] = found[(own + 1) % len(CHAT)]
-
-    return edit
-
-
-# name → (what is planted, the cause that is right)
+# name → (what the server is asked, the cause that is right)
 ASKED: dict[str, tuple[Edit, str]] = {
+    NOTHING: (told(), NOTHING),
     "temperature 0.6 for 0.8": (told(temperature=0.6), causes.TEMPERATURE),
     "temperature 2 for 0.8": (told(temperature=2.0), causes.TEMPERATURE),
     "top_p 0.9": (told(top_p=0.9), causes.TRUNCATION),
@@ -162,27 +77,16 @@ ASKED: dict[str, tuple[Edit, str]] = {
     "repetition penalty 1.1": (told(repetition_penalty=1.1), causes.PENALTY),
     "presence penalty 0.5": (told(presence_penalty=0.5), causes.PENALTY),
     "frequency penalty 0.3": (told(frequency_penalty=0.3), causes.PENALTY),
-    "logit bias on one token": (biased, causes.LOGIT_BIAS),
+    "logit bias on one token": (told(logit_bias={"40": 2.5}), causes.LOGIT_BIAS),
     "min_tokens 24": (told(min_tokens=24), causes.ENDS),
-    "BOS twice": (prompt(lambda ids, p: [p.tokenizer.bos_token_id, *ids]), causes.TOKENS),
-    "first token lost": (prompt(lambda ids, p: ids[1:]), causes.TOKENS),
-    "last token lost": (prompt(lambda ids, p: ids[:-1]), causes.TOKENS),
-    "system prompt": (prompt(with_system), causes.TEMPLATE),
-    "another template": (prompt(other_template), "not found"),
-}
-ANSWERED: dict[str, tuple[Edit, str]] = {
-    "answers in another order": (by_arrival, causes.ORDER),
-    "logps one too early": (shifted(1), causes.SHIFTED),
-    "logps one too late": (shifted(-1), causes.SHIFTED),
-}
-SENT: dict[str, tuple[Callable[[Policy], Policy | None], str, bool]] = {
-    "stale weights, previous given": (lambda p: altered(p, moved), causes.STALE, True),
-    "stale weights, previous not given": (lambda p: altered(p, moved), causes.STALE, False),
-    "another model's weights": (lambda p: policy_of(seed=1), causes.STALE, False),
-    "one update behind": (lambda p: None, causes.STALE, False),
-    "tied head": (tied, causes.TIED, False),
-    "int8 weights": (lambda p: altered(p, int8, "proj"), causes.QUANTIZED, False),
-}
+    "BOS twice": (read(lambda ids: [tokenizer_with_bos().bos_token_id, *ids]), causes.TOKENS),
+    "first token lost": (read(lambda ids: ids[1:]), causes.TOKENS),
+    "last token lost": (read(lambda ids: ids[:-1]), causes.TOKENS),
+    "system prompt": (
+        written(("<|bos|>", "<|bos|>system: You are a helpful assistant.\n")), causes.TEMPLATE
+    ),
+    "another template": (written(("user:", "Q>"), ("assistant:", "A>")), "not found"),
+}  # fmt: skip
 # a configuration of the served copy that is not the trainer's
 SERVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "bf16 server": ("llama", {}, {"dtype": "bfloat16"}, causes.MODEL),
@@ -195,106 +99,53 @@ SERVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @contextmanager
-def serving(policy: Policy, changes: dict[str, Any]) -> Iterator[str]:
-    """The URL of a server with a copy of the policy whose configuration is changed."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
-        saved = copy.deepcopy(policy.lm.config)
-        rope = {k: v for k, v in changes.items() if k in ("rope_theta", "rope_type", "factor")}
-        policy.lm.config.rope_parameters = {**saved.rope_parameters, **rope}
-        for name, value in changes.items():
-            if name not in (*rope, "dtype"):
-                setattr(policy.lm.config, name, value)
-        policy.save(Path(folder, "model"))
-        policy.lm.config.__dict__.update(saved.__dict__)
-        process = Process(Path(folder, "model"), dtype=changes.get("dtype", "float32"))
-        try:
-            yield process.url
-        finally:
-            process.kill()
-            if os.environ.get("SHOW_LOG"):
-                print(Path(folder, "server.log").read_text()[-3000:])
+def serving(folder: Path, policy: Policy, changes: dict[str, Any]) -> Iterator[Engine]:
+    """An engine at a server with a copy of the policy whose configuration is changed."""
+    saved = copy.deepcopy(policy.lm.config)
+    rope = {k: v for k, v in changes.items() if k in ("rope_theta", "rope_type", "factor")}
+    policy.lm.config.rope_parameters = {**saved.rope_parameters, **rope}
+    for name, value in changes.items():
+        if name not in (*rope, "dtype"):
+            setattr(policy.lm.config, name, value)
+    policy.save(folder / "model")
+    policy.lm.config.__dict__.update(saved.__dict__)
+    process = Process(folder / "model", dtype=changes.get("dtype", "float32"))
+    try:
+        options = load_recipe("sort", [
+            "rollout.engine=vllm-server", f"rollout.vllm.urls=[{process.url}]",
+            "rollout.vllm.timeout=120", f"rollout.vllm.patience={START_S}",
+        ]).rollout  # fmt: skip
+        with build_engine(policy, options) as engine:
+            yield engine
+    finally:
+        process.kill()
 
 
-def engine_at(policy: Policy, url: str) -> Engine:
-    options = load_recipe("sort", [
-        "rollout.engine=vllm-server", f"rollout.vllm.urls=[{url}]", "rollout.vllm.timeout=120",
-        f"rollout.vllm.patience={START_S}",
-    ]).rollout  # fmt: skip
-    return build_engine(policy, options)
-
-
-def found_by(policy: Policy, engine: Engine, prompts: Any, **options: Any) -> Diagnosis:
-    with engine:
-        return diagnose(policy, engine, prompts, SAMPLING, version=3, **options)
-
-
-def cases(names: str = "") -> Iterator[tuple[str, str, Callable[[], Diagnosis]]]:
-    """(name, the cause that is right, its diagnosis) of every plant; servers start as needed."""
-    policy = policy_of()
-
-    def asked_at(url: str, edit: Edit | None, edits: str, prompts: Any) -> Diagnosis:
-        proxy = Proxy(url, **({edits: edit(policy)} if edit else {}))
-        try:
-            return found_by(policy, engine_at(policy, proxy.url), prompts)
-        finally:
-            proxy.stop()
-
-    def kept_at(url: str, other: Policy | None, given: bool) -> Diagnosis:
-        engine = Keeps(engine_at(policy, url), other)
-        if other is None:
-            engine.update(altered(policy, moved), 1)
-        return found_by(policy, engine, CHAT, previous=other if given else None)
-
-    def matches(name: str) -> bool:
-        return not names or any(part in name for part in names.split(","))
-
-    plants: dict[str, tuple[str, Callable[[str], Diagnosis]]] = {
-        NOTHING: (NOTHING, lambda url: asked_at(url, None, "asked", CHAT))
-    }
-    for edits, listed in (("asked", ASKED), ("answered", ANSWERED)):
-        for name, (edit, right) in listed.items():
-            plants[name] = right, lambda url, e=edit, w=edits: asked_at(url, e, w, CHAT)
-    for name, (other, right, given) in SENT.items():
-        plants[name] = right, lambda url, o=other, g=given: kept_at(url, o(policy), g)
-    chosen = [name for name in plants if matches(name)]
-    with serving(policy, {}) if chosen else nullcontext("") as url:
-        for name in chosen:
-            right, run = plants[name]
-            yield name, right, lambda r=run, u=url: r(u)
-    for name, (family, fields, changes, right) in SERVED.items():
-        if matches(name):
-            trainer = policy_of(family, **fields)
-            with serving(trainer, changes) as url:
-                yield name, right, lambda t=trainer, u=url: found_by(t, engine_at(t, u), CHAT)
-
-
-def verdict(found: Diagnosis, right: str) -> str:
+def verdict(policy: Policy, engine: Engine, right: str) -> str:
+    found: Diagnosis = diagnose(policy, engine, CHAT, SAMPLING, version=3)
     names = [cause.name for cause in found.causes] or [NOTHING if found.ok else "not found"]
     if names == [right]:
         return "right"
     return "in part" if right in names else names[0] if names == ["not found"] else "WRONG"
 
 
-def test_causes_are_named_against_vllm():
-    verdicts = {name: verdict(run(), right) for name, right, run in cases()}
+def test_causes_are_named_against_vllm(tmp_path):
+    verdicts, policy = {}, policy_of()
+    with serving(tmp_path, policy, {}) as engine:
+        server, update = engine.links[0].server, engine.update
+        ask = server.generate
+        for name, (edit, right) in ASKED.items():
+            server.generate = lambda prompt, wanted, *rest, edit=edit: ask(
+                *edit(list(prompt), wanted), *rest
+            )
+            verdicts[name] = verdict(policy, engine, right)
+        server.generate = ask
+        engine.update = lambda _, version: update(policy_of(seed=1), version)
+        verdicts["another model's weights"] = verdict(policy, engine, causes.STALE)
+    for name, (family, fields, changes, right) in SERVED.items():
+        policy = policy_of(family, **fields)
+        (tmp_path / name).mkdir()
+        with serving(tmp_path / name, policy, changes) as engine:
+            verdicts[name] = verdict(policy, engine, right)
     assert "WRONG" not in verdicts.values(), verdicts
     assert len(verdicts) - list(verdicts.values()).count("right") <= 2, verdicts
-
-
-if __name__ == "__main__":
-    for name, right, run in cases(*sys.argv[1:]):
-        try:
-            found = run()
-        except Exception as error:
-            print(f"{name:34} ERROR {error!r}", flush=True)
-            continue
-        what = "; ".join(
-            f"{c.name}: {c.advice} [{c.before:.2g} → {c.after:.2g}]" for c in found.causes
-        )
-        noise = " ".join(f"{n.dtype} {n.mean:.1e} {n.share:.2%}" for n in found.own_noise)
-        print(
-            f"{name:34} {verdict(found, right):10} mean {found.mean:.3g} own {found.own:.1e} "
-            f"left {found.left:.2g} "
-            f"{what or found.rest}  ({noise})",
-            flush=True,
-        )

@@ -1,19 +1,8 @@
-"""Ranks of gloo worlds that train with sharded heads, compared with one process on all rows.
-
-    python -m tests.integrations.sharded_ranks FOLDER 2 4  # FOLDER/world2.0.json, world4.0.json
-
-The packages are imported once and the ranks are forks. References come from a world of one.
-"""
+"""Ranks of a gloo world that train with sharded heads, compared with one process on all rows."""
 
 from __future__ import annotations
 
-import datetime
-import gc
-import json
-import multiprocessing
 import os
-import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,59 +119,27 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
         yield f"train-{name}", compared(*ends[1], *ends[0])
 
 
-# ------------------------------------------------------------------------------------- ranks
-def references(worlds: list[int], folder: Path) -> None:
+# -------------------------------------------------------------------------------------- jobs
+def references(worlds: list[int], folder: str) -> None:
+    """Models on disk, and what one process computes of every world's rows."""
+    for name, tied in (("tied", True), ("untied", False)):
+        trl_cases.folder(Path(folder, name), tie_word_embeddings=tied)
     cases = [(case, world) for world in worlds for case in names(world)]
-    torch.save({case: compute(*case, folder) for case in cases}, folder / "references.pt")
+    found = {case: compute(*case, Path(folder)) for case in cases}
+    torch.save(found, Path(folder, "references.pt"))
 
 
-def results_of(world: int, rank: int, folder: Path, results: dict[str, Result]) -> None:
+def results_of(folder: str) -> dict[str, Result]:
+    """Every case of this world, on each of its ranks."""
+    world, rank, place = distributed.get_world_size(), distributed.get_rank(), Path(folder)
+    os.environ["LOCAL_RANK"] = str(rank)  # accelerate looks for it, as torchrun would set it
     mesh = init_device_mesh("cpu", (world,))
-    expected = torch.load(folder / "references.pt")
+    expected = torch.load(place / "references.pt")
+    results: dict[str, Result] = {}
     for case in names(world):
-        found = compute(case, world, folder, rank, mesh)
+        found = compute(case, world, place, rank, mesh)
         results[case] = compared(*found, *expected[case, world])
     results.update(public_functions(world, rank, mesh))
     if world == 2 and TRAINS_SHARDED:
-        results.update(whole_runs(world, rank, folder))
-
-
-def rank_of(world: int, rank: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ["MASTER_ADDR"] = "localhost"  # accelerate looks for it, as torchrun would set it
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{world}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results: dict[str, Result] = {}
-    try:
-        results_of(world, rank, folder, results)
-    except Exception:
-        results["error"] = {"after": list(results)[-1:], "error": traceback.format_exc()}
-    if rank == 0 or "error" in results:
-        (folder / f"world{world}.{rank}.json").write_text(json.dumps(results))
-    gc.collect()
-    distributed.destroy_process_group()
-
-
-def main(folder: Path, worlds: list[int]) -> None:
-    torch.set_num_threads(1)
-    for name, tied in (("tied", True), ("untied", False)):
-        trl_cases.folder(folder / name, tie_word_embeddings=tied)
-    jobs: list[list[tuple]] = [[(references, worlds, folder)]]
-    jobs += [[(rank_of, world, rank, folder) for rank in range(world)] for world in worlds]
-    fork = multiprocessing.get_context("fork")
-    for job in jobs:
-        processes = [fork.Process(target=function, args=rest) for function, *rest in job]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        print("exit codes", [process.exitcode for process in processes], flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]])
+        results.update(whole_runs(world, rank, place))
+    return results

@@ -17,17 +17,7 @@ from tests import grpo_reference
 from tests.tiny import FAMILIES, tiny_model
 
 
-def same_weights(a, b) -> None:
-    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(
-            x, y, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-# ------------------------------------------------------------------------------------------------
-# causal_lm
-
-
+# ---------------------------------------------------------------------------------------- causal_lm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
     """Loss, metrics and gradients against all logits: softcaps, head scales, tied heads."""
@@ -70,9 +60,7 @@ def test_a_head_with_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="expected logits from its last hidden states"):
         causal_lm.check_head(model)
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(
-        ValueError, match="expected torch.nn.Linear as output embeddings, came Sequential"
-    ):
+    with pytest.raises(ValueError, match="expected torch.nn.Linear .*, got Sequential"):
         causal_lm.head_of(model)
 
 
@@ -147,9 +135,7 @@ def one_process(tmp_path):
 
 
 def test_gradients_through_ddp(one_process):
-    """DDP's hooks fire once for every parameter, that of the head too, which is read outside of the
-    model's forward.
-    """
+    """DDP's hooks fire once per parameter, also for the head, read outside the model's forward."""
     for family in ("qwen2", "llama"):  # tied and untied
         model = tiny_model(family, num_hidden_layers=1)
         twin, batch, advantages = (
@@ -182,10 +168,7 @@ def test_models_that_fsdp2_shards(one_process):
         causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
 
 
-# ------------------------------------------------------------------------------------------------
-# plain loop
-
-
+# --------------------------------------------------------------------------------------- plain loop
 def reward(completions: torch.Tensor) -> torch.Tensor:
     """The share of even ids: something to climb."""
     kept = completions >= 0
@@ -251,10 +234,7 @@ def test_plain_loop_equals_the_tutorial():
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
-# ------------------------------------------------------------------------------------------------
-# HF Trainer
-
-
+# --------------------------------------------------------------------------------------- HF Trainer
 @pytest.fixture(scope="module")
 def hf_trainer():
     return importlib.import_module("grpo_fast.integrations.examples.hf_trainer").PolicyTrainer
@@ -288,9 +268,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Two optimizer steps of two micro-batches each: the weights of one pass over the whole step's
-    tokens.
-    """
+    """Two optimizer steps of two micro-batches: the weights of one pass over the step's tokens."""
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
     # As some models say of themselves; the loss is not theirs here.
@@ -312,7 +290,8 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         with torch.no_grad():
             for p in twin.parameters():
                 p -= 0.05 * p.grad
-    same_weights(model, twin)
+    for x, y in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
     logs = trainer.state.log_history[0]
     assert logs["clip_ratio/region_mean"] > 0 and "entropy" in logs and "loss" in logs
     assert "eval_loss" in trainer.evaluate()

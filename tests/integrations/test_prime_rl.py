@@ -1,6 +1,4 @@
-"""prime-rl's custom loss, against its documented interface: the package is on no index, so nothing
-of it runs here.
-"""
+"""prime-rl's custom loss, by its documented interface: the package itself is on no index."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`use_fast_head`: the outputs and gradients of TRL's own head function, and whole runs of other
-TRL trainers.
-"""
+"""`use_fast_head`: outputs and gradients of TRL's own head, whole runs of other TRL trainers."""
 
 from __future__ import annotations
 
@@ -215,8 +213,7 @@ def test_a_copy_of_the_model_computes_with_its_own_head():
     assert copied.lm_head(torch.ones(1, 16)).eq(0).all()
 
 
-# ------------------------------------------------------------------------------------------- whole
-# runs
+# --------------------------------------------------------------------------------------- whole runs
 def sft(path: str, output: Any, **options: Any) -> Any:
     from datasets import Dataset
 

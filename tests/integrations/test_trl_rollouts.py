@@ -1,6 +1,4 @@
-"""Rollouts of FastGRPOTrainer beside TRL's own: the same tokens where nothing is drawn by chance,
-what is left to TRL, seeds, tools, and the loss over what the sampler kept.
-"""
+"""Rollouts of FastGRPOTrainer beside TRL's: greedy tokens, what TRL keeps, seeds, tools, replay."""
 
 from __future__ import annotations
 
@@ -240,28 +238,15 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
     assert logits.argmax(-1).tolist() == ids
 
 
-# -------------------------------------------------------------------------------------------
-# tools
+# -------------------------------------------------------------------------------------------- tools
 def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    defaults = {
-        "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
-        "max_steps": 2, "max_completion_length": 120, "learning_rate": 1e-3, "report_to": [],
-        "use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no", "seed": 7,
-        "gradient_checkpointing": False, "disable_tqdm": True, "num_iterations": 2,
-    }  # fmt: skip
     given = (
         {"environment_factory": tools.Calculator} if environment else {"tools": [tools.multiply]}
     )
-    trainer = cls(
-        model=AutoModelForCausalLM.from_pretrained(path),
-        reward_funcs=lambda completion_ids, **_: [len(ids) % 2 + 0.1 for ids in completion_ids],
-        args=trl.GRPOConfig(**{**defaults, **options}),
-        train_dataset=Dataset.from_list([{"prompt": tools.QUESTION}] * 4),
-        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"), **given,
-    )  # fmt: skip
+    chats = [{"prompt": tools.QUESTION}] * 4
+    sizes = {"max_completion_length": 120, "learning_rate": 1e-3, "num_iterations": 2}
+    trainer = cases.trainer(cls, path, output, data=chats, more=given, **{**sizes, **options})
+    del trainer._generate_single_turn
     trainer.seen, inner = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: (
         trainer.seen.append(inner(inputs)) or trainer.seen[-1]
@@ -284,8 +269,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-# -------------------------------------------------------------------------------------------
-# replay
+# ------------------------------------------------------------------------------------------- replay
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """(B, K): log-probabilities by transformers' own warpers over the model's own logits."""
     from transformers import generation as hf

@@ -1,6 +1,4 @@
-"""FastGRPOTrainer beside the numbers: packing, what it leaves to TRL and says so, wrapped models,
-generation.
-"""
+"""FastGRPOTrainer beside the numbers: packing, what TRL keeps, wrapped models, generation."""
 
 from __future__ import annotations
 
@@ -69,17 +67,13 @@ def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=tolerance, msg=name)
 
 
-# -------------------------------------------------------------------------------------------
-# packing
-def pack(batch: dict[str, Any], scored: torch.Tensor | None = None) -> Any:
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    return packed.pack_padded(ids, mask, batch["completion_mask"] if scored is None else scored)
-
-
+# ------------------------------------------------------------------------------------------ packing
 def test_a_shared_prompt_is_packed_once():
     batch = micro_batch()
-    result = pack(batch)
+    ids, mask = (
+        torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask")
+    )
+    result = packed.pack_padded(ids, mask, batch["completion_mask"])
     # Rows 0 and 2 share [11, 12, 13]; row 1 has a prompt of its own; row 3 scores nothing and is
     # left out.
     assert result.inputs["input_ids"].shape[1] == 3 + 5 + 5 + (5 + 2)
@@ -89,30 +83,6 @@ def test_a_shared_prompt_is_packed_once():
     tokens = result.packed(batch["completion_ids"])
     assert torch.equal(tokens, result.target_ids)
     assert torch.equal(result.padded(tokens), batch["completion_ids"] * batch["completion_mask"])
-
-
-def test_tokens_that_do_not_count_are_read_but_not_scored():
-    batch = micro_batch()
-    scored = batch["completion_mask"].clone()
-    scored[0, 1:3] = 0
-    result = pack(batch, scored)
-    assert result.inputs["input_ids"].shape[1] == pack(batch).inputs["input_ids"].shape[1]
-    assert result.cu_seqlens.tolist() == [0, 4, 10, 13, 13]
-    assert torch.equal(result.padded(result.target_ids), batch["completion_ids"] * scored)
-
-
-def test_nothing_to_score_is_packed_as_one_token():
-    batch = micro_batch()
-    result = pack(batch, torch.zeros_like(batch["completion_mask"]))
-    assert result.inputs["input_ids"].shape == (1, 1) and result.target_ids.shape == (0,)
-    assert result.cu_seqlens.tolist() == [0] * 5 and sorted(result.order.tolist()) == [0, 1, 2, 3]
-    assert torch.equal(result.padded(torch.zeros(0)), torch.zeros(4, 6))
-    nothing_at_all = micro_batch(completion_mask=torch.zeros(4, 6, dtype=torch.int64))
-    assert pack(nothing_at_all).target_ids.shape == (0,)
-
-
-def test_a_completion_without_a_prompt_cannot_be_packed():
-    assert pack(micro_batch() | {"prompt_mask": torch.tensor([[0] * 5, *[[1] * 5] * 3])}) is None
 
 
 PACKED = {"forward": "packed", "loss": "single pass"}
@@ -156,8 +126,7 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
     assert ours.fast_path.items() >= PACKED.items()
 
 
-# -------------------------------------------------------------------------------------------
-# wrapped models
+# ----------------------------------------------------------------------------------- wrapped models
 @pytest.fixture
 def one_process(tmp_path):
     torch.distributed.init_process_group(
@@ -165,42 +134,6 @@ def one_process(tmp_path):
     )
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_the_wrapped_module_is_called_once(model_path, tmp_path, one_process, loss_type):
-    """DistributedDataParallel reduces a gradient when its hooks see it, in the backward of its own
-    forward.
-    """
-    trainer = build(model_path, tmp_path, loss_type=loss_type)
-    expected = gradients(trainer, micro_batch())
-    wrapped, reduced, called = torch.nn.parallel.DistributedDataParallel(trainer.model), [], []
-
-    def hook(state, bucket):
-        reduced.extend(id(p) for p in bucket.parameters())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    wrapped.register_comm_hook(None, hook)
-    wrapped.register_forward_hook(lambda *_: called.append(1))
-    same_gradients(gradients(trainer, micro_batch(), wrapped), expected)
-    assert called == [1]
-    assert set(reduced) == {id(p) for p in trainer.model.parameters()}
-
-
-def test_fsdp2_shards_are_gathered(model_path, tmp_path, one_process):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    trainer = build(model_path, tmp_path)
-    expected = gradients(trainer, micro_batch())
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in trainer.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(trainer.model, mesh=mesh)
-    loss, found = gradients(trainer, micro_batch())
-    same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
 
 
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
@@ -328,9 +261,7 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
-    """A release of TRL, or a subclass, that computes something else: the probe sees it before the
-    first step.
-    """
+    """A release or subclass that computes something else is seen by the probe, before step 1."""
     original = trl.GRPOTrainer._compute_loss
     monkeypatch.setattr(
         trl.GRPOTrainer, "_compute_loss", lambda self, m, i: 1.01 * original(self, m, i)
@@ -354,8 +285,7 @@ def test_the_probe_leaves_no_trace(model_path, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -------------------------------------------------------------------------------------------
-# generation
+# --------------------------------------------------------------------------------------- generation
 def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
     logs, seen = [], []
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
@@ -395,23 +325,8 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     assert saved.config._attn_implementation == "sdpa"
 
 
-def test_eager_attention_and_its_softcap_are_kept(tmp_path):
-    path = cases.folder(tmp_path / "gemma2", "gemma2", head_dim=16)
-    trainer, plain = (
-        build(path, tmp_path, cls, loading={"attn_implementation": "eager"})
-        for cls in (fast.FastGRPOTrainer, trl.GRPOTrainer)
-    )
-    assert plain.model.config._attn_implementation == "eager"
-    assert trainer.fast_path["forward"] == "packed"
-    ids = torch.arange(2, 22)[None]
-    ours, theirs = (one.model(input_ids=ids).logits for one in (trainer, plain))
-    assert (ours - theirs).abs().max() < 1e-5  # the softcap moves them by more
-
-
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
-    """By default Gemma 2 runs on sdpa in transformers 5.17, which has no softcap: TRL's numbers are
-    those without one, and ours would be others.
-    """
+    """transformers 5.17 runs Gemma 2 on sdpa, without its softcap: so are TRL's numbers."""
     gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
         pytest.skip("needs a transformers whose Gemma 2 takes sdpa (5.17)")

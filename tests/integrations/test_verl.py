@@ -1,6 +1,4 @@
-"""verl's own functions, from the installed package, against ours: loss, gradient, every metric; and
-the head.
-"""
+"""verl's own functions against ours: loss, gradient, every metric; and the head."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def actor(loss_mode: str = "vanilla", info: dict | None = None, **changes):
 def batch(
     rows: int = 6, length: int = 9, *, step: float = 0.4, weights: bool = False, seed: int = 0
 ) -> dict:
-    """Ratios on both sides of every clip range, advantages of both signs, holes, and a row without
-    a token.
-    """
+    """Ratios beyond every clip, advantages of both signs, holes, a row without a token."""
     random = torch.Generator().manual_seed(seed)
     old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
     new = (old + step * torch.randn(rows, length, generator=random)).clamp(max=-1e-3)
@@ -100,9 +96,7 @@ def compare(name: str, data: dict, mode: str, config) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_loss_gradient_and_metrics(name, mode):
-    """Every loss × every loss_agg_mode: with and without the whole step's counts and the rollout's
-    weights.
-    """
+    """With and without the whole step's counts and the rollout's weights."""
     whole_step = {
         "dp_size": 4,
         "batch_num_tokens": 230,
@@ -215,10 +209,7 @@ def test_refusals_name_the_option():
         ours.policy_loss("vanilla")(**batch())
 
 
-# ------------------------------------------------------------------------------------------------
-# registry
-
-
+# ----------------------------------------------------------------------------------------- registry
 def test_register_and_undo():
     before = dict(core.POLICY_LOSS_REGISTRY)
     with ours.register() as handle:
@@ -249,9 +240,7 @@ def test_the_latest_registration_is_undone_first():
 
 
 def worker_data(prompts: list[int], responses: list[int]):
-    """What verl's actor worker hands to its loss: nested tensors per completion, and the whole
-    batch's counts.
-    """
+    """What verl's actor worker hands to its loss: nested tensors, and the whole batch's counts."""
     random = torch.Generator().manual_seed(0)
 
     def nested(lengths, make):
@@ -278,9 +267,7 @@ def worker_data(prompts: list[int], responses: list[int]):
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_in_verls_worker_loss(name):
-    """`verl.workers.utils.losses.ppo_loss` with loss_mode=fast_…: it adds entropy and KL to the
-    loss in place.
-    """
+    """verl's `ppo_loss` with loss_mode=fast_…: it adds entropy and KL to the loss in place."""
     ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
     data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
     results = []
@@ -341,10 +328,7 @@ def test_the_head_of_the_process_is_given_back():
     assert functional.FusedLinearForPPO is theirs
 
 
-# ------------------------------------------------------------------------------------------------
-# head
-
-
+# --------------------------------------------------------------------------------------------- head
 @pytest.mark.parametrize("shape", [(13,), (3, 5)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_head_equals_verls(shape, temperature):
@@ -403,9 +387,7 @@ def patched_model():
 
 
 def test_fast_head_in_verls_forward(patched_model):
-    """verl's own patched forward, with its head and with ours: outputs, gradients; undone it is
-    verl's again.
-    """
+    """verl's own patched forward with its head and with ours; undone it is verl's again."""
     model = patched_model
     ids = torch.arange(3, 27).view(2, 12)
 

@@ -29,8 +29,3 @@ def load_verl(name: str) -> Any:
 def load_openrlhf_loss() -> Any:
     with skipping():
         return packages.load_openrlhf_loss()
-
-
-def require(*names: str) -> None:
-    with skipping():
-        packages.require(*names)

@@ -1,6 +1,4 @@
-"""Trainers for the TRL parity tests: a tiny local model, GSM8K prompts, injected completions, fixed
-rewards.
-"""
+"""Trainers for parity tests: a tiny model, GSM8K prompts, injected completions, fixed rewards."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def prompts(count: int) -> list[str]:
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
-    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it (and its reference
-    model).
-    """
+    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it and its reference."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     if not (path / "config.json").exists():
@@ -84,9 +80,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Injected:
-    """Completions by a seeded generator in place of sampling, the same for every trainer that
-    counts along.
-    """
+    """Completions by a seeded generator in place of sampling, the same for every trainer."""
 
     def __init__(self, vocabulary: int, seed: int = 0, sampling: bool = False) -> None:
         self.random, self.vocabulary, self.sampling = (
@@ -107,7 +101,7 @@ class Injected:
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
     """A trainer of this class on the model in `path`.
 
-    `options` go to GRPOConfig, peft_config to the trainer and loading to `from_pretrained`.
+    `options` go to GRPOConfig, `more` and peft_config to it, loading to `from_pretrained`.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,6 +109,7 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
 
     evaluation, peft_config = options.pop("evaluation", False), options.pop("peft_config", None)
     dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
+    rows, more = options.pop("data", None), options.pop("more", {})
     defaults = {
         "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
         "max_steps": 2, "max_completion_length": COMPLETION, "learning_rate": 0.05, "optim": "sgd",
@@ -123,12 +118,12 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
         "gradient_checkpointing": False, "per_device_eval_batch_size": 4,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
-    data = Dataset.from_dict({"prompt": prompts(8)})
+    data = Dataset.from_list(rows or [{"prompt": prompt} for prompt in prompts(8)])
     made = cls(
         model=model, reward_funcs=reward, args=GRPOConfig(**{**defaults, **options}),
         train_dataset=data, eval_dataset=data.select(range(2)) if evaluation else None,
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        peft_config=peft_config,
+        peft_config=peft_config, **more,
     )  # fmt: skip
     made.remove_callback(__import__("transformers").PrinterCallback)
     made._generate_single_turn = completions or Injected(model.config.vocab_size)

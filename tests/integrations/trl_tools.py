@@ -32,17 +32,10 @@ class Calculator:
         return None
 
     def multiply(self, a: int, b: int) -> int:
-        """
-        Multiplies two numbers.
-
-        Args:
-            a: The first one.
-            b: The second one.
-
-        Returns:
-            Their product.
-        """
         return a * b
+
+
+Calculator.multiply.__doc__ = multiply.__doc__  # which TRL tells the model
 
 
 def folder(path: Path) -> str:

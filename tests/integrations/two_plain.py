@@ -1,6 +1,4 @@
-"""Lightning's DDP strategy and transformers' `Trainer` over two ranks, beside one process in plain
-torch on the rows of both.
-"""
+"""Lightning's DDP and transformers' `Trainer` over two ranks beside plain torch on all rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Other people's trainers over two processes: what torchrun starts, once for all cases.
-
-    torchrun --standalone --nproc-per-node 2 -m tests.integrations.two_ranks FOLDER
+"""Other people's trainers over two processes, started by test_two_processes with torchrun.
 
 Each rank writes FOLDER/rank<r>.json: case → result, or what went wrong in it.
 """

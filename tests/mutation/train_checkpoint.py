@@ -93,7 +93,7 @@ MUTANTS = [
            "a full disk leaves the beginning of a line", "checkpoint_ends"),
     Mutant("checkpoint-no-lock", FOLDER,
            "fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
-           "two processes write into one folder", "checkpoint_loop"),
+           "two processes write into one folder", "checkpoint_attacks"),
     Mutant("checkpoint-audit", AUDIT,
            "expected = 0 if before is None else before.prompt + 1",
            "expected = now.prompt",

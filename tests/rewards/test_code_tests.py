@@ -113,7 +113,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    assert _processes() <= before | _of(rewards)
+    assert _processes() <= before | {rewards.rewards[0].function._worker._child.pid}
 
 
 def _processes() -> set[int]:
@@ -126,10 +126,6 @@ def _processes() -> set[int]:
         except OSError:
             continue
     return found
-
-
-def _of(rewards) -> set[int]:
-    return {rewards.rewards[0].function._worker._child.pid}
 
 
 def test_nothing_is_connected_to(rewards):

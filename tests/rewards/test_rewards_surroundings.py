@@ -56,8 +56,9 @@ def test_folder_and_gradients_are_as_they_were(tmp_path, monkeypatch):
         isolated.rewards[0].function.close()
 
 
-def test_folder_after_calls_from_several_threads(tmp_path, monkeypatch):
+def test_folder_and_streams_after_calls_from_several_threads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    before = sys.stdout, sys.stderr
     folders = [tmp_path / name for name in "abcd"]
     for folder in folders:
         folder.mkdir()
@@ -71,7 +72,7 @@ def test_folder_after_calls_from_several_threads(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(lambda i: rewards([str(folders[i % 4])], ["a"], ["x"]), range(200)):
             pass
-    assert os.getcwd() == str(tmp_path)
+    assert os.getcwd() == str(tmp_path) and (sys.stdout, sys.stderr) == before
 
 
 def test_a_folder_that_is_gone_is_no_obstacle(tmp_path, monkeypatch):
@@ -117,15 +118,6 @@ def test_messages_are_a_copy_for_each_function():
     prompts = [[{"role": "user", "content": "question"}]]
     own(rewrites)(prompts, ["a"], ["x"])
     assert prompts == [[{"role": "user", "content": "question"}]]
-
-
-def test_streams_after_calls_from_several_threads():
-    before = sys.stdout, sys.stderr
-    rewards = own(lambda *, prompts, completions, answers: time.sleep(0.001) or [1.0])
-    with ThreadPoolExecutor(4) as pool:
-        for _ in pool.map(lambda i: rewards(["p"], ["a"], ["x"]), range(200)):
-            pass
-    assert (sys.stdout, sys.stderr) == before
 
 
 def test_one_set_in_several_threads_counts_every_loss():

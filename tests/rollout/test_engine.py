@@ -8,14 +8,8 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Completion, Engine, Sampling, awake
 from grpo_fast.rollout.engine import uniforms
-from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return tiny_policy()
 
 
 class Recorded(Engine):

@@ -9,15 +9,9 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.sampler import Sampler, pick, seed_of
-from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.tiny import SYMBOLS, tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths: left padding
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return tiny_policy()
 
 
 def generate(policy, prompts, *, seed, group_size=4, **options):
@@ -72,27 +66,6 @@ def test_temperature_enters_the_logps():
     assert sampler.logps.item() == pytest.approx(
         (logits / 0.5).log_softmax(-1)[0, token].item(), abs=1e-6
     )
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampling_logps_are_the_policys(policy, temperature):
-    """Left-padded generation with a cache and one packed forward pass see the same distribution."""
-    rollout = generate(policy, PROMPTS, seed=1, temperature=temperature)
-    groups = [range(first, first + 4) for first in range(0, 12, 4)]
-    batch = MicroBatch.pack(rollout, torch.zeros(12), groups, "cpu")
-    logps = policy.logps(batch.packed, temperature)
-    torch.testing.assert_close(logps, batch.sampling_logps, rtol=0, atol=2e-5)
-
-
-def test_greedy_takes_the_most_likely_token(policy):
-    rollout = generate(policy, PROMPTS, seed=1, temperature=0.0, group_size=2)
-    for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
-        ids = list(prompt)
-        for token in completion:
-            with policy.generation():
-                logits = policy.lm(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            assert token == logits.argmax().item()
-            ids.append(token)
 
 
 def test_completions_end_at_the_first_eos(policy):
@@ -172,8 +145,7 @@ def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
     for name in ("decode", "by_transformers"):
         monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
     with pytest.raises(
-        ValueError,
-        match="prompts: expected at most 512 tokens .*max_position_embeddings.*, came 513 in",
+        ValueError, match="at most 512 tokens .*max_position_embeddings.*, came 513"
     ):
         generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
@@ -190,16 +162,6 @@ def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
 def test_positions_of_a_stretched_model(rope, positions):
     policy = tiny_policy(rope_parameters={"rope_theta": 1e4, **rope})
     assert policy.positions == positions
-
-
-def test_a_shipped_generation_config_does_not_reach_the_sampler(policy):
-    plain = generate(policy, PROMPTS, seed=4)
-    policy.lm.generation_config.repetition_penalty = 5.0
-    policy.lm.generation_config.do_sample = True
-    penalised = generate(policy, PROMPTS, seed=4)
-    assert policy.lm.generation_config.repetition_penalty == 5.0
-    policy.lm.generation_config.repetition_penalty = None
-    assert penalised.completion_ids == plain.completion_ids
 
 
 def test_generation_mode_is_left_again(policy):

@@ -139,12 +139,6 @@ def test_it_keeps_the_weights_it_was_given(policy, vllm):
         assert all(map(torch.equal, policy.lm.parameters(), llm.own.lm.parameters()))
 
 
-def test_greedy_completions(policy, vllm):
-    with awake(VLLMEngine(policy, StandIn(), 0), policy, 1) as engine:
-        ours = generate(policy, None, temperature=0.0).completion_ids
-        assert generate(policy, engine, temperature=0.0).completion_ids == ours
-
-
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
     engine = VLLMEngine(policy, StandIn(), level)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,12 @@ import pytest
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling
 from grpo_fast.rollout.vllm import http
-from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import build
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.vllm_stand_in import Raw, StandIn
-from tests.tiny import tiny_policy
+from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw, StandIn
 
-GENERATE, UPDATE, INFO = "/inference/v1/generate", "/update_weights", "/server_info"
+INFO = "/server_info"
 OK = b"HTTP/1.1 200 OK\r\n"
 EOS_ID = 1
 OTHER_END = {"stop": "length", "length": "stop"}
@@ -26,33 +25,14 @@ DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch) -> None:
-    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
+def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return tiny_policy()
-
-
-@pytest.fixture
-def server(policy: Policy) -> Iterator[StandIn]:
-    made = StandIn(policy)
-    yield made
-    made.stop()
-
-
-class Options:
-    ahead = 0
-
-    def __init__(self, server: StandIn, **given: float) -> None:
-        self.vllm = VLLMOptions(urls=[server.url], **given)
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Rollout:
     """From the start: every path of the link is used."""
-    engine = build(policy, Options(server, **{"timeout": 20.0, "patience": 20.0, **given}))
+    options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
+    engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
     engine.update(policy, 3)
     sampling = Sampling(max_new_tokens=6, top_k=5)
     return rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)
@@ -149,60 +129,42 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
+# One value of a wrong type stands for all: every field is of one strict schema (`Reply`).
 FAULTS: dict[str, tuple[str, Any]] = {
     # ids
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
-    "id 2^31": (GENERATE, ids(lambda t: [1 << 31, *t[1:]])),
-    "id 2^40": (GENERATE, ids(lambda t: [1 << 40, *t[1:]])),
     "id 10^400": (GENERATE, ids(lambda t: [10**400, *t[1:]])),
-    "id 3.0": (GENERATE, ids(lambda t: [3.0, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
-    "id true": (GENERATE, ids(lambda t: [True, *t[1:]])),
-    "id null": (GENERATE, ids(lambda t: [None, *t[1:]])),
-    "ids null": (GENERATE, ids(lambda t: None)),
     "ids a text": (GENERATE, ids(lambda t: "345")),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
     "ids behind the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
     # log-probabilities
     "logprob 0.5": (GENERATE, logprob(0.5)),
-    "logprob 1e300": (GENERATE, logprob(1e300)),
     "logprob inf": (GENERATE, logprob(float("inf"))),
-    "logprob -inf": (GENERATE, logprob(float("-inf"))),
     "logprob nan": (GENERATE, logprob(float("nan"))),
     "logprob -9999": (GENERATE, logprob(-9999.0)),
-    "logprob '-1'": (GENERATE, logprob("-1")),
     "logprob null": (GENERATE, logprob(None)),
-    "logprob false": (GENERATE, logprob(False)),
     "logprobs of others": (GENERATE, content(lambda c: [c[0] | {"token_id": 0}, *c[1:]])),
     "a logprob less": (GENERATE, content(lambda c: c[:-1])),
     "a logprob more": (GENERATE, content(lambda c: [*c, c[-1]])),
-    "logprobs null": (GENERATE, choice(logprobs=None)),
-    "content null": (GENERATE, content(lambda c: None)),
     # completions
     "no choices": (GENERATE, answer({})),
-    "choices null": (GENERATE, answer({"choices": None})),
     "choices an object": (GENERATE, answer({"choices": {"0": {}}})),
-    "a choice null": (GENERATE, answer({"choices": [None] * 3})),
     "a choice less": (GENERATE, lambda found: found["choices"].pop() and None),
     "a choice more": (GENERATE, lambda found: found["choices"].append(found["choices"][0])),
     "indices twice": (GENERATE, each_index(0, 1, 1)),
     "indices with a gap": (GENERATE, each_index(0, 1, 3)),
     "index -1": (GENERATE, each_index(-1, 0, 1)),
-    "index '1'": (GENERATE, each_index(0, "1", 2)),
     "index 1.0": (GENERATE, each_index(0, 1.0, 2)),
-    "reason null": (GENERATE, choice(finish_reason=None)),
     "reason unknown": (GENERATE, choice(finish_reason="banana")),
-    "reason a number": (GENERATE, choice(finish_reason=1)),
     "reason abort": (GENERATE, choice(finish_reason="abort")),
     "reason of another end": (
         GENERATE, choice(finish_reason=lambda x: OTHER_END[x["finish_reason"]])
     ),
     # versions
     "no version": (GENERATE, choice(weight_versions=[])),
-    "version null": (GENERATE, choice(weight_versions=None)),
-    "version a number": (GENERATE, choice(weight_versions=[{"version": 3, "start": 0, "end": 6}])),
     "version of the past": (GENERATE, spans(("past", 0, 1))),
     "version of the future": (GENERATE, spans(("future", 0, 1))),
     "version of another run": (GENERATE, spans(("01234567-3", 0, 1))),
@@ -214,12 +176,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "versions that overlap": (GENERATE, spans(("now", 0, 1), ("now", 0, 1))),
     # what was kept
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
-    "mask 2^40": (GENERATE, mask(lambda t: [t, 1 << 40])),
     "mask -1": (GENERATE, mask(lambda t: [t, -1])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
-    "mask of texts": (GENERATE, mask(lambda t: [str(t)])),
     "mask a text": (GENERATE, mask(lambda t: "345")),
-    "mask null": (GENERATE, mask(lambda t: None)),
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     # bodies
@@ -262,19 +221,15 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "no world_size": ("/get_world_size", answer({})),
     "world_size '1'": ("/get_world_size", answer({"world_size": "1"})),
     "world_size 0": ("/get_world_size", answer({"world_size": 0})),
-    "world_size 2^40": ("/get_world_size", answer({"world_size": 1 << 40})),
     "no weight_version": ("/weight_info", answer({})),
-    "weight_version null": ("/weight_info", answer({"weight_version": None})),
     "vllm_config null": (INFO, answer({"vllm_config": None})),
     "vllm_config a text": (INFO, answer({"vllm_config": "model='m'"})),
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
-    "model_config null": (INFO, answer({"vllm_config": {"model_config": None}})),
     "no dtype": (INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "raw"}}})),
     "is_paused 'no'": ("/is_paused", answer({"is_paused": "no"})),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
-    "an account that is null": ("/collective_rpc", answer({"results": [None]})),
     "a health of 500": ("/health", 500),
 }  # fmt: skip
 

@@ -26,9 +26,8 @@ from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.command_line import invoke
-from tests.rollout.vllm_stand_in import all_logps
+from tests.rollout.vllm_stand_in import all_logps, difference
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(
@@ -119,15 +118,6 @@ def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes
     return rollouts.generate(policy, PROMPTS, sampling, group_size=3, seed=seed, engine=engine)
 
 
-def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
-    """The largest, between the sampler's log-probabilities and the policy's."""
-    count = len(rollout.texts)
-    groups = [range(first, first + 3) for first in range(0, count, 3)]
-    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
-    with torch.no_grad():
-        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
-
-
 def check_engine(policy: Any, engine: Any, options: Any) -> None:
     """Log-probabilities, ends, seeds; weights that are old, and then not."""
     with awake(engine, policy, 0):
@@ -208,21 +198,6 @@ def in_the_middle(engine: Any, action: Any) -> None:
         return ask(*question)
 
     server.generate = generate
-
-
-def test_a_server_that_hangs_is_an_error_within_the_timeout(server, options):
-    policy = policy_of()
-    with build_engine(policy, options) as engine:
-        engine.update(policy, 0)
-        engine.options.timeout, engine.options.patience = 3.0, 3.0
-        in_the_middle(engine, lambda: server.signal(signal.SIGSTOP))
-        start = time.monotonic()
-        try:
-            with pytest.raises(ServerError, match="no answer within"):
-                generate(policy, engine, options, max_new_tokens=200)
-            assert time.monotonic() - start < 60
-        finally:
-            server.signal(signal.SIGCONT)
 
 
 def test_a_server_killed_in_the_middle_is_an_error_then_restarted_it_is_asked_again(

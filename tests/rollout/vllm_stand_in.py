@@ -20,7 +20,9 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.transfer import GlooGroup
+from grpo_fast.train.update.micro_batch import MicroBatch
 
+GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
 
 
@@ -30,6 +32,15 @@ def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
     packed = pack_groups([(ids[:1], [ids[1:]])])
     hidden = policy.hidden(packed).index_select(0, packed.predicting)
     return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
+
+
+def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
+    """The largest, between the sampler's log-probabilities and the policy's; groups of three."""
+    count = len(rollout.texts)
+    groups = [range(first, first + 3) for first in range(0, count, 3)]
+    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
+    with torch.no_grad():
+        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
 
 
 class Raw:

@@ -1,11 +1,12 @@
 """Several processes for tests: forked from one that has imported everything; gloo between them.
 
-A job is the name of a function of this module and its arguments; all ranks run it.
+A job is a function, of this module or as module:name, and its arguments; all ranks run it.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import signal
@@ -169,14 +170,6 @@ def raise_together(*kinds: str | None) -> Any:
     return [type(error).__name__, str(getattr(error, "number", error))]
 
 
-def say(*values: Any) -> Any:
-    """What `gather`, `gather_tensors` and `from_main` make of a value for each rank."""
-    value = values[distributed.rank()]
-    tensors = distributed.gather_tensors(torch.arange(float(distributed.rank())))
-    return [distributed.gather(value), [x.tolist() for x in tensors],
-            distributed.from_main(lambda: value)]  # fmt: skip
-
-
 def track() -> Any:
     """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
     from accelerate.tracking import GeneralTracker
@@ -326,7 +319,9 @@ def child(rank: int, ranks: int, ports: tuple[str, str], jobs: list[Any], file: 
     found = []
     try:
         for name, *arguments in jobs:
-            found.append(globals()[name](*arguments))
+            module, _, function = name.rpartition(":")
+            owner = vars(importlib.import_module(module)) if module else globals()
+            found.append(owner[function](*arguments))
     except BaseException:
         found.append({"error": "unexpected", "text": traceback.format_exc()})
     file.write_text(json.dumps(found), encoding="utf-8")
@@ -387,7 +382,8 @@ class Ranks:
             late.cancel()
         assert answer, f"no answer within {timeout} s: {Path(self.log.name).read_text()[-2000:]}"
         found = json.loads(answer)
-        unexpected = [x["text"] for each in found for x in each if _is_unexpected(x)]
+        ends = [x for each in found for x in each if isinstance(x, dict)]
+        unexpected = [x["text"] for x in ends if x.get("error") == "unexpected"]
         assert not unexpected, unexpected[0]
         return found
 
@@ -396,10 +392,6 @@ class Ranks:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.log.close()
-
-
-def _is_unexpected(found: Any) -> bool:
-    return isinstance(found, dict) and found.get("error") == "unexpected"
 
 
 # --------------------------------------------------------------------------------- comparing

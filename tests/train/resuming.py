@@ -1,6 +1,4 @@
-"""For tests of checkpoints: tiny runs that are left at a chosen place and go on, and what of a
-run's folder must then be equal.
-"""
+"""Tiny runs that are left at a chosen place and go on, and what of their folders must be equal."""
 
 from __future__ import annotations
 

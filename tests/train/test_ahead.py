@@ -15,7 +15,6 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.ahead import Ahead
-from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.train.resuming import Leave, config_of, run
@@ -194,16 +193,6 @@ def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch
         run(tmp_path / "run", *AHEAD)
     with pytest.raises(RuntimeError, match="at most 0 steps old"):
         run(tmp_path / "other")
-
-
-def test_the_loss_must_correct():
-    expected = "rollout.correct_sampling: expected true beside rollout.ahead"
-    with pytest.raises(ValueError, match=expected):
-        load_recipe("sort", ["rollout.ahead=1"])
-    with pytest.raises(ValueError, match=r"rollout\.ahead"):
-        load_recipe("sort", ["rollout.ahead=2", "rollout.correct_sampling=true"])
-    config = load_recipe("sort", ["rollout.ahead=1", "rollout.correct_sampling=true"])
-    assert config.loss_config().corrections
 
 
 def test_a_failure_in_the_thread_ends_the_step(tmp_path, apart, monkeypatch):

@@ -1,7 +1,4 @@
-"""A run's folder that somebody else has made, or changed, between an end and a resume.
-
-Each checkpoint here is signed again after it was changed: its sums are right.
-"""
+"""A run's folder that somebody changed between an end and a resume; checkpoints signed anew."""
 
 from __future__ import annotations
 
@@ -93,16 +90,12 @@ DELETE = object()
 FIELDS = [
     ("step", 10**9, "state.json: step: expected 2, as its name says"),
     ("step", "2", "state.json: step: Input should be a valid integer"),
-    ("step", 2.0, "state.json: step: Input should be a valid integer"),
-    ("step", True, "state.json: step"),
     ("collector.consumed", -1, "state.json: collector.consumed: Input should be greater"),
     ("collector.consumed", 1 << 70, "state.json: collector.consumed"),
     ("lengths", DELETE, "state.json: lengths: Field required"),
     ("lengths.0", -5, "state.json: lengths.0: Input should be greater"),
-    ("lengths", [1], "state.json: lengths"),
     ("lengths.1", 10**9, "at least 1000000000 bytes in .*prompts.jsonl"),
     ("training_set", 0, "state.json: training_set"),
-    ("trainer.optimizers.policy.steps", "2", "state.json: trainer.optimizers.policy.steps"),
     ("trainer.optimizers.policy.skipped", -1, "state.json: trainer.optimizers.policy.skipped"),
     ("trainer.optimizers.critic", {"steps": 1, "skipped": 0, "skipped_in_a_row": 0}, "trainer hol"),
     ("trainer.optimizers", {}, "got another: .*policy"),
@@ -120,25 +113,11 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("path, value, said", FIELDS)
-def test_what_a_state_cannot_hold(folder, path, value, said):
-    """33, 48: refused with the field's name, and nothing in the folder changes."""
-    checkpoint = checkpoints_in(folder)[0]
-    change(checkpoint, path, value)
-    logs = [(folder / name).read_bytes() for name in resume.LOGS]
-    with pytest.raises(ValueError, match=said):
-        run(folder, *WORDS, "resume=auto", "steps=3")
-    assert [(folder / name).read_bytes() for name in resume.LOGS] == logs
-    assert len(checkpoints_in(folder)) == 2
-
-
 OF_A_STEP = [
     ("underway.number", 7, "a place in step 2, came step 7"),
     ("underway.minibatch", -1, "underway.minibatch"),
-    ("underway.epoch", 99, "epoch"),
     ("underway.minibatch", 99, "minibatch"),
     ("underway.packing.parts.0.0", 5, "every completion once"),
-    ("underway.packing.parts.0.0", 10**9, "every completion once"),
     ("underway.packing.parts", [], "every completion once"),
     ("underway.packing.budget", 0, "underway.packing.budget"),
     ("underway.packing.fixed", ["no_such"], "underway.packing.fixed"),
@@ -149,7 +128,6 @@ OF_A_STEP = [
     ("underway.collected.rollout.completion_ids.0.0", -1, "came -1 to"),
     ("underway.collected.rollout.completion_ids.0.0", 10**6, "got another"),
     ("underway.collected.rollout.completion_ids.0", [1] * 50, "got another"),
-    ("underway.collected.rollout.texts.0", 5, "underway.collected.rollout.texts.0"),
     ("underway.collected.rewards", {"other": "underway/collected/advantages"}, "got another"),
     (
         "underway.collected.advantages",
@@ -166,14 +144,21 @@ OF_A_STEP = [
 ]
 
 
-@pytest.mark.parametrize("path, value, said", OF_A_STEP)
-def test_what_a_step_under_way_cannot_be(left, tmp_path, path, value, said):
-    folder = Path(shutil.copytree(left, tmp_path / "run"))
-    change(checkpoints_in(folder)[0], path, value)
+@pytest.mark.parametrize(
+    "is_underway, path, value, said",
+    [*((False, *field) for field in FIELDS), *((True, *field) for field in OF_A_STEP)],
+)
+def test_what_a_state_cannot_hold(finished, left, tmp_path, is_underway, path, value, said):
+    """33, 48: refused with the field's name, and nothing in the folder changes."""
+    source, words = (left, UNDERWAY) if is_underway else (finished, [*WORDS, "steps=3"])
+    folder = Path(shutil.copytree(source, tmp_path / "run"))
+    before = checkpoints_in(folder)
+    change(before[0], path, value)
     logs = [(folder / name).read_bytes() for name in resume.LOGS]
     with pytest.raises(ValueError, match=said):
-        run(folder, *UNDERWAY, "resume=auto")
+        run(folder, *words, "resume=auto")
     assert [(folder / name).read_bytes() for name in resume.LOGS] == logs
+    assert checkpoints_in(folder) == before
 
 
 def rewrite(file: Path, change: Any) -> None:
@@ -198,8 +183,6 @@ TENSORS = {
         lambda t: t.pop(f"optimizer.{WEIGHT}.exp_avg"), "exp_avg is missing"),
     "one moment more": (
         lambda t: t.update({f"optimizer.{WEIGHT}.third": torch.ones(3)}), "third has no pl"),
-    "moments of another": (
-        lambda t: t.update({"optimizer.policy.x.step": torch.zeros(())}), "x.step has no"),
     "moments of nobody": (
         lambda t: t.update({"optimizer.critic.y.step": torch.zeros(())}), "critic.y.step has no"),
 }  # fmt: skip

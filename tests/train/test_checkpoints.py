@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
+from grpo_fast.train.runs.folder import OutputFolderError
 from grpo_fast.train.runs.state import read_state
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.runs.storage import stored_names
@@ -42,6 +44,13 @@ KINDS = {
     ],
     "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
     "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
+    "rewards per token": [
+        "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
+        "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
+    ],
+    "warm start": [  # the frozen reference is the policy that it led to
+        "warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
+    ],
     "dynamic sampling and a running baseline": [
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
         "log.grad_variance=true", "data.digits=2",
@@ -88,9 +97,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 @pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
-    """No run draws from them; a dropout would, or an engine. What an evaluation, a rollout or a
-    minibatch has drawn before it was left is drawn again.
-    """
+    """A dropout or an engine would draw from them. What a step drew before is drawn again."""
     loss, decode = gradients.policy_loss, hf.decode
 
     def with_dropout(*arguments):
@@ -115,20 +122,6 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
         same(run(left, "resume=auto", *options), whole)
 
 
-def test_a_run_that_is_left_again_and_again(tmp_path, monkeypatch):
-    """Every attempt makes a few passes more; a rollout that was interrupted begins again."""
-    whole = run(tmp_path / "whole", *PASSES)
-    for attempt in range(100):
-        Leave(monkeypatch, 9 + attempt % 5)
-        try:
-            found = run(tmp_path / "left", *PASSES, "resume=auto")
-        except Stopped:
-            continue
-        break
-    assert attempt > 4
-    same(found, whole)
-
-
 def test_an_adapter(tmp_path, monkeypatch):
     folder, data = tiny_folder(tmp_path / "tiny", "llama"), questions(tmp_path / "data", 8, 8)
     words = [
@@ -144,13 +137,6 @@ def test_an_adapter(tmp_path, monkeypatch):
     names = stored_names(saved / "weights")
     assert all("lora_" in x or x.startswith(("critic.head", "optimizer.critic.head"))
                for x in names)  # fmt: skip
-
-
-def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
-    """And the frozen reference is the policy that it led to, not the one that it began with."""
-    words = ["warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
-             "data.n_test=4"]  # fmt: skip
-    check_everywhere(tmp_path, monkeypatch, (0.75,), *words)
 
 
 def test_a_resumed_run_samples_by_the_path_of_the_run_before(tmp_path, monkeypatch, capsys):
@@ -231,7 +217,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
         run(tmp_path / "run", *options, f"resume={newest}")
 
 
-PLACES = ["first file", "weights", "manifest", "folder", "rename"]
+STEP = "step_000002"
+# Where a save ends: what is called there, and whether this call (its number, its arguments) is it.
+PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
+    "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
+    "manifest": (json, "dumps", lambda n, value: "files" in value and value["step"] == 2),
+    "folder": (checkpoint, "sync", lambda n, p: Path(p).name == STEP + checkpoint.UNFINISHED),
+    "rename": (os, "replace", lambda n, a, b: str(b).endswith(STEP)),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -243,43 +237,23 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
     class Killed(BaseException):
         pass
 
-    def killed(*_, **__):
-        raise Killed
+    def dying(*arguments, **more):
+        calls.append(arguments)
+        if is_here(len(calls), *arguments):
+            raise Killed
+        return real(*arguments, **more)
 
-    def second(function):
-        calls = iter(range(1000))
-        # The writer comes by once for each checkpoint, in these places.
-        return lambda *a, **k: killed() if next(calls) == 1 else function(*a, **k)
-
+    owner, name, is_here = PLACES[place]
+    real, calls = getattr(owner, name), []
     with monkeypatch.context() as patched:
-        if place == "first file":
-            patched.setattr(PreTrainedTokenizerBase, "save_pretrained",
-                            second(PreTrainedTokenizerBase.save_pretrained))  # fmt: skip
-        elif place == "weights":
-            patched.setattr(checkpoint, "write_tensors", second(checkpoint.write_tensors))
-        elif place == "manifest":
-            dumps = json.dumps
-            patched.setattr(checkpoint.json, "dumps", lambda value, **k: (
-                killed() if "files" in value and value["step"] == 2 else dumps(value, **k)
-            ))  # fmt: skip
-        elif place == "folder":
-            sync, step = checkpoint.sync, f"step_000002{checkpoint.UNFINISHED}"
-            patched.setattr(
-                checkpoint, "sync", lambda p: killed() if Path(p).name == step else sync(p)
-            )
-        else:
-            patched.setattr(checkpoint.os, "replace", second_checkpoint(os.replace, killed))
+        patched.setattr(owner, name, dying)
         with pytest.raises(Killed):
             run(tmp_path / "run", *options)
     [left] = checkpoints_in(tmp_path / "run")
     assert left.name == "step_000001" and problem_of(left) is None
-    assert (left.parent / f"step_000002{checkpoint.UNFINISHED}").is_dir()
+    assert (left.parent / f"{STEP}{checkpoint.UNFINISHED}").is_dir()
     same(run(tmp_path / "run", *options, "resume=auto"), whole)
     assert not list(left.parent.glob(f"*{checkpoint.UNFINISHED}"))
-
-
-def second_checkpoint(replace, killed):
-    return lambda a, b: killed() if str(b).endswith("step_000002") else replace(a, b)
 
 
 def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, monkeypatch):
@@ -366,15 +340,6 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     (alien / "letter.txt").write_text("dear")
     with pytest.raises(OutputFolderError, match="occupied"):
         run(alien, "resume=auto")
-
-
-def test_two_runs_in_one_folder(tmp_path, monkeypatch):
-    left_at(tmp_path / "run", monkeypatch, 20)
-    lock = FolderLock(tmp_path / "run")
-    with pytest.raises(OutputFolderError, match="another process is writing"):
-        run(tmp_path / "run", "resume=auto")
-    lock.release()
-    run(tmp_path / "run", "resume=auto")
 
 
 def test_moments_that_no_file_can_hold_are_refused_at_once(tmp_path):

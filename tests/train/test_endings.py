@@ -88,23 +88,6 @@ def _children(pid):
         return [int(child) for child in file.read().split()]
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
-    script = (
-        "import os, signal, time, torch\n"
-        "from grpo_fast.train.runs.stopping import Stopping\n"
-        "with Stopping().listening(torch.nn.Linear(1, 1)):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('goes on', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('too far', flush=True)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env=ENVIRONMENT, timeout=120,
-        text=True, preexec_fn=answer_signals,
-    )  # fmt: skip
-    assert done.stdout == "goes on\n" and done.returncode == -signal.SIGTERM, done
-
-
 def test_a_signal_before_there_is_anything_to_save(start, tmp_path):
     words = ["warm_start={steps: 1000000, batch_size: 4}", "data.task=arithmetic", "data.digits=1"]
     process = start(write_recipe(tmp_path), *words)
@@ -220,21 +203,6 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
     result = invoke("train", write_recipe(tmp_path), "log.progress=false")
     assert refused(result, "run/model", "No space left on device", code=1)
     assert (tmp_path / "run" / "summary.json").is_file()
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    """Before anything is loaded."""
-    from grpo_fast.errors import Stopped
-    from tests.train.resuming import Leave
-
-    Leave(monkeypatch, 20)
-    with pytest.raises(Stopped):
-        run(tmp_path / "run")
-    file = tmp_path / "run" / "prompts.jsonl"
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(ValueError, match=r"at least \d+ bytes in .*prompts.jsonl.*came no file"):
-        run(tmp_path / "run", "resume=auto")
 
 
 def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):

@@ -1,6 +1,4 @@
-"""Folders, files and settings made to break the commands: each ends in one sentence, its control
-characters escaped, and nothing hangs.
-"""
+"""Folders, files and settings made to break the commands: each ends in one sentence, none hangs."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 from grpo_fast.data.hub import MOST_LAYERS
 from grpo_fast.train.models import loading
@@ -171,14 +167,6 @@ def test_the_last_position_is_used(tmp_path):
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
 
 
-def test_a_runs_length_is_bounded_by_its_model(run, monkeypatch):
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    config["rollout"]["max_new_tokens"] = 1 << 20
-    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: pytest.fail("memory was taken"))
-    assert refused(invoke("eval", str(run), "n=2"), "max_new_tokens: expected at most 61")
-
-
 def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("'bogus' is no backend")
@@ -198,8 +186,3 @@ def test_eval_overwrites_an_earlier_result_only(run, tmp_path, name):
     assert (run / name).read_bytes() == before
     for _ in range(2):
         assert invoke("eval", str(run), "n=2", f"out={tmp_path / 'e.json'}").exit_code == 0
-
-
-def test_one_question_has_no_standard_error(run):
-    result = invoke("eval", str(run), "n=1")
-    assert result.exit_code == 0 and "nan" not in result.output and "±" not in result.output

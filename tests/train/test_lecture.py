@@ -127,22 +127,6 @@ def test_the_recipe_learns(tmp_path):
     assert kl[10] < kl[9] and kl[20] < kl[19] and min(kl) >= 0
 
 
-def test_every_response_and_every_update_is_in_the_log(tmp_path):
-    from pyarrow import parquet
-
-    lines = run(tmp_path / "run", *QUICK[:2], "eval.every=0", "steps=1")
-    table = parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet")
-    rows = table.to_pylist()
-    assert len(rows) == 30 and {row["prompt"] for row in rows} == {"1 0 2", "3 2 4", "1 2 3"}
-    assert all(len(row["logps"]) == 3 and max(row["logps"]) <= 0 for row in rows)
-    for n in range(3):
-        group = rows[10 * n : 10 * n + 10]
-        mean = sum(row["reward"] for row in group) / 10
-        for row in group:
-            assert row["advantage"] == pytest.approx(row["reward"] - mean, abs=1e-5)
-    assert sum("update" in line for line in lines) == 10
-
-
 def test_the_lectures_points():
     """Included numbers + neighbours in order, of `1 0 2` and `3 2 4`; and their scaled twins."""
     given = {"answers": ["0 1 2"] * 3 + ["2 3 4"],
@@ -159,7 +143,5 @@ def test_its_prompts_are_trained_on_and_evaluated():
         found = [(e.prompt, e.answer) for e in load_examples(data, split=split, seed=5)]
         assert found == [("1 0 2", "0 1 2"), ("3 2 4", "2 3 4"), ("1 2 3", "1 2 3")]
     assert task_symbols(data) == ["0", "1", "2", "3", "4"]
-    with pytest.raises(
-        ValueError, match="data.chat: expected none, task lecture makes its own prompts"
-    ):
+    with pytest.raises(ValueError, match="data.chat: expected none, task lecture makes its own"):
         load_recipe("lecture", ["data.chat=true"])

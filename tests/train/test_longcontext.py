@@ -108,9 +108,7 @@ def test_options_are_in_force(monkeypatch):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
-    """The kernel's self-test runs when a kind of input is first seen; here that is under the
-    checkpoint's hooks.
-    """
+    """The kernel's self-test runs at the first input of a kind: here under checkpoint's hooks."""
     dispatch.choose.cache_clear()
     policy = fp64_policy(gradient_checkpointing=True, checkpoint_offload=offload)
     assert loss_and_gradients(policy)[1] and dispatch.choose.cache_info().misses == 1
@@ -196,10 +194,7 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
         )
 
 
-# Optimizer states
-# ----------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------- Optimizer states
 def test_states_that_need_a_package_name_it(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(3))]
     monkeypatch.setattr(optimizer, "optional", lambda *_: None)

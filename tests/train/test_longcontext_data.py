@@ -1,6 +1,4 @@
-"""k-shot prompts by a token budget: what fits, what must never be among the shots, the same draws
-again.
-"""
+"""k-shot prompts by a token budget: what fits, what is never among the shots, the same draws."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def questions_in(prompt):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Five questions; the second and third differ in blanks and case only, the test asks the fourth
-    again.
-    """
+    """Five questions: the third is the second in other blanks, the test asks the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -50,9 +46,7 @@ def twins(tmp_path):
 @pytest.mark.parametrize("budget", [1500, 8192])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_real_shots(budget, split):
-    """Budgets are kept and nearly used up; shots are training questions, all different, never the
-    question itself.
-    """
+    """Budgets are nearly used up; shots are training questions, different, never the question."""
     pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
             for e in load(GSM8K)}  # fmt: skip
     examples = load(GSM8K, split, shots_tokens=budget)

@@ -1,6 +1,4 @@
-"""Whole runs of small models: out of memory lowers the budget, sharing changes no result, the
-long-context recipe.
-"""
+"""Whole runs of small models: out of memory lowers the budget; the long-context recipe."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """`no_room(fails)` makes the k-th call of the trunk run out of memory when `fails(k,
-    tokens)`.
-    """
+    """`no_room(fails)`: the k-th call of the trunk runs out of memory when `fails(k, tokens)`."""
     original, calls = Policy.hidden, []
 
     def install(fails, error=GPU_ERROR):
@@ -70,9 +66,7 @@ REUSED = ["inner_iterations=2", "minibatches=2"]
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
-    """The run equals, bit for bit, one with the lower budget from its start: nothing is counted
-    twice.
-    """
+    """The run is, bit for bit, one with the lower budget from its start: nothing counts twice."""
     # Otherwise the old logps were computed in the larger micro-batches already.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
@@ -88,9 +82,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 
 
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """The second micro-batch of the first backward pass fails, after the first has left
-    gradients.
-    """
+    """The second micro-batch of the first backward pass fails; the first has left gradients."""
     options = ["reference.kind=none", "loss.beta=0"]
     # The self-check, then the first micro-batch, then the second.
     calls = no_room(lambda call, tokens: call == 3)
@@ -100,32 +92,9 @@ def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_pa
     assert sort_run(tmp_path / "lower", *options, f"tokens_per_microbatch={budget}") == lowered
 
 
-def test_out_of_memory_later_keeps_the_old_logps(tmp_path, no_room):
-    """In the second pass the weights behind the old logps are gone, so the logps are handed on, not
-    computed again.
-    """
-    options = [
-        "inner_iterations=2",
-        "reference.kind=none",
-        "loss.beta=0",
-        "steps=1",
-        "tokens_per_microbatch=400",
-    ]
-    whole = sort_run(tmp_path / "whole", *options)
-    # Self-check, old logps, first pass, second pass.
-    calls = no_room(lambda call, tokens: call == 4)
-    lowered = sort_run(tmp_path / "lowered", *options)
-    assert len(calls) > 5 and max(calls[4:]) <= calls[3] // 2
-    for name in ("loss", "grad_norm", "approx_kl", "ratio/max", "policy_loss"):
-        assert lowered[0][name] == pytest.approx(whole[0][name], rel=1e-4, abs=1e-6), name
-    assert whole[0]["approx_kl"] > 0
-
-
 def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
     no_room(lambda call, tokens: call > 1)
-    with pytest.raises(
-        ValueError, match="tokens_per_microbatch: one completion with its prompt .* does not fit"
-    ):
+    with pytest.raises(ValueError, match="tokens_per_microbatch: one completion with its prompt"):
         sort_run(tmp_path / "run")
 
 
@@ -135,10 +104,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
         sort_run(tmp_path / "run")
 
 
-# Settings
-# ----------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- Settings
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
     monkeypatch.setattr(
@@ -150,17 +116,6 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
     assert [r.message for r in caplog.records] == [
         "every completion gets its own copy of the prompt: rope_type: 'some'"
     ]
-
-
-def test_shared_prompts_are_the_default_and_change_no_result(tmp_path):
-    shared, packed = (
-        sort_run(tmp_path / "shared"),
-        sort_run(tmp_path / "packed", "shared_prompt=false"),
-    )
-    assert shared[0]["num_tokens"] < packed[0]["num_tokens"]
-    for a, b in zip(shared, packed, strict=True):
-        for name in ("loss", "grad_norm", "reward", "kl", "policy_loss", "completions/mean_length"):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):

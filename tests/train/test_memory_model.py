@@ -1,6 +1,4 @@
-"""The memory model against what autograd keeps, against the allocator's peak, and its inverse;
-`grpo-fast plan`.
-"""
+"""The memory model against autograd and the allocator's peak, its inverse; `grpo-fast plan`."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def peak_bytes(step):
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
-    """Asserted: forward + backward of the trunk peaks within 12% of the prediction (tiny: norms
-    weigh a lot).
-    """
+    """Forward and backward of the trunk peak within 12% of the prediction (tiny: norms count)."""
     policy, _, memory, packed = a_trunk("llama", dtype, **options)
 
     def step():
@@ -183,9 +179,7 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Asserted: within 2% beside the final norm, which the model leaves out (it is released
-    first).
-    """
+    """Within 2% beside the final norm, which is released first and left out of the model."""
     policy, shape, memory, packed = a_trunk(family, "float32")
     head_norms = (
         0 if family != "qwen3" else SIZES["num_hidden_layers"] * 2 * 4 * (shape.query + shape.kv)
@@ -197,9 +191,7 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """Asserted: k and v are kept with their own heads, not widened to those of q; from 1 to 4 of
-    them, to the byte.
-    """
+    """To the byte: k and v are kept with their own heads, not widened to those of q."""
     kept, predicted = [], []
     for kv_heads in (1, 4):
         policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)
@@ -252,9 +244,7 @@ def test_fixed_memory():
         == 4 * 10_000 + 12 * adapters
     )
     assert trainable_parameters(shape, ModelConfig(path="x", frozen=["*embed*"])) == 10_000 - 6400
-    with pytest.raises(
-        ValueError, match="num_hidden_layers: the config of model_type 'odd' has none"
-    ):
+    with pytest.raises(ValueError, match="num_hidden_layers: the config of .*'odd' has none"):
         Shape.of(type("Config", (), {"model_type": "odd", "hidden_size": 3})(), 1)
 
 
@@ -271,10 +261,7 @@ def test_lora_parameters_are_counted_as_peft_makes_them():
     )
 
 
-# grpo-fast plan
-# ----------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------- grpo-fast plan
 def shown(found):
     from rich.console import Console
 
@@ -328,6 +315,7 @@ def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
+        ("sort", [], "gpu: expected gpu=<GB"),
     ],
 )
 def test_plans_that_are_refused(model, settings, message, monkeypatch):
@@ -344,21 +332,6 @@ def test_a_group_without_end_is_planned_at_once(shared):
     assert Case(7, 5, 1).tokens(shared) == 7 + 4
 
 
-def test_a_plan_needs_a_gpus_size(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="gpu: expected gpu=<GB"):
-        plan("sort", [])
-
-
-def test_the_command(capsys):
-    from typer.testing import CliRunner
-
-    from grpo_fast.cli import app
-
-    result = CliRunner().invoke(app, ["plan", "sort", "gpu=8", "prompt=64"])
-    assert result.exit_code == 0 and "parameters on 8 GB" in result.output
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -372,7 +345,5 @@ def test_the_command(capsys):
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match="MODEL: expected a recipe, .* or its config.json, came .*config.json"
-    ):
+    with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, came .*config.json"):
         plan(str(path), ["gpu=8"])

@@ -1,6 +1,4 @@
-"""The notebook's recipe with two tiny GPT-2 models: open prompts, a reference of another path, a
-summed ratio.
-"""
+"""The notebook's recipe with tiny GPT-2 models: open prompts, another reference, a summed ratio."""
 
 from __future__ import annotations
 

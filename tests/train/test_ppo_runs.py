@@ -217,15 +217,6 @@ def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
     assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]
 
 
-def test_a_frozen_reference_reports_its_kl_without_a_weight(tmp_path):
-    rows = steps(tmp_path / "a", "reference.kind=frozen", "optim.lr=0.01")
-    assert rows[0]["kl"] == 0 and all(row["kl"] > 0 for row in rows[1:])
-    assert rows == [
-        {**row, "kl": mine["kl"]}
-        for row, mine in zip(steps(tmp_path / "b", "optim.lr=0.01"), rows, strict=True)
-    ]
-
-
 def test_the_rate_that_is_logged_is_the_one_that_was_used(tmp_path, monkeypatch):
     used = []
     original = Optimizer._set_rate
@@ -295,18 +286,8 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
     assert parts[8:] != parts[:8]
 
 
-def test_a_completion_without_a_verdict_teaches_nothing(tmp_path):
-    rows = steps(tmp_path / "a", *PPO, "rewards=[{name: 'tests.train.test_ppo_runs:half_nan'}]")
-    for row in rows:
-        assert row["active_tokens"] <= 8 * 4 and math.isfinite(row["value/error"])
-
-
 def characters(prompts, completions, answers):
     return [1.0 + len(c) for c in completions]
-
-
-def half_nan(prompts, completions, answers):
-    return [math.nan if i % 2 else float(len(c)) for i, c in enumerate(completions)]
 
 
 def test_a_critics_values_are_fp32_under_autocast(tmp_path, monkeypatch):
@@ -333,34 +314,3 @@ def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
     assert fixed(*PPO) == fixed() == 10_000 * (4 + 4 + 8)
     assert fixed(*PPO, "critic.kind=model") == 2 * fixed()
     assert fixed("reference.kind=frozen") == fixed() + 10_000 * 4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["advantages=gae"], "critic: expected a section"),
-        (["critic={}"], "advantages: expected gae beside a critic, came centered"),
-        ([*PPO, "advantage_options={eps: 0.1}"], "advantage_options: expected none"),
-        ([*PPO, "critic.loss=mae"], "critic.loss: expected one of"),
-        ([*PPO, "critic.path=x"], "critic.kind: expected model beside path, came shared"),
-        ([*PPO, "critic.lam=1.5"], "critic.lam"),
-        (
-            ["kl.into=reward", *KL],
-            "kl.into: expected loss unless advantages: gae, came reward, centered",
-        ),
-        ([*PPO, "kl.into=reward"], "loss.beta: expected a weight > 0 of the KL"),
-        (
-            [*PPO, "kl.into=reward", "loss.beta=0.1"],
-            "reference.kind: expected frozen or synced, loss.beta is not 0",
-        ),
-        ([*PPO, *KL, "kl.into=reward", "loss.kl_times_ratio=true"], "kl.into: expected loss"),
-        ([*PPO, *KL, "kl.into=reward", "loss.loss_type=kimi"], "kl.into: expected loss"),
-        (["kl.target=0.1"], "loss.beta: expected a weight > 0 of the KL"),
-        (["max_ref_kl=0.1"], "reference.kind: expected frozen or synced beside max_ref_kl"),
-        (["shuffle=all"], "shuffle"),
-    ],
-)
-def test_what_does_not_fit_is_refused(overrides, said):
-    with pytest.raises(ValueError) as error:
-        load_recipe("sort", overrides)
-    assert said in str(error.value)

@@ -1,6 +1,4 @@
-"""`data.task: traces`: one offline step is that of the flattened samples; runs go on from a
-checkpoint; files that cannot be trained on are refused.
-"""
+"""`data.task: traces`: one step is that of the flattened samples; checkpoints; bad files."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from grpo_fast.data import escape_control
 from grpo_fast.train.config.recipes import load_recipe, parse_config
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
-from grpo_fast.train.runs.folder import OutputFolderError, check_folder, free_folder, run_folder
+from grpo_fast.train.runs.folder import OutputFolderError, check_folder, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 
@@ -151,9 +151,7 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 def test_occupied_folder_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old.txt").write_text("x")
-    with pytest.raises(
-        OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"
-    ):
+    with pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it holds"):
         opened(tmp_path / "a", config())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
     for wrong in (
@@ -195,17 +193,6 @@ def test_run_names(tmp_path):
         run_folder(tmp_path, "link")
 
 
-def test_a_used_folder_has_a_free_one_beside_it(tmp_path):
-    assert free_folder(tmp_path / "sort") == tmp_path / "sort"
-    for name in ("sort", "sort-2"):
-        (tmp_path / name).mkdir()
-        assert free_folder(tmp_path / "sort") == tmp_path / "sort"  # empty: free
-    for name, free in (("sort", "sort-2"), ("sort-2", "sort-3"), ("sort-4", "sort-3")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.yaml").touch()
-        assert free_folder(tmp_path / "sort") == tmp_path / free
-
-
 def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
     assert (
@@ -225,9 +212,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     with pytest.raises(ValueError, match="found no file at"):
         read_metrics(tmp_path / "no")
     path.write_bytes(b'{"step": 1}\n\xff\n')
-    with pytest.raises(
-        ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"
-    ):
+    with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at"):
         read_metrics(tmp_path)
     path.write_text("[" * 100_000 + "\n{}\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
@@ -239,25 +224,19 @@ def test_numbers_that_no_picture_has(tmp_path):
     huge = "1" * 400
     lines = [
         f'{{"step": {step}, "reward": {reward}}}'
-        for step, reward in [(1, 1), (2, huge), (huge, 1), (3, "1e999")]
-    ]
+        for step, reward in [
+            (1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299),
+        ]
+    ]  # fmt: skip
+    lines.append('{"step": 6, "eval_reward": 1, "eval_reward_se": -1}')
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert series(read_metrics(tmp_path), "reward") == [(1.0, 1.0)]
+    assert [step for step, _ in series(read_metrics(tmp_path), "reward")] == [1.0, 5.0]
     assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
 
 
 def test_a_step_of_several_updates_is_drawn_once():
     rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
     assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
-
-
-def test_values_that_no_axis_has(tmp_path):
-    rows = [(1, 1.0), (2, 1e308), (1e308, 1.0), (3, -1e308), (4, 9e299), (5, -9e299)]
-    lines = [f'{{"step": {step}, "reward": {reward}}}\n' for step, reward in rows]
-    lines += ['{"step": 6, "eval_reward": 1, "eval_reward_se": -1}\n']
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert [step for step, _ in series(read_metrics(tmp_path), "reward")] == [1.0, 4.0, 5.0]
-    assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
 
 
 def test_a_line_ends_where_json_says(tmp_path):

@@ -15,15 +15,14 @@ from grpo_fast.data.pairs import Pair, pairs_of
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.reward_model import RewardModel, encode_pairs
-from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe, load_settings, recipe_names
+from grpo_fast.train.config.recipes import load_settings
 from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments.reward_model import bradley_terry, collate, train_reward_model
 from tests.command_line import invoke, refused
 from tests.reward_specs import spec
-from tests.tiny import SIZES, TEXTS, tiny_folder, tiny_model
-from tests.train.tiny_runs import TINY_SORT, logged
+from tests.tiny import SIZES, TEXTS, tiny_folder
+from tests.train.tiny_runs import logged, sort
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "batch_size=32",
         "model.config.num_hidden_layers=1", "progress=false", "data.n_test=64"]  # fmt: skip
@@ -38,9 +37,7 @@ def train(folder, *words):
     return train_reward_model(config)
 
 
-# The loss ---------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- The loss
 @pytest.mark.parametrize("center", [0.0, 0.3])
 def test_bradley_terry_in_fp64(center):
     """From the papers: −log of the probability 1/(1 + e^−(r_c − r_r − m)), one pair at a time."""
@@ -61,9 +58,7 @@ def test_bradley_terry_does_not_overflow():
     assert bradley_terry(*far).item() == 600
 
 
-# The pairs --------------------------------------------------------------------------------------
-
-
+# ---------------------------------------------------------------------------------------- The pairs
 @pytest.mark.parametrize("task", ["sort", "arithmetic"])
 def test_made_pairs_have_more_right_in_the_chosen_answer(task):
     examples = load_examples(SimpleNamespace(task=task, digits=3), split="train", seed=0)
@@ -114,9 +109,7 @@ def test_a_batch_holds_the_chosen_texts_first():
     assert (ends == tokenizer.eos_token_id).all() and batch["margin"].tolist() == [0.5, 0.0]
 
 
-# As a reward ------------------------------------------------------------------------------------
-
-
+# -------------------------------------------------------------------------------------- As a reward
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     """A random model with one output, of a size that shows what it is given."""
@@ -199,9 +192,7 @@ def test_a_folder_that_asks_for_a_kernel_of_the_hub(tmp_path):
     assert refused(invoke("reward-model", "reward-model-sort", *recipe), "transformers' own")
 
 
-# Training ---------------------------------------------------------------------------------------
-
-
+# ----------------------------------------------------------------------------------------- Training
 def test_training_on_a_file_from_a_causal_model(tmp_path):
     """A folder's model gets an output; what it learns is saved with its tokenizer."""
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples"}
@@ -240,6 +231,9 @@ def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
     assert summary["eval_accuracy_se"] == pytest.approx(math.sqrt(share * (1 - share) / 63))
     assert summary["eval_accuracy_se"] == mean_and_error(right)[1]
     assert train(tmp_path / "b", "steps=20")["train_loss"] == summary["train_loss"]
+    model = f"{{name: reward_model, path: {tmp_path / 'a' / 'model'}}}"
+    (first, *_) = sort(tmp_path / "policy", f"rewards=[{model}]", "data.digits=4", "steps=1")
+    assert first["grad_norm"] > 0 and first["rewards/reward_model/failed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -261,41 +255,3 @@ def test_refusals(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     assert refused(invoke("reward-model", "reward-model-sort", *words), said)
     assert not (tmp_path / "runs").exists()
-
-
-def test_recipes_of_each_kind_are_told_apart(tmp_path):
-    assert recipe_names(RewardModelConfig) == ["reward-model-sort"]
-    assert "reward-model-sort" not in recipe_names() and "sort" in recipe_names()
-    assert refused(invoke("reward-model", "sort"), "expected one of reward-model-sort or a YAML")
-    (tmp_path / "full").write_text("")
-    words = f"output_dir={tmp_path}"
-    assert refused(invoke("reward-model", "reward-model-sort", words), "is occupied")
-
-
-def test_a_model_of_its_own_kind_is_no_causal_one(tmp_path):
-    """A scorer built here has one output, and the padding that its tokenizer has."""
-    train(tmp_path / "a", "steps=1")
-    config = json.loads((tmp_path / "a" / "model" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"]
-    assert config["pad_token_id"] == 0
-    assert tiny_model("llama").config.architectures != config["architectures"]
-
-
-# The whole chain --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_from_pairs_to_a_model_to_a_policy_that_the_rule_likes_better(tmp_path):
-    """The policy sees the model's score only; what is asserted is the rule's."""
-    task = ["data.digits=3", "data.symbols=5", "data.n_test=32"]
-    size = ["model.config.num_hidden_layers=2", "model.config.hidden_size=64"]
-    summary = train(tmp_path / "scorer", *task, *size, "steps=300", "batch_size=64")
-    assert summary["eval_accuracy"] > 0.85
-    model = f"{{name: reward_model, path: {tmp_path / 'scorer' / 'model'}}}"
-    words = [*TINY_SORT, *task, "rollout.max_new_tokens=3", "steps=80", "rollout.group_size=8",
-             "rollout.prompts_per_step=8", f"output_dir={tmp_path / 'policy'}",
-             f"rewards=[{model}, {{name: sort_positions, weight: 0}}]"]  # fmt: skip
-    result = loop.train(load_recipe("sort", words))
-    rule = "eval_rewards/sort_positions"
-    assert result["after"]["eval_reward"] > result["before"]["eval_reward"] + 1
-    assert result["before"][rule] < 0.35 and result["after"][rule] > 0.55

@@ -1,11 +1,8 @@
-"""What cannot work is found before a model is loaded and leaves the output folder free; what breaks
-later says when.
-"""
+"""What cannot work is refused before a model is loaded, the output folder left free."""
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -67,38 +64,22 @@ def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def run(recipe, tmp_path):
-    assert invoke("train", recipe, "steps=0", "log.progress=false").exit_code == 0
-    return str(tmp_path / "run")
-
-
 @pytest.mark.parametrize("out", [".", "no/e.json", "run"])
 def test_where_eval_cannot_write(run, tmp_path, no_model, out):
     assert refused(
-        invoke("eval", run, "n=2", f"out={tmp_path / out}"),
+        invoke("eval", str(run), "n=2", f"out={tmp_path / out}"),
         "out: expected a file in a folder that exists",
     )
 
 
-def test_where_eval_may_not_write(run, tmp_path, no_model, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    for name in ("new.json", "tiny.yaml"):
-        assert refused(
-            invoke("eval", run, "n=2", f"out={tmp_path / name}"),
-            "out: expected a file that can be written",
-        )
-
-
 def test_results_that_cannot_be_written_are_still_shown(run):
-    result = invoke("eval", run, "n=2", "out=/dev/full")
+    result = invoke("eval", str(run), "n=2", "out=/dev/full")
     assert refused(
         result, "out: cannot write /dev/full: No space left", "greedy (n=2 questions", code=1
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# the home folder
+# ---------------------------------------------------------------------------------- the home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     """`~` is the home folder for the model as for the metrics."""
     home, here = tmp_path / "home", tmp_path / "here"
@@ -123,8 +104,7 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
 
 
-# ----------------------------------------------------------
-# later on
+# ----------------------------------------------------------------------------------------- later on
 @pytest.mark.parametrize(
     "words", [(), ("model.dtype=float16", "optim.lr=1"), ("rollout.top_k=3", "minibatches=2")]
 )

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_fast.errors import Stopped
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.groups import Drawn
 from grpo_fast.train.update.precompute import token_rewards
-from tests.train.resuming import Leave, run
+from tests.train.resuming import run
 
 PPO = ["advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
        "log.completions_every=0", "eval.every=0"]  # fmt: skip
@@ -50,19 +49,6 @@ def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(
     assert metrics(last) == metrics(whole)
     assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # of the same completions
     assert metrics(first)[1]["grad_norm"] != metrics(whole)[1]["grad_norm"]
-
-
-def test_a_run_that_is_left_goes_on_with_them_bit_for_bit(tmp_path, monkeypatch, words):
-    expected = run(tmp_path / "whole", *words("first"))
-    with monkeypatch.context() as patch:
-        counted = Leave(patch, None)
-        run(tmp_path / "counted", *words("first"))
-    for at in range(2, counted.passes + 1, max(1, counted.passes // 4)):
-        folder = tmp_path / f"left-{at}"
-        with monkeypatch.context() as patch, pytest.raises(Stopped):
-            Leave(patch, at)
-            run(folder, *words("first"))
-        assert run(folder, *words("first"), "resume=auto")["metrics"] == expected["metrics"]
 
 
 def drawn(total, per_token, lengths):

@@ -1,6 +1,4 @@
-"""The names a run's metrics.jsonl holds, and `perf/mfu`: its flops, its peak, and where it stays
-away.
-"""
+"""The names in a run's metrics.jsonl; `perf/mfu`: its flops, its peak, where it stays away."""
 
 from __future__ import annotations
 
@@ -23,20 +21,9 @@ TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "dat
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
 # As dashboards know them (TRL's); perf/mfu and perf/peak_memory_gib are those of a GPU.
 NAMES = {
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "num_tokens",
-    "step_time",
-    "completions/clipped_ratio",
-    "reward",
-    "reward_std",
-    "frac_reward_zero_std",
-    "kl",
-    "entropy",
-    "policy_loss",
-    "perf/rollout_tok_s",
-    "perf/train_tok_s",
+    *"loss grad_norm learning_rate num_tokens step_time reward reward_std kl entropy".split(),
+    *"policy_loss frac_reward_zero_std completions/clipped_ratio".split(),
+    *"perf/rollout_tok_s perf/train_tok_s".split(),
     *(
         f"completions/{how}_{which}length"
         for how in ("mean", "min", "max")
@@ -71,9 +58,7 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
 )
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
-    """The flops of its passes over its time and the peak: `forward` passes without gradient,
-    `updates` with.
-    """
+    """The flops of `forward` passes without gradient and `updates` with, over time and peak."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
     monkeypatch.setattr(

@@ -70,9 +70,7 @@ def test_a_recipe_that_the_user_names_may_import(run, tmp_path, monkeypatch):
 
 
 def plant_model_code(model: Path, marker: Path) -> None:
-    """Let the model's config.json name a class in a file beside it, as models with code of their
-    own do.
-    """
+    """Let config.json name a class in a file beside it, as models with code of their own do."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["model_type"] = "planted"
     config["auto_map"] = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}

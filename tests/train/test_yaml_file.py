@@ -1,6 +1,4 @@
-"""Reading YAML: plain data comes through, everything else is one short sentence that names the file
-or the key.
-"""
+"""Reading YAML: plain data comes through, all else is a sentence that names the file or key."""
 
 from __future__ import annotations
 
@@ -33,6 +31,7 @@ def test_plain_data():
     ("text", "reason"),
     [
         ("a: 1\nb: 2\na: 3", "the key 'a' is there twice in"),
+        ("a: 1\nb: 2\na: 3", "line 3, column 1"),
         ("a: {b: 1, 'b': 2}", "the key 'b' is there twice"),
         ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' is there twice"),
         (BOMB, f"more than {MAX_VALUES} values"),
@@ -64,11 +63,6 @@ def test_an_alias_bomb_takes_no_memory():
     tracemalloc.stop()
 
 
-def test_the_place_of_a_repeated_key():
-    with pytest.raises(ValueError, match="line 3, column 1"):
-        read_yaml("a: 1\nb: 2\na: 3", "t")
-
-
 @pytest.mark.parametrize(
     "word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}", 'output_dir="\\udfff"']
 )
@@ -76,12 +70,6 @@ def test_the_same_rules_hold_for_settings(word):
     with pytest.raises(ValueError, match="expected plain YAML"):
         load_recipe("sort", [word])
     assert refused(invoke("eval", "no_model", f"task={BOMB}"), "task: expected plain YAML")
-
-
-def test_an_alias_bomb_prints_one_short_line(tmp_path):
-    (tmp_path / "bomb.yaml").write_text(BOMB + RECIPE + "seed: *a9\n")
-    result = invoke("train", str(tmp_path / "bomb.yaml"))
-    assert refused(result, "bomb.yaml", "aliases") and len(result.output) < 2000
 
 
 @pytest.mark.parametrize(
@@ -93,9 +81,7 @@ def test_a_recipe_that_is_no_text(tmp_path, content):
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
-    with pytest.raises(
-        ValueError, match="^recipe r: expected a readable text file in UTF-8, got .*Is a directory"
-    ):
+    with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
         read_yaml_file(tmp_path, "recipe r")
     assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
     (tmp_path / "r.yaml").write_text(RECIPE)

@@ -1,8 +1,6 @@
-"""The forward kernel in CUDA C++, emulated on the CPU, behind the doors of the Triton kernels:
-against fp64 and against the interpreted slice_kernel.
+"""The forward kernel in CUDA C++, emulated, against fp64 and the interpreted slice_kernel.
 
-Run by tests/benchmarks/test_cuda_candidate.py in a process of its own, some of it; all of it by
-hand: `TRITON_INTERPRET=1 python -m pytest --noconftest` and this file.
+test_cuda_candidate runs some of it; all: `TRITON_INTERPRET=1 python -m pytest --noconftest` and it.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ def test_as_the_triton_kernel_says(emulated):
 
 
 def test_nan_infinity_and_far_rows(emulated):
-    """A row of NaN stays one and stores zeros; a row whose target is far below is swept again; ids
-    outside of the vocabulary have no column.
-    """
+    """NaN stays, and stores zeros; a far target is swept again; ids outside have no column."""
     emulated()
     hidden, weight, _, target = make(40, 64, 300)
     hidden[3, 5], hidden[4] = float("nan"), hidden[4] * 12
@@ -92,9 +88,7 @@ def test_nan_infinity_and_far_rows(emulated):
 @pytest.mark.parametrize("clusters", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
 def test_any_number_of_clusters_and_any_group(emulated, monkeypatch, config, clusters):
-    """The same bits, whichever cluster takes a tile and in whatever order the tiles come; and rows
-    that are swept in several calls.
-    """
+    """The same bits, whatever cluster takes a tile, in whatever order, in one call or several."""
     head, emulator = make(520, 64, 400), emulated(config)
     expected = linear.head_logps(*head, PLAIN, return_entropy=False)[1]
     emulator.gpu.clusters = clusters

@@ -20,9 +20,7 @@ Head = tuple[Tensor, Tensor, None, Tensor]
 
 
 def make(rows: int, depth: int, vocab: int, device: str = "cpu") -> Head:
-    """hidden, weight, no bias, targets: in the first column, the last, and on both sides of the
-    borders of tiles.
-    """
+    """hidden, weight, no bias, targets in the first and last column and at borders of tiles."""
     g = torch.Generator().manual_seed(rows + depth + vocab)
     hidden = torch.randn(rows, depth, generator=g).bfloat16()
     weight = (torch.randn(vocab, depth, generator=g) * (2 / depth**0.5)).bfloat16()

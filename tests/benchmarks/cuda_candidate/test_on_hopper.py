@@ -1,8 +1,6 @@
 """On a Hopper GPU: the forward kernel in CUDA C++ against fp64, with every configuration.
 
-Run by `benchmarks/gpu_session.sh --part forward-tests`, 128 x 192 in the first call; skipped where
-there is no such GPU. What these see first: a wrong wgmma or TMA encoding, a launch that is refused,
-a hang.
+Run by `benchmarks/gpu_session.sh --part forward-tests`, 128 x 192 in the first call.
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""A tiny policy and a stand-in of a vLLM server that has a copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_fast.rollout.vllm import servers as servers_module
+from grpo_fast.rollout.vllm import teacher
+from grpo_fast.train.models.policy import Policy
+from tests.rollout.vllm_stand_in import StandIn
+from tests.tiny import tiny_policy
+
+
+@pytest.fixture(scope="session")
+def made() -> Policy:
+    return tiny_policy()
+
+
+@pytest.fixture
+def policy(made: Policy) -> Policy:
+    """One that may be changed."""
+    return made.frozen_copy()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (servers_module, teacher):
+        monkeypatch.setattr(module, "PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def servers(policy: Policy, impatient: None) -> Iterator[list[StandIn]]:
+    made = [StandIn(policy), StandIn(policy)]
+    yield made
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def server(servers: list[StandIn]) -> StandIn:
+    return servers[0]

@@ -18,6 +18,7 @@ from tests import oracles
 from tests.loss_cases import (
     BACKENDS,
     LAYOUTS,
+    LEAVES_AND_LEVELS,
     LOSS_LEVELS,
     Case,
     call,
@@ -55,7 +56,7 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
 
 
 @pairs(layout=LAYOUTS, is_on_policy={"old": False, "on-policy": True}.items(), backend=BACKENDS,
-       loss_type__level=LOSS_LEVELS)  # fmt: skip
+       loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
 def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
     case = make_case(31, **options_for(loss_type, level))
     case = case.but(old=None) if is_on_policy else case

@@ -89,3 +89,32 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
+
+
+@pytest.mark.parametrize("zeros", [1, 40])
+def test_rows_without_coefficient_are_inert(zeros):
+    """NaN in rows whose logps nobody reads: no bit of any gradient changes, gathered away or
+    not.
+    """
+    case = make_case(9, mask=torch.ones(1, 67, dtype=torch.bool), dtype=torch.bfloat16)
+    share = torch.linspace(0.5, 1.5, 67)[None].clone()
+    share[:, 3 : 3 + zeros] = 0.0
+    case.ids[0, ::4] = 7  # the target of many rows
+
+    def gradients(hidden):
+        leaves = [x.clone().requires_grad_() for x in (hidden, case.weight, case.bias)]
+        options = {"bias": leaves[2], "backend": "triton"}
+        logps = grpo_fast.linear_logps(*leaves[:2], case.ids, **options)
+        return logps, torch.autograd.grad(logps, leaves, share)
+
+    _, clean = gradients(case.hidden)
+    dirty = case.hidden.clone()
+    dirty[0, 3, 5] = torch.nan
+    logps, found = gradients(dirty)
+    assert logps[0, 3].isnan() and (found[0][0, 3 : 3 + zeros] == 0).all()
+    assert all(map(torch.equal, found, clean))
+    h, w, b = (x.double() for x in (case.hidden[0], case.weight, case.bias))
+    raw = (h @ w.T + b).requires_grad_()
+    logps = raw.log_softmax(-1).gather(-1, case.ids[0, :, None])[:, 0]
+    exact = torch.autograd.grad(logps, raw, share[0])[0].T @ h
+    assert (found[1].double() - exact).norm() <= 3e-3 * exact.norm()

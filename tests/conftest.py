@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from grpo_fast.kernels import route
-from tests.loss_cases import Fused
+from tests.loss_cases import IS_INTERPRETER, Fused
+
+if IS_INTERPRETER:
+    from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network: what it shows would depend on one

@@ -10,6 +10,7 @@ ordinary numbers here; `poisoned` in test_contract_poison.py puts NaN, inf and b
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 import grpo_fast
+from grpo_fast.kernels import route
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 
+IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 LOSSES = tuple(oracles.ORACLES)
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -56,11 +59,11 @@ class Fused(str):
 
 def row_backends() -> list:
     """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does
-    not.
+    not; "triton" alone in a process of Triton's interpreter (kernels/test_triton_interpreter.py).
     """
-    from grpo_fast.kernels import route as backends
-
-    reason = backends.unavailable("cpu", "cpu")
+    if IS_INTERPRETER:
+        return [pytest.param("triton", id="triton")]
+    reason = route.unavailable("cpu", "cpu")
     mark = [pytest.mark.skip(reason=f"backend cpu: {reason}")] if reason else []
     cpu = [
         pytest.param(Fused("cpu"), id="cpu-fused", marks=mark),
@@ -70,6 +73,7 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
+ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]  # for what does not start from hidden
 
 # Log ratios far from log(0.8), log(1.28), log(1.5), log(3) and from 0; both signs, inside and
 # outside the clip range.
@@ -103,9 +107,8 @@ class Case:
         return self.but(options={**self.options, **options})
 
     @property
-    def logits(
-        self,
-    ) -> Tensor:  # (B, L, V), in the dtype of hidden: what the logits function is given
+    def logits(self) -> Tensor:
+        """(B, L, V), in the dtype of hidden: what the logits function is given."""
         raw = self.hidden.double() @ self.weight.double().T
         raw = raw if self.bias is None else raw + self.bias.double()
         return raw.to(self.hidden.dtype)
@@ -136,9 +139,8 @@ def options_for(
 def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
     """One of the choices per element, moved by at most 0.02."""
     index = torch.randint(len(choices), shape, generator=generator)
-    return torch.tensor(choices, dtype=torch.float64)[index] + 0.02 * torch.rand(
-        shape, generator=generator
-    )
+    moved = 0.02 * torch.rand(shape, generator=generator)
+    return torch.tensor(choices, dtype=torch.float64)[index] + moved
 
 
 def default_mask() -> Tensor:
@@ -249,124 +251,109 @@ class Result:
     raw: Any  # the LossOutput itself
 
 
-def arguments(case: Case, layout: str) -> dict[str, Any]:
-    """The keywords shared by the three functions, in the layout asked for."""
-    keywords: dict[str, Any] = {
-        "num_items_in_batch": case.num_items,
-        "num_completions_in_batch": case.num_completions,
-    }
-    lengths = spans(case.mask)
+# What gradients go to, by their public names; `Result.grads` says "weight" for lm_head_weight.
+LEAVES = {
+    "linear": ("hidden", "lm_head_weight", "bias"), "logits": ("logits",),
+    "logps": ("logps", "entropy"),
+}  # fmt: skip
+LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps": "grpo_loss"}
+
+
+def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
+    """Every argument of a public loss function, by its name, in the layout asked for."""
+    lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
-    keywords["completion_mask"] = lay(case.mask)
-    keywords["old_logps"], keywords["ref_logps"], keywords["sampling_logps"] = map(
-        lay, (case.old, case.ref, case.sampling)
-    )
-    keywords["advantages"] = lay(case.advantages) if case.advantages.dim() == 2 else case.advantages
+    needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
+    given: dict[str, Any] = {
+        "advantages": lay(case.advantages) if case.advantages.dim() == 2 else case.advantages,
+        "config": grpo_fast.LossConfig(**case.options), "completion_mask": lay(case.mask),
+        "old_logps": lay(case.old), "ref_logps": lay(case.ref) if needs_ref else None,
+        "sampling_logps": lay(case.sampling), "num_items_in_batch": case.num_items,
+        "num_completions_in_batch": case.num_completions,
+    }  # fmt: skip
     if layout == "packed":
-        keywords["cu_seqlens"] = cu_seqlens_of(lengths)
-    if oracles.resolve(case.options).beta == 0 or case.options["loss_type"] in ("kimi", "dro"):
-        keywords["ref_logps"] = None
-    return keywords
+        given["cu_seqlens"] = cu_seqlens_of(lengths)
+    if function == "logps":
+        given["logps"], entropy = map(lay, reference_logps(case))
+        reads = o.entropy_coef or o.top_entropy_quantile < 1 or case.options.get("compute_entropy")
+        return given | ({"entropy": entropy} if reads else {})
+    if case.kept is not None:
+        given["support"] = support_of(lay(case.kept).flatten(0, -2), lay(case.mask).flatten())
+    given |= {"target_ids": lay(case.ids), "backend": "torch"}
+    if function == "logits":
+        return given | {"logits": lay(case.logits)}
+    return given | {"hidden": lay(case.hidden), "lm_head_weight": case.weight, "bias": case.bias}
+
+
+def call(function: str, case: Case, layout: str = "padded", **changes: Any):
+    """A public loss function on a case, with some arguments replaced: the `LossOutput`."""
+    given = {**arguments(function, case, layout), **changes}
+    if function == "logps":
+        given.pop("backend", None)
+    return getattr(grpo_fast, LOSSES_OF[function])(**given)
+
+
+def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
+    """Copies of the tensors that get gradients, by their public names."""
+    given = arguments(function, case, layout)
+    named = {name: given.get(name) for name in LEAVES[function]}
+    return {name: x.detach().clone() for name, x in named.items() if x is not None}
 
 
 def run(
-    function: str, case: Case, *, layout: str = "padded", backend: str = "torch",
-    upstream: float | None = 1.0, config: Any = None, **more: Any,
-) -> Result:  # fmt: skip
+    function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
+) -> Result:
     """Call one public loss function on a case, run backward, and return everything in the padded
     layout.
     """
-    config = config or grpo_fast.LossConfig(**case.options)
-    keywords = {**arguments(case, layout), **more}
-    advantages = keywords.pop("advantages")
     lengths, L = spans(case.mask), case.mask.shape[1]
-    lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
-    ids = lay(case.ids)
-    leaves: dict[str, Tensor] = {}
-    if case.kept is not None and function != "logps":
-        keywords["support"] = support_of(lay(case.kept).flatten(0, -2), lay(case.mask).flatten())
-    if function == "linear":
-        leaves["hidden"] = lay(case.hidden).detach().clone().requires_grad_()
-        leaves["weight"] = case.weight.detach().clone().requires_grad_()
-        if case.bias is not None:
-            leaves["bias"] = case.bias.detach().clone().requires_grad_()
-        out = grpo_fast.linear_grpo_loss(
-            leaves["hidden"],
-            leaves["weight"],
-            ids,
-            advantages,
-            config,
-            bias=leaves.get("bias"),
-            backend=backend,
-            **keywords,
-        )
-    elif function == "logits":
-        leaves["logits"] = lay(case.logits).detach().clone().requires_grad_()
-        out = grpo_fast.logits_grpo_loss(
-            leaves["logits"], ids, advantages, config, backend=backend, **keywords
-        )
-    else:
-        logps, entropy = reference_logps(case)
-        leaves["logps"] = lay(logps).detach().clone().requires_grad_()
-        if config.entropy_coef != 0 or config.top_entropy_quantile < 1 or config.compute_entropy:
-            leaves["entropy"] = lay(entropy).detach().clone().requires_grad_()
-        out = grpo_fast.grpo_loss(
-            leaves["logps"], advantages, config, entropy=leaves.get("entropy"), **keywords
-        )
+    leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
+    out = call(function, case, layout, **leaves, **changes)
+    (out.loss * upstream).backward()
     grads: dict[str, Tensor] = {}
-    if upstream is not None:
-        (out.loss * upstream).backward()
-        for name, leaf in leaves.items():
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            grads[name] = grad if name in ("weight", "bias") else back(grad)
-    entropy_out = None if out.entropy is None else back(out.entropy)
-    return Result(out.loss.detach(), out.metrics, back(out.logps), entropy_out, grads, out)
+    for name, leaf in leaves.items():
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        is_of_rows = name not in ("lm_head_weight", "bias")
+        grads[name.removeprefix("lm_head_")] = back(grad) if is_of_rows else grad
+    entropy = None if out.entropy is None else back(out.entropy)
+    return Result(out.loss.detach(), out.metrics, back(out.logps), entropy, grads, out)
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
     """fp32 logps and entropy (B, L) of the case's rows, from the oracle: the inputs of
     `grpo_loss`.
     """
-    o = oracles.resolve(case.options)
-    B, L, V = case.logits.shape
     raw = case.hidden.double() @ case.weight.double().T
-    raw = raw if case.bias is None else raw + case.bias.double()
+    raw = (raw if case.bias is None else raw + case.bias.double()).flatten(0, 1)
+    o = oracles.resolve(case.options)
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    if isinstance(rule["temperature"], Tensor):
-        rule["temperature"] = rule["temperature"].reshape(-1)
-    kept = None if case.kept is None else case.kept.reshape(B * L, V)
-    lp, H = oracle_inputs.logps_and_entropy(
-        raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), kept=kept, **rule
-    )
-    return lp.reshape(B, L).float(), H.reshape(B, L).float()
+    if isinstance(o.temperature, Tensor):
+        rule["temperature"] = o.temperature.flatten()
+    kept = None if case.kept is None else case.kept.flatten(0, 1)
+    ids = case.ids.flatten().clamp(0, raw.shape[1] - 1)
+    found = oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
+    return tuple(x.reshape(case.ids.shape).float() for x in found)
 
 
 def truth(function: str, case: Case):
     """The oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses`, …"""
-    options = {k: v for k, v in case.options.items()}
-    keywords = dict(
+    given = dict(
         mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling,
         num_items=case.num_items, num_completions=case.num_completions,
     )  # fmt: skip
-    temperature = options.get("temperature")
-    if isinstance(temperature, Tensor):
-        keywords["temperature"] = temperature
-    if function != "logps":
-        keywords["kept"] = case.kept
+    own = case.advantages, case.options
     if function == "linear":
+        head = case.hidden, case.weight, case.ids
         return oracle_inputs.oracle_from_hidden(
-            case.hidden, case.weight, case.ids, case.advantages, options, bias=case.bias, **keywords
+            *head, *own, bias=case.bias, kept=case.kept, **given
         )
     if function == "logits":
         return oracle_inputs.oracle_from_logits(
-            case.logits, case.ids, case.advantages, options, **keywords
+            case.logits, case.ids, *own, kept=case.kept, **given
         )
-    keywords.pop("temperature", None)
     logps, entropy = reference_logps(case)
-    return oracle_inputs.oracle_from_logps(
-        logps, case.advantages, options, entropy=entropy, **keywords
-    )
+    return oracle_inputs.oracle_from_logps(logps, *own, entropy=entropy, **given)
 
 
 # ----------------------------------------------------------
@@ -378,21 +365,18 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
     return error / size if size > 0 else error
 
 
-def assert_same(
-    function: str, case: Case, result: Result, *, loss_tol: float, grad_tol: float
-) -> None:
-    """Loss and every gradient against the oracle; masked rows of the gradient exactly 0."""
-    expected = truth(function, case)
-    scale = max(
-        1.0, sum(x.abs().sum().item() for x in expected.losses) / max(1, int(case.mask.sum()))
-    )
-    assert abs(result.loss.item() - expected.loss.item()) <= loss_tol * scale, (
-        result.loss.item(),
-        expected.loss.item(),
-    )
+def check(
+    function: str, case: Case, *, loss_tol: float = 2e-6, grad_tol: float = 1e-5, **how: Any
+) -> Result:
+    """`run`: its loss and every gradient against the oracle; masked rows of the gradient are 0."""
+    result, expected = run(function, case, **how), truth(function, case)
+    total = sum(x.abs().sum().item() for x in expected.losses)
+    scale = max(1.0, total / max(1, int(case.mask.sum())))
+    losses = result.loss.item(), expected.loss.item()
+    assert abs(losses[0] - losses[1]) <= loss_tol * scale, losses
     for name, grad in result.grads.items():
-        reference = getattr(expected, f"{name}_grad")
-        error = relative_l2(grad, reference)
+        error = relative_l2(grad, getattr(expected, f"{name}_grad"))
         assert error <= grad_tol, f"d{name}: relative L2 {error:.2e} > {grad_tol:.0e}"
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got a gradient"
+    return result

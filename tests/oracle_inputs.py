@@ -45,115 +45,71 @@ def as_double(tensor: Tensor | None) -> Tensor | None:
 
 
 def completions_of(
-    logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    old=None,
-    ref=None,
-    sampling=None,
+    logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None,
     entropy=None,
-) -> list[Completion]:
+) -> list[Completion]:  # fmt: skip
     """Padded (B, L) tensors, mask (B, L) bool → completions; advantages (B,) or (B, L)."""
-    B, L = mask.shape
     A = as_double(advantages)
-    A = A.unsqueeze(1).expand(B, L) if A.dim() == 1 else A
-    lps, As = split(logp, mask), split(A, mask)
-    olds, refs, sams = (
-        split(as_double(old), mask),
-        split(as_double(ref), mask),
-        split(as_double(sampling), mask),
-    )
-    ents = split(entropy, mask)
-    return [
-        Completion(
-            lps[b], lps[b].detach() if old is None else olds[b], refs[b], sams[b], As[b], ents[b]
-        )
-        for b in range(B)
-    ]
+    A = A.unsqueeze(1).expand(mask.shape) if A.dim() == 1 else A
+    old = logp if old is None else old
+    given = logp, *map(as_double, (old, ref, sampling)), A, entropy
+    return [Completion(*rows) for rows in zip(*(split(x, mask) for x in given), strict=True)]
 
 
 def oracle_from_logps(
-    logps, advantages, options, *, mask, old=None, ref=None, sampling=None, entropy=None,
-    num_items=None, num_completions=None,
-) -> SimpleNamespace:  # fmt: skip
+    logps, advantages, options, *, mask, entropy=None, num_items=None, num_completions=None, **given
+) -> SimpleNamespace:
     """Loss of given logps (B, L); `.logps_grad` (B, L), `.entropy_grad` when an entropy was
     given.
     """
     lp = as_double(logps).requires_grad_()
     H = None if entropy is None else as_double(entropy).requires_grad_()
-    completions = completions_of(
-        lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=H
-    )
+    completions = completions_of(lp, advantages, mask, entropy=H, **given)
     out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
     out.logps_grad = grad_or_zero(out.loss, lp)
     out.entropy_grad = None if H is None else grad_or_zero(out.loss, H)
     return out
 
 
-def oracle_from_logits(
-    logits, ids, advantages, options, *, mask, old=None, ref=None, sampling=None, num_items=None,
-    num_completions=None, temperature=None, kept=None,
-) -> SimpleNamespace:  # fmt: skip
+def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> SimpleNamespace:
     """Loss of raw logits (B, L, V), ids (B, L); `.logits_grad`, `.logps`, `.entropy` are (B, L[,
     V]).
     """
     raw = as_double(logits).requires_grad_()
-    out = _from_rows(
-        raw[mask], ids, advantages, options, mask, old, ref, sampling, num_items, num_completions,
-        temperature, kept,
-    )  # fmt: skip
+    out = _from_rows(raw[mask], ids, advantages, options, mask, **given)
     out.logits_grad = grad_or_zero(out.loss, raw)
     return out
 
 
 def oracle_from_hidden(
-    hidden, weight, ids, advantages, options, *, mask, bias=None, old=None, ref=None, sampling=None,
-    num_items=None, num_completions=None, temperature=None, kept=None,
-) -> SimpleNamespace:  # fmt: skip
+    hidden, weight, ids, advantages, options, *, mask, bias=None, **given
+) -> SimpleNamespace:
     """Loss of hidden (B, L, H), weight (V, H), bias (V,); gradients of all three."""
     h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
     b = None if bias is None else as_double(bias).requires_grad_()
     rows = h[mask] @ W.T
     rows = rows if b is None else rows + b
-    out = _from_rows(
-        rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions,
-        temperature, kept,
-    )  # fmt: skip
+    out = _from_rows(rows, ids, advantages, options, mask, **given)
     out.hidden_grad, out.weight_grad = grad_or_zero(out.loss, h), grad_or_zero(out.loss, W)
     out.bias_grad = None if b is None else grad_or_zero(out.loss, b)
     return out
 
 
 def _from_rows(
-    rows,
-    ids,
-    advantages,
-    options,
-    mask,
-    old,
-    ref,
-    sampling,
-    num_items,
-    num_completions,
-    temperature,
-    kept,
-):
+    rows, ids, advantages, options, mask, *, kept=None, num_items=None, num_completions=None,
+    **given,
+):  # fmt: skip
     o = resolve(options)
-    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    if temperature is not None:
-        rule["temperature"] = temperature[mask] if isinstance(temperature, Tensor) else temperature
+    t = o.temperature[mask] if isinstance(o.temperature, Tensor) else o.temperature
+    rule = {"temperature": t, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if kept is None else kept[mask]
     lp, H = logps_and_entropy(rows, ids[mask], kept=kept, **rule)
     if o.entropy_over == "vocabulary":
         _, H = logps_and_entropy(rows, ids[mask], **rule)
-    grid_lp = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, lp)
-    grid_H = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, H)
-    completions = completions_of(
-        grid_lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=grid_H
-    )
+    lp, H = (torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, x) for x in (lp, H))
+    completions = completions_of(lp, advantages, mask, entropy=H, **given)
     out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
-    out.logps, out.entropy = grid_lp.detach(), grid_H.detach()
+    out.logps, out.entropy = lp.detach(), H.detach()
     return out
 
 

@@ -5,6 +5,7 @@ the packages.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -108,175 +109,117 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     ] == int(cu_k[-1])
 
 
-def stand_in_fa2():
-    """flash_attn.flash_attn_interface of flash-attn 2.8, its two private functions with their
-    signatures.
-    """
+# Documented signatures, forward and backward, of what does not install without a GPU: flash-attn
+# 2.8 (its private functions), FA3 (hopper) and FA4 without arguments that we never pass; and of
+# torch's own CUDA kernels.
+FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
+WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
+FA4_KEYS = "window_size_left=None, window_size_right=None"
+ATEN_KEYS = "cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal"
+ATEN_MORE = "*, scale, window_size_left, window_size_right"
+SIGNATURES = {
+    "fa2": (
+        "flash_attn.flash_attn_interface._flash_attn_varlen_{}ward",
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+        f"softmax_scale, causal, {WINDOW}, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None",
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
+        "max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "softcap, alibi_slopes, deterministic, rng_state=None",
+    ),
+    "fa3": (
+        "flash_attn_interface._flash_attn_{}ward",
+        f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, {WINDOW}",
+        f"dout, q, k, v, out, softmax_lse, {FA3_KEYS.format('sequed_q=None, sequed_k=None, ')}"
+        f"dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, {WINDOW}, "
+        "deterministic=False, sm_margin=0",
+    ),
+    "fa4": (
+        "flash_attn.cute.interface._flash_attn_{}wd",
+        f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, softcap=None, {FA4_KEYS},"
+        " return_lse=False",
+        f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, {FA4_KEYS}, "
+        f"{FA3_KEYS.format('')}deterministic=False",
+    ),
+    "flash_aten": (
+        "_flash_attention_{}ward",
+        f"query, key, value, {ATEN_KEYS}, return_debug_mask, {ATEN_MORE}",
+        f"grad_out, query, key, value, out, logsumexp, {ATEN_KEYS}, rng_state, unused, {ATEN_MORE}",
+    ),
+}
+RENAMED = {
+    "query": "q", "key": "k", "value": "v", "cum_seq_q": "cu_seqlens_q", "grad_out": "dout",
+    "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
+    "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
+}  # fmt: skip
+# What a forward gives beside output and lse, of which the backward gets the state.
+STATE = torch.zeros(2, dtype=torch.uint64)
+MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
+        "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
-    ):  # fmt: skip
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
-        rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        out, lse = EXPLICIT.forward(q, k, v, spans, rule)
-        return out, lse.contiguous(), torch.empty(0), torch.empty(2, dtype=torch.int64)
 
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
-        softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        check_gradient_inputs(
-            q, k, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        )
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
-        rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        gradients = EXPLICIT.backward(dout, Saved(q, k, v, out, softmax_lse), spans, rule)
-        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+def stand_ins(name: str) -> tuple[Callable, Callable]:
+    """Forward and backward with the signatures of a package, over the explicit kernel."""
+
+    def bound(parameters: str) -> Callable:
+        bind = eval(f"lambda {parameters}: locals()")
+
+        def read(*given, **named) -> tuple:
+            x = SimpleNamespace(**{RENAMED.get(n, n): v for n, v in bind(*given, **named).items()})
+            assert vars(x).get("dropout_p", 0.0) == 0.0 and vars(x).get("return_lse", True)
+            assert not vars(x).get("return_debug_mask")
+            spans = spans_of(x.cu_seqlens_q, x.cu_seqlens_k, x.causal)
+            window = x.window_size_left, x.window_size_right
+            softcap = vars(x).get("softcap") or None
+            return x, spans, rule_of(spans, x.softmax_scale, *window, softcap)
+
+        return read
+
+    forward_arguments, backward_arguments = map(bound, SIGNATURES[name][1:])
+
+    def forward(*given, **named):
+        x, spans, rule = forward_arguments(*given, **named)
+        out, lse = EXPLICIT.forward(x.q, x.k, x.v, spans, rule)
+        return out, lse.contiguous(), *MORE[name]
+
+    def backward(*given, **named):
+        x, spans, rule = backward_arguments(*given, **named)
+        cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
+        check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
+        assert name != "fa4" or 0 not in spans.queries  # its first releases cannot
+        if name == "flash_aten":
+            assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
+                (2,), torch.uint64, (0,)
+            )  # fmt: skip
+        gradients = EXPLICIT.backward(x.dout, Saved(x.q, x.k, x.v, x.out, x.lse), spans, rule)
+        if name not in ("fa2", "fa3"):
+            return gradients
+        for target, gradient in zip((x.dq, x.dk, x.dv), gradients, strict=True):
             target.copy_(gradient)
 
-    return {
-        "flash_attn.flash_attn_interface": (_flash_attn_varlen_forward, _flash_attn_varlen_backward)
-    }
+    return forward, backward
 
 
-def stand_in_fa3():
-    """flash_attn_interface of FA3 (hopper), its two functions; arguments that we never pass are
-    left out.
-    """
-
-    def _flash_attn_forward(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-    ):  # fmt: skip
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
-        rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        out, lse = EXPLICIT.forward(q, k, v, spans, rule)
-        return out, lse.contiguous(), torch.empty(0), torch.empty(0)
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
-        sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
-        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        check_gradient_inputs(
-            q, k, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        )
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, is_causal)
-        rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        gradients = EXPLICIT.backward(dout, Saved(q, k, v, out, softmax_lse), spans, rule)
-        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
-            target.copy_(gradient)
-
-    return {"flash_attn_interface": (_flash_attn_forward, _flash_attn_backward)}
-
-
-def stand_in_fa4():
-    """flash_attn.cute.interface of flash-attn-4, its two functions; arguments that we never pass
-    are left out.
-    """
-
-    def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-        window_size_right=None, return_lse=False,
-    ):  # fmt: skip
-        assert return_lse
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
-        out, lse = EXPLICIT.forward(
-            q, k, v, spans, rule_of(spans, softmax_scale, window_size_left, window_size_right, 0)
-        )
-        return out, lse.contiguous()
-
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-        window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
-    ):  # fmt: skip
-        check_gradient_inputs(q, k, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
-        assert 0 not in spans.queries  # its first releases cannot
-        rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, 0)
-        return EXPLICIT.backward(dout, Saved(q, k, v, out, lse), spans, rule)
-
-    return {"flash_attn.cute.interface": (_flash_attn_fwd, _flash_attn_bwd)}
-
-
-@pytest.mark.parametrize("has_window", [False, True])
-def test_the_aten_kernels_are_called_by_their_signatures(monkeypatch, has_window):
-    """The same for torch's own CUDA kernels: every value that they are given, and what the merge
-    makes of theirs.
-    """
-
-    def _flash_attention_forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
-        assert (dropout_p, return_debug_mask) == (0.0, False)
-        spans = spans_of(cum_seq_q, cum_seq_k, is_causal)
-        out, lse = EXPLICIT.forward(
-            query,
-            key,
-            value,
-            spans,
-            rule_of(spans, scale, window_size_left, window_size_right, None),
-        )
-        state = torch.zeros(2, dtype=torch.uint64)
-        return out, lse.contiguous(), state, state[:0], state[:0]
-
-    def _flash_attention_backward(
-        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-        is_causal, rng_state, unused, *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
-        check_gradient_inputs(query, key, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
-        assert (dropout_p, rng_state.shape, rng_state.dtype, unused.shape) == (
-            0.0,
-            (2,),
-            torch.uint64,
-            (0,),
-        )
-        spans = spans_of(cum_seq_q, cum_seq_k, is_causal)
-        rule = rule_of(spans, scale, window_size_left, window_size_right, None)
-        return EXPLICIT.backward(grad_out, Saved(query, key, value, out, logsumexp), spans, rule)
-
-    aten = SimpleNamespace(
-        _flash_attention_forward=_flash_attention_forward,
-        _flash_attention_backward=_flash_attention_backward,
-    )
-    stand_in = SimpleNamespace(
-        ops=SimpleNamespace(aten=aten), empty=torch.empty, uint64=torch.uint64
-    )
-    monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
-    assert (
-        dispatch.self_test(
-            PROVIDERS["flash_aten"].attend, Kind("cpu", torch.float64, 8, has_window)
-        )
-        < 1e-14
-    )
-
-
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Stand-ins for packages that do not install without a GPU: the documented signatures, over the
-    explicit kernel.
-    """
-    for module_name, functions in {"fa2": stand_in_fa2, "fa3": stand_in_fa3, "fa4": stand_in_fa4}[
-        name
-    ]().items():
-        module = ModuleType(module_name)
-        for function in functions:
-            setattr(module, function.__name__, function)
+    """Every value that they are given, and what the merge makes of theirs."""
+    path, *_ = SIGNATURES[name]
+    module_name, _, function_name = path.rpartition(".")
+    module = ModuleType(module_name or "aten")
+    directions = ("for", "back") if path.endswith("ward") else ("f", "b")
+    for direction, function in zip(directions, stand_ins(name), strict=True):
+        setattr(module, function_name.format(direction), function)
+    if module_name:
         parts = module_name.split(".")
         for end in range(1, len(parts)):  # the packages around it
-            monkeypatch.setitem(
-                sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end]))
-            )
+            around = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, around, ModuleType(around))
         monkeypatch.setitem(sys.modules, module_name, module)
-    softcaps = [False] if name == "fa4" else [False, True]
-    for has_softcap in softcaps:
+    else:
+        ops = SimpleNamespace(aten=module)
+        stand_in = SimpleNamespace(ops=ops, empty=torch.empty, uint64=torch.uint64)
+        monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
+    for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
         kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
         assert dispatch.self_test(PROVIDERS[name].attend, kind) < 1e-14

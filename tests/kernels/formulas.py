@@ -1,11 +1,27 @@
-"""What the kernels must give, in fp64, by `tests.oracles`: no code of the package is in it."""
+"""What the kernels must give, in fp64, by `tests.oracles`: no code of the package is in it.
+
+`only_memory_of` and `reversed_programs` are those of Triton's interpreter where it runs.
+"""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 from torch import Tensor
 
 from tests import oracles
+from tests.loss_cases import IS_INTERPRETER
+
+if IS_INTERPRETER:
+    from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
+else:
+
+    def only_memory_of(*tensors: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    reversed_programs = only_memory_of
+__all__ = ["only_memory_of", "reversed_programs"]
 
 
 def final(

@@ -1,74 +1,214 @@
-"""The doors of rows with a support, of torch and of C++: sizes at the edges of vectors and runs,
-the order of sums, factors of 0 beside NaN, rows that nobody wrote.
+"""The doors of rows with a support, of every engine, against fp64: sizes at the edges of tiles,
+vectors and runs, the order of sums, factors of 0 beside NaN, rows that nobody wrote. Triton's in
+its interpreter (test_triton_interpreter.py).
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_fast.kernels import route, support_reference
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
-from tests.loss_cases import relative_l2
+from tests.kernels import formulas
+from tests.kernels.formulas import only_memory_of, reversed_programs
+from tests.loss_cases import ENGINES, IS_INTERPRETER
+from tests.pairs import pairs
 
-REASON = route.unavailable("cpu", "cpu")
-CSRC = pytest.mark.skipif(REASON is not None, reason=f"backend cpu: {REASON}")
-DOORS = [pytest.param("torch", id="torch"), pytest.param("cpu", id="cpu", marks=CSRC)]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+# One id alone, fewer than a tile, a tile exactly, one more, several tiles, all of the vocabulary.
+LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
+V, N, R = 70, 11, len(LENGTHS)
+RULES = {"plain": LogitRule(), "all": LogitRule(0.8, 3.0, 0.7),
+         "temperatures": LogitRule(-1.3, None, torch.linspace(0.6, 1.7, R))}  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=ENGINES)
 def doors(request):
     if request.param == "cpu":  # never torch in its place, when it does not build
         assert loader.load("support") is None
     return route.support_doors(request.param)
 
 
-def rows_of_lengths(lengths: list[int], V: int, seed: int = 0) -> SupportRows:
-    g = torch.Generator().manual_seed(seed)
-    sets = [torch.randperm(V, generator=g)[:n] for n in lengths]
-    places = torch.tensor([int(torch.randint(n, (1,), generator=g)) for n in lengths])
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return SupportRows(None, None, torch.cat(sets), offsets, places)
+@pytest.fixture(params=ENGINES)
+def kernels(request):
+    return route.rows_route(request.param, torch.empty(0)).kernels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("H", [1, 15, 64, 131])
-def test_a_head(doors, H, dtype):
-    """Logits, statistics, slopes and both gradients, at row sizes around one and four vectors."""
-    V, g = 90, torch.Generator().manual_seed(H)
-    rows = rows_of_lengths([1, 5, 40, 90, 2, 33], V)
-    hidden, weight = (torch.randn(n, H, generator=g).to(dtype) for n in (9, V))
-    bias, index = torch.randn(V, generator=g).to(dtype), torch.tensor([8, 0, 3, 3, 7, 1])
-    found = doors.head_rows(
-        hidden, index, weight, bias, rows, LogitRule(1.2, 5.0, 0.9), return_entropy=True,
-        return_slopes=True,
-    )  # fmt: skip
-    h, w, b = (x.double() for x in (hidden, weight, bias))
-    d = torch.randn(len(rows.ids), generator=g)
-    d_hidden, d_weight = torch.zeros(6, H).double(), torch.zeros(V, H).double()
-    out = torch.full((V, H), torch.nan)
-    doors.head_weight(d, hidden, index, rows, out, add=False)
-    for r in range(6):
-        here = slice(*rows.offsets[r : r + 2].tolist())
-        ids, x = rows.ids[here], h[index[r]].clone().requires_grad_()
-        raw = w[ids] @ x + b[ids]
-        logp_all = (5 * torch.tanh(1.2 * raw / 5) / 0.9).log_softmax(0)
-        logp = logp_all[rows.places[r]]
-        slope = torch.autograd.grad(logp, x)[0]
-        entropy = -(logp_all.exp() * logp_all).sum()
-        for ours, true in ((found.raw[here], raw), (found.stats[1][r], logp)):
-            torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.stats[2][r].double(), entropy, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.slopes[r].double(), slope, rtol=1e-4, atol=1e-5)
-        d_hidden[r] = d[here].double() @ w[ids]
-        d_weight[ids] += d[here, None].double() * h[index[r]]
-    assert relative_l2(doors.head_hidden(d, weight, rows), d_hidden) < 1e-6
-    assert relative_l2(out, d_weight) < 1e-6
-    doors.head_weight(d, hidden, index, rows, out, add=True)
-    assert relative_l2(out, 2 * d_weight) < 1e-6
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_rows() -> SupportRows:
+    """Sets in no order, the targets at their begin, end and between."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return SupportRows(None, None, ids, offsets, torch.tensor([0, 2, 7, 3, 0, 32, 69, 1]))
+
+
+ROWS, INDEX = some_rows(), torch.tensor([8, 1, 1, 3, 5, 0, 2, 10])
+TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
+
+
+def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
+    """hidden, which of its rows, weight, bias."""
+    weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
+    return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
+
+
+def exact(hidden, index, weight, bias, rule, g, g_entropy=None) -> tuple:
+    """(raw, stats, d-logits, slopes) in fp64 from masked logits, the first and third (nnz,)."""
+    full = hidden[index].double() @ weight.double().T + bias.double()
+    at = ROWS.rows, ROWS.ids
+    z, slope = formulas.final(full, *rule)
+    kept = torch.zeros_like(z, dtype=torch.bool).index_put_(at, torch.tensor(True))
+    z = z.masked_fill(~kept, -torch.inf)
+    d = formulas.gradient(z, slope, TARGETS, g, g_entropy)
+    one = formulas.gradient(z, slope, TARGETS, torch.ones_like(g))
+    return full[at], formulas.statistics(z, TARGETS), d[at], one @ weight.double()
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    assert (actual.double() - expected).abs().max() <= tolerance * max(1, expected.abs().max())
+
+
+def of_head(doors, tensors: tuple, rule: LogitRule, *, slopes: bool = True):
+    with only_memory_of(*tensors, *ROWS, rule.temperature):
+        return doors.head_rows(*tensors, ROWS, rule, return_entropy=True, return_slopes=slopes)
+
+
+# Widths around vectors and blocks; 300 columns where a program of Triton holds 128.
+@pairs(name=RULES, width=[1, 15, 64, 128, 131, 300], dtype=DTYPES)
+def test_a_head(doors, width, dtype, name, monkeypatch):
+    """Logits, statistics and slopes, which change no bit of the others. 16 bits are summed in
+    fp32.
+    """
+    if IS_INTERPRETER and width == 300:
+        monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
+    rule, tensors = RULES[name], tensors_of(width, dtype)
+    found = of_head(doors, tensors, rule)
+    raw, stats, _, slopes = exact(*tensors, rule, torch.ones(R))
+    assert_close(found.raw, raw)
+    for got, want in zip(found.stats, stats, strict=True):
+        assert_close(got, want, 4e-6)
+    assert (found.slopes is None) == (IS_INTERPRETER and width == 300)
+    if found.slopes is not None:
+        assert_close(found.slopes, slopes, 4e-6)
+    again = of_head(doors, tensors, rule, slopes=False)
+    assert again.slopes is None and all(map(torch.equal, found.stats, again.stats))
+
+
+def test_any_strides(doors):
+    """A transposed weight, as a tied embedding may be, and columns of a wider hidden."""
+    hidden, index, weight, bias = tensors_of(20)
+    wide = torch.full((N, 40), math.nan)
+    wide[:, ::2] = hidden
+    given = wide[:, ::2], index, weight.t().contiguous().t(), bias
+    found, expected = (of_head(doors, x, LogitRule()) for x in (given, tensors_of(20)))
+    assert_close(found.slopes, expected.slopes, 1e-6)
+    assert_close(found.raw, expected.raw, 1e-6)
+
+
+def test_a_certain_token_keeps_its_digits(doors):
+    """log p near 0 and 1 - p near 0 are no differences; one id alone has a slope of exactly 0."""
+    hidden, index, weight, bias = tensors_of(20)
+    bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
+    tensors = hidden, index, weight * 0.01, bias
+    found = of_head(doors, tensors, LogitRule())
+    _, stats, _, slopes = exact(*tensors, LogitRule(), torch.ones(R))
+    certain = stats[1].abs() < 1e-5
+    assert certain.sum() >= 2
+    assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
+    assert (found.slopes - slopes).norm(dim=1).le(1e-4 * slopes.norm(dim=1))[certain].all()
+    assert found.stats[1][0] == 0 and not found.slopes[0].any()
+
+
+def test_nan_stays_in_its_row(doors):
+    hidden, index, weight, bias = tensors_of(20)
+    clean = of_head(doors, (hidden, index, weight, bias), LogitRule())
+    hidden[index[3], 5] = math.nan
+    found = of_head(doors, (hidden, index, weight, bias), LogitRule())
+    assert found.stats[1][3].isnan() and found.slopes[3].isnan().any()
+    others = torch.arange(R) != 3
+    assert torch.equal(found.slopes[others], clean.slopes[others])
+
+
+@pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_ragged_rows(kernels, rule, has_entropy):
+    """The row kernels on rows of unequal length, one after another."""
+    tensors, g = tensors_of(20), numbers(R, seed=5)
+    g_entropy = numbers(R, seed=6) if has_entropy else None
+    for x in (g, g_entropy):
+        _ = x if x is None else x.index_fill_(0, torch.tensor(2), 0.0)
+    exact_raw, stats, d, _ = exact(*tensors, rule, g, g_entropy)
+    raw = exact_raw.float()
+    with only_memory_of(raw, *ROWS, rule.temperature):
+        options = {"return_entropy": has_entropy, "offsets": ROWS.offsets}
+        found = kernels.row_logps(raw[None], ROWS.places, rule, **options)
+    for got, want in zip(found, stats, strict=True):
+        assert got is None or (got - want).abs().max() <= 4e-6
+    raw[ROWS.rows == 2] = math.nan  # no coefficient: exact zeros, whatever it holds
+    with only_memory_of(raw, *ROWS, g, g_entropy, rule.temperature, *found):
+        own = ROWS.places, found, g, g_entropy, rule
+        kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
+    assert_close(raw, d)
+    assert not raw[ROWS.rows == 2].any()
+
+
+# ---- sums of named rows
+
+
+@pytest.mark.parametrize("width", [20, 1030])
+def test_dh_from_d_logits(doors, width):
+    """A factor of 0 adds nothing, beside NaN either; one of NaN is seen."""
+    weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
+    d[ROWS.ids == 5] = 0.0
+    weight[5] = math.nan
+    with only_memory_of(d, weight, *ROWS):
+        found = doors.head_hidden(d, weight, ROWS)
+    terms = weight.nan_to_num().double()[ROWS.ids] * d.double()[:, None]
+    assert_close(found, torch.zeros(R, width).double().index_add_(0, ROWS.rows, terms))
+    d[1] = math.nan
+    assert doors.head_hidden(d, weight, ROWS)[1].isnan().all()
+
+
+@pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
+def test_dw(doors, width, dtype, indexed):
+    """Some ids by many rows, some by none; NaN and inf where the coefficient is 0; what is there
+    stays below what is added; the order of the programs changes nothing.
+    """
+    count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
+    ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
+    ids[::3] = 7
+    rows = SupportRows(None, None, ids, torch.arange(0, count + 1, 19), None)
+    d, index = numbers(count, seed=9), INDEX.clone() if indexed else None
+    at = rows.rows if index is None else index[rows.rows]
+    d[at == 5], d[at == 3] = 0.0, 0.0
+    hidden[5], hidden[3] = math.nan, math.inf
+    hidden = hidden if indexed else hidden[:8].contiguous()
+    terms = hidden[at].nan_to_num(posinf=0.0).double() * d.double()[:, None]
+    expected = torch.zeros(V, width).double().index_add_(0, ids, terms)
+    before = numbers(V, width, seed=8).to(dtype)
+    call = partial(doors.head_weight, d, hidden, index, rows)
+    new = torch.full((V, width), math.nan, dtype=dtype)
+    call(new, add=False)
+    again, sums = torch.full_like(new, math.nan), before.clone()
+    with reversed_programs():
+        call(again, add=False)
+    call(sums, add=True)
+    assert torch.equal(new, again) and not new[V // 2 :].any()
+    rounding = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 2e-6
+    for found, want in ((new, expected), (sums, expected + before.double())):
+        assert ((found - want).abs() <= 1.01 * rounding * want.abs() + 2e-6).all()
 
 
 def test_terms_are_added_in_the_order_of_the_rows(doors, monkeypatch):
@@ -78,65 +218,45 @@ def test_terms_are_added_in_the_order_of_the_rows(doors, monkeypatch):
     out = torch.full((6, 2), torch.nan)
     hidden = torch.tensor([[1.0, 2.0], [1e8, 2e8], [-1e8, -2e8]])
     doors.head_weight(torch.ones(3), hidden, None, rows, out, add=False)
-    assert not out.any()
+    assert IS_INTERPRETER or not out.any()  # Triton adds a block of rows at once
 
 
 def test_many_rows_may_have_one_id(doors):
     """More terms than a run holds: sums of whole numbers are exact."""
-    count = 700
-    rows = SupportRows(
-        None, None, torch.full((count,), 40), torch.arange(count + 1), torch.zeros(count).long()
-    )
+    ids, count = torch.full((700,), 40), 700
+    rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)
     doors.head_weight(torch.ones(count), torch.ones(count, 70), None, rows, out, add=False)
     assert (out[40] == count).all() and not out[:40].any()
 
 
-def test_a_factor_of_zero_adds_nothing(doors):
-    """Also beside NaN and inf; and a factor of NaN is seen."""
-    rows = rows_of_lengths([4, 4], 8)
-    d = torch.tensor([0.0, 1, 0, 1, 0, 0, 0, 0])
-    weight, hidden = torch.ones(8, 3), torch.ones(2, 3)
-    weight[rows.ids[0]], hidden[1] = torch.nan, torch.inf
-    out = torch.full((8, 3), torch.nan)
-    doors.head_weight(d, hidden, None, rows, out, add=False)
-    expected = torch.zeros(8).index_add_(0, rows.ids, d)[:, None].expand(8, 3)
-    assert torch.equal(out, expected) or rows.ids[0] in rows.ids[4:]
-    weight[rows.ids[4:]] = 1.0
-    weight[rows.ids[0]] = torch.nan
-    assert torch.equal(doors.head_hidden(d, weight, rows), torch.tensor([[2.0] * 3, [0.0] * 3]))
-    d[1] = torch.nan
-    assert doors.head_hidden(d, weight, rows)[0].isnan().all()
-
-
-def test_where_targets_stand(doors):
-    ids, offsets = torch.tensor([5, 2, 7, 7, 2, 0]), torch.tensor([0, 3, 6])
-    places, repeated = doors.target_places(ids, offsets, torch.tensor([7, 0]), 8)
-    assert places.tolist() == [2, 2] and int(repeated) == -1
-    places, _ = doors.target_places(ids, offsets, torch.tensor([5, 5]), 8)
-    assert places.tolist() == [0, -1]
+@pytest.mark.skipif(IS_INTERPRETER, reason="of torch and C++")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_targets_stand(engine):
+    doors, ids, offsets = route.support_doors(engine), torch.tensor([5, 2, 7, 7, 2, 0]), [0, 3, 6]
+    places = partial(doors.target_places, ids, torch.tensor(offsets))
+    found, repeated = places(torch.tensor([7, 0]), 8)
+    assert found.tolist() == [2, 2] and int(repeated) == -1
+    assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]
     ids[4] = 7
-    assert int(doors.target_places(ids, offsets, torch.tensor([7, 0]), 8)[1]) == 7
+    assert int(places(torch.tensor([7, 0]), 8)[1]) == 7
 
 
-@CSRC
+@pytest.mark.skipif(route.unavailable("cpu", "cpu") is not None, reason="no C++ kernels here")
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("ids", lambda ids, offsets: (ids + 90, offsets)),
-        ("ids", lambda ids, offsets: (ids - 90, offsets)),
-        ("offsets", lambda ids, offsets: (ids, offsets + 1)),
-        ("offsets", lambda ids, offsets: (ids, offsets.flip(0))),
+        ("ids", lambda rows: {"ids": rows.ids + V}),
+        ("ids", lambda rows: {"ids": rows.ids - V}),
+        ("offsets", lambda rows: {"offsets": rows.offsets + 1}),
+        ("offsets", lambda rows: {"offsets": rows.offsets.flip(0)}),
     ],
 )
 def test_the_kernels_read_nothing_outside(name, change):
     """Whatever the checks above them let through."""
-    rows = rows_of_lengths([3, 4], 90)
-    ids, offsets = change(rows.ids, rows.offsets)
+    d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
-        route.support_doors("cpu").head_hidden(
-            torch.ones(7), torch.ones(90, 4), rows._replace(ids=ids, offsets=offsets)
-        )
+        route.support_doors("cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
 
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):

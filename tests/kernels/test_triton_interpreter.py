@@ -1,8 +1,8 @@
 """The Triton kernels in the interpreter: parity with fp64, edge cases, memory, program order, the
 public functions.
 
-The cases lie in tests/kernels/triton_tools/cases_*.py and run in one process started with
-TRITON_INTERPRET=1.
+Its own cases lie in tests/kernels/triton_tools/cases_*.py, those of all engines where the engine's
+tests are (launcher.OF_ENGINES). They run in one process started with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import grpo_fast
+from grpo_fast.loss import operators
+from grpo_fast.loss.arguments import Options
 from tests.loss_cases import (
     BACKENDS,
+    FUNCTIONS,
     LEAVES_AND_LEVELS,
+    LOSSES_OF,
     arguments,
     make_case,
     options_for,
@@ -25,95 +29,54 @@ def compiled(step, backend="aot_eager"):
     return torch.compile(step, fullgraph=True, backend=backend)
 
 
-def linear_step(case, config, backend="torch"):
-    """A training step in miniature: a layer below the loss, the loss, a metric, an upstream
-    factor.
-    """
-    keywords = arguments(case, "padded")
-    advantages = keywords.pop("advantages")
+def training_step(case, backend="torch"):
+    """In miniature: a layer below the loss, the loss, a metric, an upstream factor."""
 
     def step(x, layer, weight, bias):
-        out = grpo_fast.linear_grpo_loss(
-            torch.tanh(x @ layer),
-            weight,
-            case.ids,
-            advantages,
-            config,
-            bias=bias,
-            backend=backend,
-            **keywords,
-        )
+        own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}
+        out = grpo_fast.linear_grpo_loss(**{**given, **own})
         return out.loss * 0.5, out.metrics["ratio/mean"], out.logps
 
+    given = arguments("linear", case) | {"backend": backend}
     return step
 
 
 def gradients(step, case):
-    g = torch.Generator().manual_seed(0)
-    layer = torch.randn(8, 8, generator=g)
+    layer = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     leaves = [x.clone().requires_grad_() for x in (case.hidden, layer, case.weight, case.bias)]
     loss, metric, logps = step(*leaves)
     loss.backward()
     return [loss.detach(), metric, logps, *[x.grad for x in leaves]]
 
 
+# What a graph does with each keyword of the public functions: test_argument_table.py.
 @pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
 def test_a_step_with_every_leaf_compiles_in_one_graph(loss_type, level):
     case = make_case(111, **options_for(loss_type, level, beta=0.1))
-    step = linear_step(case, grpo_fast.LossConfig(**case.options))
+    step = training_step(case)
     for own, expected in zip(gradients(compiled(step), case), gradients(step, case), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
 
 
-@pairs(backend=BACKENDS, layout=["padded", "packed"], function=["linear", "logits", "logps"])
-def test_every_public_loss_compiles_in_one_graph(function, layout, backend):
+@pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS)
+def test_every_public_loss_compiles_in_one_graph(function, layout, backend, monkeypatch):
     backend = str(backend)  # torch 2.11 traces a str and a StrEnum, no other subclass of str
-    case = make_case(
-        112,
-        sampling=True,
-        **options_for("grpo", beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0),
-    )
+    options = options_for("grpo", beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
+    case = make_case(112, sampling=True, **options)
     expected = run(function, case, layout=layout, backend=backend)
-    torch._dynamo.reset()
-    names = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps": "grpo_loss"}
-    eager = getattr(grpo_fast, names[function])
-    fast = torch.compile(eager, fullgraph=True, backend="aot_eager")
-    setattr(grpo_fast, names[function], fast)
-    try:
-        own = run(function, case, layout=layout, backend=backend)
-    finally:
-        setattr(grpo_fast, names[function], eager)
+    name = LOSSES_OF[function]
+    monkeypatch.setattr(grpo_fast, name, compiled(getattr(grpo_fast, name)))
+    own = run(function, case, layout=layout, backend=backend)
     assert torch.equal(own.loss, expected.loss)
-    for name in own.grads:
-        assert torch.equal(own.grads[name], expected.grads[name])
-
-
-def test_logps_functions_compile_in_one_graph():
-    case = make_case(113, **options_for("grpo"))
-
-    def step(h, w):
-        lp, entropy = grpo_fast.linear_logps(
-            h, w, case.ids, return_entropy=True, temperature=0.7, backend="torch"
-        )
-        lp2 = grpo_fast.logits_logps(h @ w.T, case.ids, softcap=5.0, backend="torch")
-        return (lp - 0.1 * entropy).sum() + lp2.mean()
-
-    results = []
-    for f in (step, compiled(step)):
-        h, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-        f(h, w).backward()
-        results.append((h.grad, w.grad))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(own.grads[name], expected.grads[name]) for name in own.grads)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_step_compiles_with_inductor():
     case = make_case(114, **options_for("dapo", beta=0.1))
-    step = linear_step(case, grpo_fast.LossConfig(**case.options), backend="auto")
-    for own, expected in zip(
-        gradients(compiled(step, "inductor"), case), gradients(step, case), strict=True
-    ):
+    step = training_step(case, backend="auto")
+    fast = gradients(compiled(step, "inductor"), case)
+    for own, expected in zip(fast, gradients(step, case), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -128,35 +91,23 @@ def test_another_length_does_not_break_the_graph():
     for T in (5, 9, 14):
         g = torch.Generator().manual_seed(T)
         h, w = torch.randn(T, 4, generator=g).requires_grad_(), torch.randn(7, 4, generator=g)
-        ids, A, cu = (
-            torch.randint(7, (T,), generator=g),
-            torch.randn(2, generator=g),
-            torch.tensor([0, 2, T], dtype=torch.int32),
-        )
+        ids, A = torch.randint(7, (T,), generator=g), torch.randn(2, generator=g)
+        cu = torch.tensor([0, 2, T], dtype=torch.int32)
         torch.testing.assert_close(fast(h, w, ids, A, cu), step(h, w, ids, A, cu))
 
 
 def test_bad_input_is_refused_by_the_compiled_step_too():
     case = make_case(115, **options_for("dapo"))
-    config = grpo_fast.LossConfig(**case.options)
-
-    def step(h, w, ids):
-        return grpo_fast.linear_grpo_loss(
-            h, w, ids, case.advantages, config, completion_mask=case.mask, backend="torch"
-        ).loss
-
-    fast = compiled(step)
-    fast(case.hidden, case.weight, case.ids)
+    given = arguments("linear", case)
+    fast = compiled(lambda ids: grpo_fast.linear_grpo_loss(**{**given, "target_ids": ids}).loss)
+    fast(case.ids)
     with pytest.raises(Exception, match="target_ids"):
-        fast(case.hidden, case.weight, case.ids + 10**6)
-    fast(case.hidden, case.weight, case.ids)
+        fast(case.ids + 10**6)
+    fast(case.ids)
 
 
 def test_what_no_schema_carries_is_refused():
     """The net under the public doors: a field of the options that a graph would lose."""
-    from grpo_fast.loss import operators
-    from grpo_fast.loss.arguments import Options
-
     count, plain = operators.NUM_OPTIONS, Options([True], grad_filter=0.1)
     assert operators.carried(plain, count) == plain[:count]
     for name in Options._fields[count:]:
@@ -172,8 +123,6 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     """torch.library.opcheck on the operators with the very arguments the public functions give
     them.
     """
-    from grpo_fast.loss import operators
-
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
     real, checked = operators.build, []
@@ -192,12 +141,8 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 
     monkeypatch.setattr(operators, "build", build)
     for entropy_coef in (0.0, 0.1):
-        case = make_case(
-            116,
-            dtype=dtype,
-            sampling=True,
-            **options_for("grpo", beta=0.1, entropy_coef=entropy_coef),
-        )
+        options = options_for("grpo", beta=0.1, entropy_coef=entropy_coef)
+        case = make_case(116, dtype=dtype, sampling=True, **options)
         run(function, case)
         run(function, case.but(bias=None, sampling=None), layout="packed")
     assert len(checked) == 4
@@ -205,12 +150,8 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 
 # ----------------------------------------------------------
 # autocast
-@pairs(
-    backend=BACKENDS,
-    dtype=[torch.float32, torch.bfloat16],
-    autocast=[torch.bfloat16, torch.float16],
-    function=["linear", "logits", "logps"],
-)
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
+       autocast=[torch.bfloat16, torch.float16], function=FUNCTIONS)  # fmt: skip
 def test_autocast_changes_nothing(function, autocast, dtype, backend):
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")

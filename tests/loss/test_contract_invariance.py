@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
+from grpo_fast.kernels.head import loop
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -17,7 +18,7 @@ from tests.loss_cases import (
     make_case,
     options_for,
     run,
-)  # fmt: skip
+)
 from tests.pairs import pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,34 +34,26 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
     """old and ref computed by linear_logps / logits_logps from the same rows, in another pass and
     another packing.
     """
-    case = make_case(
-        85,
-        H=33,
-        V=517,
-        dtype=dtype,
-        **options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator),
+    options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
+    case = make_case(85, H=33, V=517, dtype=dtype, **options)
+    hidden, logits, ids = (
+        x.flatten(0, 1).flip(0) for x in (case.hidden, case.logits, case.ids[..., None])
     )
     with torch.no_grad():
         if function == "linear":
-            flat, ids = case.hidden.reshape(-1, 33).flip(0), case.ids.reshape(-1).flip(0)
-            logps = grpo_fast.linear_logps(flat, case.weight, ids, bias=case.bias, backend=backend)
+            head = hidden, case.weight, ids[:, 0]
+            logps = grpo_fast.linear_logps(*head, bias=case.bias, backend=backend)
         else:
-            logps = grpo_fast.logits_logps(
-                case.logits.reshape(-1, 517).flip(0), case.ids.reshape(-1).flip(0), backend=backend
-            )
+            logps = grpo_fast.logits_logps(logits, ids[:, 0], backend=backend)
     logps = logps.flip(0).reshape(case.mask.shape)
     result = run(function, case.but(old=logps, ref=logps.clone()), layout=layout, backend=backend)
     m = result.metrics
     assert m["ratio/mean"] == m["ratio/min"] == m["ratio/max"] == 1.0
-    assert (
-        m["approx_kl"] == 0
-        and m["kl"] == 0
-        and m["clip_ratio/region_mean"] == 0
-        and m["clip_ratio/region_max"] == 0
-    )
+    for name in ("approx_kl", "kl", "clip_ratio/region_mean", "clip_ratio/region_max"):
+        assert m[name] == 0, name
     assert torch.equal(result.logps[case.mask], logps[case.mask])
     alone = run(function, case.but(old=None).with_options(beta=0.0), layout=layout, backend=backend)
-    if kl_estimator in ("k2", "k3", "k3+", "k1+", "abs"):  # their slope is 0 on policy; k1's is 1
+    if kl_estimator != "k1":  # the others' slope is 0 on policy
         for name in result.grads:
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
@@ -72,150 +65,109 @@ def token_problem(dtype, N, H, V, seed=0):
     hidden = torch.randn(N, H, generator=g).to(dtype)
     weight = (2 * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
     ids, A = torch.randint(V, (N,), generator=g), torch.randn(N, generator=g)
-    old = -6 + torch.randn(N, generator=g)
-    return hidden, weight, ids, A, old
+    return hidden, weight, ids, A, -6 + torch.randn(N, generator=g)
 
 
-def rows_of(hidden, weight, ids, A, old, index, backend, *, entropy_coef=0.0, lengths=None):
-    """lp and dH of the rows in `index`, as one batch with the step's total fixed at 1000 tokens."""
-    h = hidden[index].clone().requires_grad_()
-    w = weight.clone().requires_grad_()
-    cu = cu_seqlens_of(lengths or [len(index)])
-    config = grpo_fast.LossConfig(
-        loss_type="dapo", epsilon_low=50.0, epsilon_high=50.0, entropy_coef=entropy_coef
-    )
+def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
+    """lp, dH, dW and db of the rows in `index`, as one batch with the step's total fixed at 1000
+    tokens.
+    """
+    hidden, weight, ids, A, old = problem
+    A = A if advantages is None else advantages
+    leaves = [hidden[index].clone(), weight.clone(), weight[:, 0] * 0]
+    h, w, b = (x.requires_grad_() for x in leaves)
+    config = grpo_fast.LossConfig(epsilon_low=50.0, epsilon_high=50.0, **options)
     out = grpo_fast.linear_grpo_loss(
-        h, w, ids[index], A[index], config, old_logps=old[index], cu_seqlens=cu,
-        num_items_in_batch=1000, backend=backend,
+        h, w, ids[index], A[index], config, bias=b, old_logps=old[index],
+        cu_seqlens=cu_seqlens_of(lengths or [len(index)]), num_items_in_batch=1000,
+        backend=backend,
     )  # fmt: skip
     out.loss.backward()
-    return out.logps, h.grad
+    return out.logps, *(x.grad for x in leaves)
+
+
+def assert_rows(found, expected, index=slice(None)) -> None:
+    assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
 # (H, V): a vector width divides both / neither; a real hidden size with an odd vocabulary.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
+N = 150
+EVERY = torch.arange(N)
 
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend):
-    N = 150
-    problem = token_problem(dtype, N, H, V)
-    everything = torch.arange(N)
-    logps, d_hidden = rows_of(*problem, everything, backend, entropy_coef=entropy_coef)
-    g = torch.Generator().manual_seed(1)
-    subsets = [
-        torch.arange(1),
-        torch.arange(5, 12),
-        torch.arange(31),
-        torch.arange(7, 40),
-        torch.arange(64, 129),
-    ]
-    subsets += [
-        torch.randperm(N, generator=g),
-        torch.randperm(N, generator=g)[:77],
-        torch.arange(N).flip(0),
-    ]
+    problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
+    whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
+    subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
+    subsets += [torch.randperm(N, generator=g), torch.randperm(N, generator=g)[:77]]
     for index in subsets:
-        lp, dh = rows_of(*problem, index, backend, entropy_coef=entropy_coef)
-        assert torch.equal(lp, logps[index]), f"lp of {len(index)} rows"
-        assert torch.equal(dh, d_hidden[index]), f"dH of {len(index)} rows"
+        assert_rows(rows_of(problem, index, backend, entropy_coef=entropy_coef), whole, index)
 
 
-@pairs(backend=BACKENDS, dtype=DTYPES, packing=[[150], [1] * 150, [100, 0, 50], [7, 140, 3]])
+@pairs(backend=BACKENDS, dtype=DTYPES, packing=[[N], [1] * N, [100, 0, 50], [7, 140, 3]])
 def test_a_row_does_not_see_the_packing(packing, dtype, backend):
-    problem = token_problem(dtype, 150, 64, 512)
-    index = torch.arange(150)
-    expected = rows_of(*problem, index, backend)
-    packed = rows_of(*problem, index, backend, lengths=packing)
-    assert torch.equal(expected[0], packed[0]) and torch.equal(expected[1], packed[1])
+    problem = token_problem(dtype, N, 64, 512)
+    assert_rows(*(rows_of(problem, EVERY, backend, lengths=x) for x in (None, packing)))
 
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
 def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
-    from grpo_fast.kernels.head import loop as linear
-
-    problem = token_problem(dtype, 150, H, V)
-    index = torch.arange(150)
-    expected = rows_of(*problem, index, backend)
+    problem = token_problem(dtype, N, H, V)
+    expected = rows_of(problem, EVERY, backend)
     for rows in (1, 32, 64, 96, 149):
-        monkeypatch.setattr(linear, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
-        chunked = rows_of(*problem, index, backend)
-        assert torch.equal(expected[0], chunked[0]) and torch.equal(expected[1], chunked[1]), rows
+        monkeypatch.setattr(loop, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
+        assert_rows(rows_of(problem, EVERY, backend), expected)
 
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
 def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
-    hidden, weight, ids, A, old = token_problem(dtype, 70, H, V)
-    expected, _ = rows_of(hidden, weight, ids, A, old, torch.arange(70), backend)
-    with torch.no_grad():
-        assert torch.equal(grpo_fast.linear_logps(hidden, weight, ids, backend=backend), expected)
-        assert torch.equal(
-            grpo_fast.linear_logps(hidden[3:5], weight, ids[3:5], backend=backend), expected[3:5]
-        )
-    for h, w in ((True, False), (False, True)):
-        out = grpo_fast.linear_logps(
-            hidden.clone().requires_grad_(h), weight.clone().requires_grad_(w), ids, backend=backend
-        )
-        assert torch.equal(out.detach(), expected)
+    problem = hidden, weight, ids, *_ = token_problem(dtype, 70, H, V)
+    expected = rows_of(problem, EVERY[:70], backend)[0]
+    every = slice(None)
+    for rows, wants in ((every, ""), (slice(3, 5), ""), (every, "h"), (every, "w")):
+        h, w = hidden[rows].clone(), weight.clone()
+        h.requires_grad_("h" in wants), w.requires_grad_("w" in wants)
+        found = grpo_fast.linear_logps(h, w, ids[rows], backend=backend)
+        assert torch.equal(found.detach(), expected[rows])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend):
-    """Rows without a coefficient are skipped: 0%, 5%, 50%, 95% of them; the others' dH stays the
-    same, bit for bit.
-    """
-    hidden, weight, ids, A, old = token_problem(dtype, 150, 64, 512)
-    index = torch.arange(150)
-    _, expected = rows_of(hidden, weight, ids, A, old, index, backend)
-    for fraction in (0.05, 0.5, 0.95):
-        off = (
-            torch.rand(150, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
-        )
-        _, dh = rows_of(hidden, weight, ids, torch.where(off, 0.0, A), old, index, backend)
-        assert torch.equal(dh[~off], expected[~off]) and (dh[off] == 0).all()
+@pairs(backend=BACKENDS, dtype=DTYPES, fraction=[0.05, 0.5, 0.95])
+def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend, fraction):
+    """Rows without a coefficient are skipped; the others' dH stays the same, bit for bit."""
+    problem = token_problem(dtype, N, 64, 512)
+    expected = rows_of(problem, EVERY, backend)[1]
+    off = torch.rand(N, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
+    dh = rows_of(problem, EVERY, backend, advantages=torch.where(off, 0.0, problem[3]))[1]
+    assert torch.equal(dh[~off], expected[~off]) and (dh[off] == 0).all()
 
 
 @pairs(
-    backend=BACKENDS,
-    dtype=DTYPES,
+    backend=BACKENDS, dtype=DTYPES,
     rule={"plain": {}, "softcap": {"softcap": 4.0, "temperature": 0.7, "logit_scale": 1.3}}.items(),
-)
+)  # fmt: skip
 def test_rows_of_given_logits_do_not_see_their_batch(rule, dtype, backend):
     g = torch.Generator().manual_seed(0)
-    logits, ids = (
-        (3 * torch.randn(90, 1003, generator=g)).to(dtype),
-        torch.randint(1003, (90,), generator=g),
-    )
+    logits = (3 * torch.randn(90, 1003, generator=g)).to(dtype)
+    ids = torch.randint(1003, (90,), generator=g)
     config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1, **rule)
 
     def rows(index):
         x = logits[index].clone().requires_grad_()
         out = grpo_fast.logits_grpo_loss(
-            x,
-            ids[index],
-            torch.ones(1),
-            config,
-            cu_seqlens=cu_seqlens_of([len(index)]),
-            num_items_in_batch=500,
-            backend=backend,
-        )
+            x, ids[index], torch.ones(1), config, cu_seqlens=cu_seqlens_of([len(index)]),
+            num_items_in_batch=500, backend=backend,
+        )  # fmt: skip
         out.loss.backward()
         return out.logps, x.grad
 
-    logps, grads = rows(torch.arange(90))
-    for index in (
-        torch.arange(1),
-        torch.arange(3, 8),
-        torch.arange(40, 90),
-        torch.randperm(90, generator=g),
-    ):
-        lp, dx = rows(index)
-        assert torch.equal(lp, logps[index]) and torch.equal(dx, grads[index])
+    whole = rows(EVERY[:90])
+    for index in (EVERY[:1], EVERY[3:8], EVERY[40:90], torch.randperm(90, generator=g)):
+        assert_rows(rows(index), whole, index)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pairs(function=FUNCTIONS, level=["token", "sequence"])
 def test_padded_and_packed_are_the_same_numbers(function, level):
     case = make_case(86, **options_for("grpo", level, beta=0.2))
     a, b = (run(function, case, layout=layout) for layout in LAYOUTS)
@@ -229,64 +181,25 @@ def test_padded_and_packed_are_the_same_numbers(function, level):
 # L1: run to run
 @pairs(backend=BACKENDS, dtype=DTYPES, chunks=[1, 4])
 def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
-    from grpo_fast.kernels.head import loop as linear
-
-    hidden, weight, ids, A, old = token_problem(dtype, 130, 96, 777)
-    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
-    config = grpo_fast.LossConfig(
-        loss_type="dapo", epsilon_low=50.0, epsilon_high=50.0, entropy_coef=0.1
-    )
-    results = []
-    for _ in range(3):
-        h, w, b = (
-            hidden.clone().requires_grad_(),
-            weight.clone().requires_grad_(),
-            torch.zeros(777, dtype=dtype).requires_grad_(),
-        )
-        out = grpo_fast.linear_grpo_loss(
-            h,
-            w,
-            ids,
-            A,
-            config,
-            bias=b,
-            old_logps=old,
-            cu_seqlens=cu_seqlens_of([130]),
-            backend=backend,
-        )
-        out.loss.backward()
-        results.append((out.loss.detach(), h.grad, w.grad, b.grad))
-        _ = torch.randn(1000)  # other work in between must not matter
+    problem = token_problem(dtype, 130, 96, 777)
+    monkeypatch.setattr(loop, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
+    results = [rows_of(problem, EVERY[:130], backend, entropy_coef=0.1) for _ in range(3)]
     for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            assert torch.equal(x, y)
+        assert all(map(torch.equal, results[0], other))
 
 
-@pytest.mark.parametrize(
-    "loss_type",
-    [
-        x
-        for x, level in LOSS_LEVELS
-        if level == "token" and x not in ("vespo", "gmpo", "gspo_token")
-    ],
-)
+TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
+
+
+@pytest.mark.parametrize("loss_type", sorted({*TOKEN_LEVEL} - {"vespo", "gmpo", "gspo_token"}))
 def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
     """dL/dlogp of a token, whatever stands beside it: SIMD bodies and scalar tails must compute the
     same function.
     """
-    case = make_case(
-        87,
-        mask=torch.ones(1, 67, dtype=torch.bool),
-        **options_for(loss_type, "token", "token_mean_global", beta=0.3),
-    )
-    case = case.but(num_items=100)
+    options = options_for(loss_type, "token", "token_mean_global", beta=0.3)
+    case = make_case(87, mask=torch.ones(1, 67, dtype=torch.bool), **options).but(num_items=100)
     whole = run("logps", case).grads["logps"]
     for rows in (slice(0, 1), slice(3, 8), slice(10, 27), slice(60, 67), slice(0, 66)):
-        part = case.but(
-            hidden=case.hidden[:, rows],
-            ids=case.ids[:, rows],
-            mask=case.mask[:, rows],
-            old=case.old[:, rows],
-            ref=case.ref[:, rows],
-        )
+        names = ("hidden", "ids", "mask", "old", "ref")
+        part = case.but(**{name: getattr(case, name)[:, rows] for name in names})
         assert torch.equal(run("logps", part).grads["logps"], whole[:, rows]), rows

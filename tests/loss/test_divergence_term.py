@@ -7,15 +7,12 @@ import math
 import pytest
 import torch
 
-import grpo_fast
 from grpo_fast import DivergenceTerm, TeacherHead, TeacherTopK, linear_divergence
 from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.route import unavailable
 from tests import loss_cases
-from tests.loss_cases import make_case, options_for, relative_l2
+from tests.loss_cases import ENGINES, call, make_case, options_for, relative_l2
 from tests.pairs import pairs
 
-BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
 LOSSES = {
     "token": options_for("dapo"),
     "sequence": options_for("gspo", "sequence"),
@@ -40,7 +37,7 @@ def weights_of(case):
     return case.mask.double() / case.mask.sum()
 
 
-@pairs(name=LOSSES, backend=BACKENDS, topk=[False, True], mib=["0", "256"])
+@pairs(name=LOSSES, backend=ENGINES, topk=[False, True], mib=["0", "256"])
 def test_it_is_the_sum_of_two_calls(name, backend, topk, mib, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]
@@ -101,13 +98,9 @@ def test_one_pass_and_hidden_rows(monkeypatch):
     seen = []
     padded = LinearHead._rows_of
     monkeypatch.setattr(LinearHead, "_rows_of", lambda s, c: (seen.append(c), padded(s, c))[1])
-    config = grpo_fast.LossConfig(**case.options)
-    given = dict(completion_mask=case.mask, bias=case.bias, old_logps=case.old)
-    a = grpo_fast.linear_grpo_loss(case.hidden.requires_grad_(), case.weight, case.ids,
-                                   case.advantages, config, divergence=term, **given)  # fmt: skip
+    a = call("linear", case, hidden=case.hidden.requires_grad_(), divergence=term)
     assert len(seen) == 1
-    b = grpo_fast.linear_grpo_loss(flat, case.weight, case.ids, case.advantages, config,
-                                   hidden_rows=rows, divergence=term, **given)  # fmt: skip
+    b = call("linear", case, hidden=flat, hidden_rows=rows, divergence=term)
     assert torch.equal(a.loss, b.loss) and torch.equal(a.divergence, b.divergence)
     assert a.divergence.shape == (B, L) and not a.divergence[~case.mask].any()
 
@@ -119,12 +112,7 @@ def test_a_coefficient_of_0_and_no_gradient_say_the_divergence():
     zero = loss_cases.run("linear", case, divergence=term)
     assert torch.equal(zero.loss, plain.loss) and zero.metrics["divergence"] > 0
     assert all(relative_l2(zero.grads[n], x) < 1e-6 for n, x in plain.grads.items())
-    with torch.no_grad():
-        out = grpo_fast.linear_grpo_loss(
-            case.hidden, case.weight, case.ids, case.advantages,
-            grpo_fast.LossConfig(**case.options), bias=case.bias, completion_mask=case.mask,
-            old_logps=case.old, divergence=term._replace(coef=1.0),
-        )  # fmt: skip
+    out = call("linear", case, divergence=term._replace(coef=1.0))
     assert torch.allclose(out.metrics["divergence"], zero.metrics["divergence"])
     assert out.loss > plain.loss.detach()
 

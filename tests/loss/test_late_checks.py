@@ -89,7 +89,7 @@ def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
 def test_the_next_call_raises_for_bad_offsets(late, function, loss_type):
     case = make_case(7, **options_for(loss_type, "sequence" if loss_type == "gspo" else "token"))
     run(function, case, layout="packed")
-    cu = arguments(case, "packed")["cu_seqlens"]
+    cu = arguments(function, case, "packed")["cu_seqlens"]
     run(function, case, layout="packed", cu_seqlens=cu.flip(0) * 5 - 3)
     with pytest.raises(ValueError, match=r"cu_seqlens: expected .*\(in an earlier call"):
         run(function, case, layout="packed")

@@ -14,8 +14,9 @@ from tests import oracle_inputs
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
+    LAYOUTS,
     LOSS_LEVELS,
-    assert_same,
+    check,
     make_case,
     options_for,
     reference_logps,
@@ -78,22 +79,14 @@ def test_vocabulary_sizes(V, dtype, backend):
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], V=[1, 2, 3, 127, 129, 1023, 50257])
 def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
-    logits, ids = (
-        (3 * torch.randn(4, V, generator=g)).to(dtype),
-        torch.randint(V, (4,), generator=g),
-    )
-    x = logits.clone().requires_grad_()
-    cu, A = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1.0])
-    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1)
+    logits = (3 * torch.randn(4, V, generator=g)).to(dtype)
+    ids, options = torch.randint(V, (4,), generator=g), {"entropy_coef": 0.1}
+    x, cu, A = logits.clone().requires_grad_(), torch.tensor([0, 4]), torch.tensor([1.0])
+    config = grpo_fast.LossConfig("reinforce", **options)
     out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
     out.loss.backward()
-    exact = oracle_inputs.oracle_from_logits(
-        logits[None],
-        ids[None],
-        A,
-        {"loss_type": "reinforce", "entropy_coef": 0.1},
-        mask=torch.ones(1, 4, dtype=torch.bool),
-    )
+    given = logits[None], ids[None], A, {"loss_type": "reinforce", **options}
+    exact = oracle_inputs.oracle_from_logits(*given, mask=torch.ones(1, 4, dtype=torch.bool))
     assert (out.logps.double() - exact.logps[0]).abs().max() <= 1e-5
     assert abs(out.loss.item() - exact.loss.item()) <= 1e-5
     assert relative_l2(x.grad, exact.logits_grad[0]) <= (3e-6 if dtype == torch.float32 else 3e-3)
@@ -102,25 +95,18 @@ def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("L", [65536, 70001])
 def test_completions_longer_than_a_16_bit_index(L, backend):
-    case = make_case(
-        71, H=2, V=3, mask=torch.ones(2, L, dtype=torch.bool), **options_for("gspo", "sequence")
-    )
+    mask = torch.ones(2, L, dtype=torch.bool)
+    case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
     # All terms of each sum over the tokens have one sign: what is judged is the arithmetic, not a
     # cancellation.
     case = case.but(
-        ids=torch.zeros_like(case.ids),
-        hidden=case.hidden.abs(),
+        ids=torch.zeros_like(case.ids), hidden=case.hidden.abs(),
         advantages=torch.tensor([1.3, 0.8]),
-    )
+    )  # fmt: skip
     case = case.but(old=reference_logps(case)[0] - 0.1)
-    result = run("linear", case, layout="packed", backend=backend)
-    assert_same("linear", case, result, loss_tol=3e-6, grad_tol=2e-5)
-    result = run(
-        "linear",
-        case.with_options(**options_for("dapo"), importance_sampling_level="token"),
-        backend=backend,
-    )
-    assert torch.isfinite(result.loss)
+    check("linear", case, layout="packed", backend=backend, loss_tol=3e-6, grad_tol=2e-5)
+    by_token = case.with_options(**options_for("dapo"), importance_sampling_level="token")
+    assert torch.isfinite(run("linear", by_token, backend=backend).loss)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,57 +144,32 @@ def test_row_offsets_beyond_two_to_the_31(dtype, backend):
 # nothing there
 @pairs(backend=BACKENDS, shape=[(0, 5), (3, 0), (0, 0)], loss_type__level=LOSS_LEVELS)
 def test_empty_padded_batches(loss_type, level, shape, backend):
-    B, L = shape
-    config = grpo_fast.LossConfig(**options_for(loss_type, level, entropy_coef=0.1))
-    h = torch.zeros(B, L, 4, requires_grad=True)
-    w = torch.ones(7, 4, requires_grad=True)
-    ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
-    out = grpo_fast.linear_grpo_loss(
-        h,
-        w,
-        ids,
-        torch.ones(B),
-        config,
-        completion_mask=mask,
-        old_logps=torch.zeros(B, L),
-        backend=backend,
-    )
-    out.loss.backward()
-    assert out.loss.item() == 0 and out.logps.shape == shape
-    assert h.grad.shape == h.shape and (w.grad == 0).all()
-    assert not any(torch.isnan(m).any() for m in out.metrics.values())
+    options = options_for(loss_type, level, entropy_coef=0.1)
+    case = make_case(70, mask=torch.ones(shape, dtype=torch.bool), **options)
+    result = run("linear", case, backend=backend)
+    assert result.loss.item() == 0 and result.logps.shape == shape
+    assert result.grads["hidden"].shape == case.hidden.shape
+    assert (result.grads["weight"] == 0).all()
+    assert not any(torch.isnan(m).any() for m in result.metrics.values())
 
 
-@pairs(backend=BACKENDS, cu=[[0], [0, 0], [0, 0, 0, 0]], function=FUNCTIONS)
-def test_empty_packed_batches(function, cu, backend):
-    config = grpo_fast.LossConfig(loss_type="grpo")
-    ids, cu = torch.zeros(0, dtype=torch.int64), torch.tensor(cu, dtype=torch.int32)
-    A = torch.ones(len(cu) - 1)
-    if function == "linear":
-        x = torch.zeros(0, 4, requires_grad=True)
-        out = grpo_fast.linear_grpo_loss(
-            x, torch.ones(7, 4), ids, A, config, cu_seqlens=cu, backend=backend
-        )
-    elif function == "logits":
-        x = torch.zeros(0, 7, requires_grad=True)
-        out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
-    else:
-        x = torch.zeros(0, requires_grad=True)
-        out = grpo_fast.grpo_loss(x, A, config, cu_seqlens=cu)
-    out.loss.backward()
-    assert out.loss.item() == 0 and out.logps.shape == (0,) and x.grad.shape == x.shape
+@pairs(backend=BACKENDS, count=[0, 1, 3], function=FUNCTIONS)
+def test_empty_packed_batches(function, count, backend):
+    case = make_case(70, mask=torch.zeros(count, 2, dtype=torch.bool), **options_for("grpo"))
+    out = run(function, case, layout="packed", backend=backend).raw
+    assert out.loss.item() == 0 and out.logps.shape == (0,)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("empty", [[], [0], [4], [0, 4], [1, 2, 3]])
-def test_empty_completions_anywhere_count_in_b_and_nowhere_else(empty, backend):
+EMPTY = {str(x): x for x in ([], [0], [4], [0, 4], [1, 2, 3])}
+
+
+@pairs(backend=BACKENDS, layout=LAYOUTS, empty=EMPTY.items(),
+       loss_type=["grpo", "gspo", "gmpo", "luspo", "vespo"])  # fmt: skip
+def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty, layout, backend):
     mask = torch.ones(5, 4, dtype=torch.bool)
     mask[empty] = False
-    for loss_type in ("grpo", "gspo", "gmpo", "luspo", "vespo"):
-        case = make_case(72, mask=mask, **options_for(loss_type, beta=0.2))
-        for layout in ("padded", "packed"):
-            result = run("linear", case, layout=layout, backend=backend)
-            assert_same("linear", case, result, loss_tol=2e-6, grad_tol=1e-5)
+    case = make_case(72, mask=mask, **options_for(loss_type, beta=0.2))
+    check("linear", case, layout=layout, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,7 +18,8 @@ from tests.loss_cases import (
     LEVELS,
     LOSS_LEVELS,
     arguments,
-    assert_same,
+    call,
+    check,
     make_case,
     options_for,
     pack,
@@ -27,7 +28,7 @@ from tests.loss_cases import (
     run,
     spans,
     truth,
-)  # fmt: skip
+)
 from tests.pairs import pairs
 
 EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
@@ -65,7 +66,7 @@ def test_sampling_correction(loss_type, correction, function):
     layout = LAYOUTS[len(correction or "") % 2]
     for seed in (31, 32):
         case = make_case(seed, sampling=True, **options)
-        assert_same(function, case, run(function, case, layout=layout), **EXACT)
+        check(function, case, layout=layout, **EXACT)
 
 
 def test_a_correction_is_refused_without_the_logps_that_it_reads():
@@ -113,8 +114,8 @@ def test_sampling_correction_without_old_logps_is_a_constant(correction):
     case = case.but(
         sampling=logps - torch.where(case.mask, 0.3, 0.0) * case.advantages.sign().unsqueeze(1)
     )
-    assert_same("logps", case, run("logps", case), **EXACT)
-    assert_same("linear", case, run("linear", case), **EXACT)
+    for function in ("logps", "linear"):
+        check(function, case, **EXACT)
 
 
 def test_sampling_correction_never_scales_the_kl():
@@ -122,9 +123,7 @@ def test_sampling_correction_never_scales_the_kl():
         33, sampling=True, **options_for("grpo", beta=0.5), corrections=oracles.WORDS["token_mask"]
     )
     case = case.but(sampling=case.old - 5.0)  # every ratio is e^5 > cap: masked
-    result = run("logps", case)
-    assert_same("logps", case, result, **EXACT)
-    assert (result.grads["logps"][case.mask] != 0).all()
+    assert (check("logps", case, **EXACT).grads["logps"][case.mask] != 0).all()
 
 
 @pairs(function=FUNCTIONS, with_sampling=[True, False], threshold=[0.0, 0.05, 0.3, 10.0],
@@ -132,7 +131,7 @@ def test_sampling_correction_never_scales_the_kl():
 def test_off_policy_mask(loss_type, threshold, with_sampling, function):
     options = options_for(loss_type, beta=0.2, corrections=[oracles.off_policy(threshold)])
     case = make_case(34, sampling=with_sampling, **options)
-    assert_same(function, case, run(function, case), **EXACT)
+    check(function, case, **EXACT)
 
 
 def test_off_policy_mask_keeps_every_completion_with_a_nonnegative_advantage():
@@ -164,7 +163,7 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
         "dapo", beta=0.2, top_entropy_quantile=quantile, entropy_coef=entropy_coef
     )
     case = make_case(37, **options)
-    assert_same(function, case, run(function, case, layout=layout), **EXACT)
+    check(function, case, layout=layout, **EXACT)
 
 
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
@@ -173,8 +172,7 @@ def test_the_mean_over_prompts(loss_type, layout, function):
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
     case = make_case(39, mask=mask, **options, entropy_coef=0.1, top_entropy_quantile=0.7)
-    whole = run(function, case, layout=layout)
-    assert_same(function, case, whole, **EXACT)
+    check(function, case, layout=layout, **EXACT)
     tokens = mask.sum(1).double()
     of_prompts = tokens.view(3, 2).sum(1).repeat_interleave(2)
     case = case.with_options(top_entropy_quantile=1.0)
@@ -208,29 +206,16 @@ def test_all_extras_at_once():
         case = make_case(38, sampling=True, **options, importance_sampling_level=level)
         for function in FUNCTIONS:
             for layout in LAYOUTS:
-                assert_same(function, case, run(function, case, layout=layout), **EXACT)
+                check(function, case, layout=layout, **EXACT)
 
 
 # ----------------------------------------------------------
 # entropy
-@pairs(
-    backend=BACKENDS,
-    function=["logits", "linear"],
-    num_items=[None, 57],
-    loss_type__level=[
-        ("grpo", "token"),
-        ("gspo", "sequence"),
-        ("cispo", "token"),
-        ("gmpo", "token"),
-    ],
-)
-def test_entropy_bonus_is_differentiable_in_the_fused_path(
-    loss_type, level, num_items, function, backend
-):
-    case = make_case(39, **options_for(loss_type, level, entropy_coef=0.25)).but(
-        num_items=num_items
-    )
-    assert_same(function, case, run(function, case, backend=backend), **EXACT)
+@pairs(backend=BACKENDS, function=["logits", "linear"], num_items=[None, 57],
+       loss_type=["grpo", "gspo", "cispo", "gmpo"])  # fmt: skip
+def test_entropy_bonus_is_differentiable_in_the_fused_path(loss_type, num_items, function, backend):
+    case = make_case(39, **options_for(loss_type, entropy_coef=0.25))
+    check(function, case.but(num_items=num_items), backend=backend, **EXACT)
 
 
 def test_entropy_bonus_reaches_the_entropy_given_to_grpo_loss():
@@ -240,26 +225,18 @@ def test_entropy_bonus_reaches_the_entropy_given_to_grpo_loss():
     torch.testing.assert_close(result.grads["entropy"], expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", ["logits", "linear"])
+@pairs(backend=BACKENDS, function=["logits", "linear"])
 def test_entropy_is_returned_when_asked_for(function, backend):
     case = make_case(40, **options_for("grpo"))
     assert run(function, case, backend=backend).entropy is None
-    result = run(
-        function,
-        case,
-        backend=backend,
-        config=grpo_fast.LossConfig(**case.options, compute_entropy=True),
-    )
-    expected = truth(function, case)
-    assert (result.entropy - expected.entropy)[case.mask].abs().max() < 1e-5
-    assert result.metrics["entropy"].item() == pytest.approx(
-        expected.entropy[case.mask].mean().item(), abs=1e-5
-    )
+    result = run(function, case.with_options(compute_entropy=True), backend=backend)
+    expected = truth(function, case).entropy
+    assert (result.entropy - expected)[case.mask].abs().max() < 1e-5
+    mean = expected[case.mask].mean().item()
+    assert result.metrics["entropy"].item() == pytest.approx(mean, abs=1e-5)
     assert not result.raw.entropy.requires_grad and not result.raw.logps.requires_grad
-    assert (
-        result.raw.loss.dtype == result.raw.logps.dtype == result.raw.entropy.dtype == torch.float32
-    )
+    for x in (result.raw.loss, result.raw.logps, result.raw.entropy):
+        assert x.dtype == torch.float32
 
 
 # ----------------------------------------------------------
@@ -272,59 +249,57 @@ RULES = (
 
 @pairs(backend=BACKENDS, bias=[True, False], function=["logits", "linear"], rule=RULES)
 def test_scale_softcap_temperature_and_bias(rule, function, bias, backend):
-    case = make_case(
-        41, bias=bias, scale=1.5, **options_for("grpo", beta=0.2, entropy_coef=0.1), **rule
-    )
-    result = run(function, case, backend=backend)
-    assert_same(function, case, result, **EXACT)
+    options = options_for("grpo", beta=0.2, entropy_coef=0.1, **rule)
+    case = make_case(41, bias=bias, scale=1.5, **options)
+    result = check(function, case, backend=backend, **EXACT)
     assert (result.logps - truth(function, case).logps)[case.mask].abs().max() < 5e-6
 
 
 @pairs(backend=BACKENDS, layout=LAYOUTS, function=["logits", "linear"])
 def test_one_temperature_per_token(function, layout, backend):
-    from tests.loss_cases import pack, spans
-
-    case = make_case(42, **options_for("grpo", beta=0.2, entropy_coef=0.1), softcap=6.0)
+    case = make_case(42, **options_for("grpo", beta=0.2, entropy_coef=0.1, softcap=6.0))
     temperature = 0.5 + torch.rand(case.mask.shape, generator=torch.Generator().manual_seed(1))
-    case = case.with_options(temperature=temperature)
     given = temperature if layout == "padded" else pack(temperature, spans(case.mask))
-    config = grpo_fast.LossConfig(**{**case.options, "temperature": given})
-    assert_same(
-        function, case, run(function, case, layout=layout, backend=backend, config=config), **EXACT
-    )
+    config = grpo_fast.LossConfig(**case.options, temperature=given)
+    case = case.with_options(temperature=temperature)
+    check(function, case, layout=layout, backend=backend, config=config, **EXACT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logps_functions_against_the_oracle(backend):
+    """Values and gradients of the entropy alone and with the logps, with rows that have no
+    target.
+    """
     g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (
-        torch.randn(9, 8, generator=g),
-        torch.randn(31, 8, generator=g),
-        torch.randn(31, generator=g),
-    )
+    tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
     ids, temperature = torch.randint(31, (9,), generator=g), 0.5 + torch.rand(9, generator=g)
+    some = ids.index_fill(0, torch.tensor([0, 4]), -100)
+    kept, c = some != -100, torch.randn(2, 9, generator=g)
     for temp in (1.0, 0.7, temperature):
         rule = {"temperature": temp, "softcap": 4.0, "logit_scale": 1.2}
-        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
-        lp, H = grpo_fast.linear_logps(
-            h, w, ids, bias=b, return_entropy=True, backend=backend, **rule
-        )
-        h64, w64, b64 = (x.double().requires_grad_() for x in (hidden, weight, bias))
-        lp64, H64 = oracle_inputs.logps_and_entropy(h64 @ w64.T + b64, ids, **rule)
-        torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=3e-6)
-        torch.testing.assert_close(H.double(), H64, rtol=0, atol=3e-6)
-        coefficients = torch.randn(2, 9, generator=g)
-        (lp * coefficients[0] + H * coefficients[1]).sum().backward()
-        (lp64 * coefficients[0] + H64 * coefficients[1]).sum().backward()
-        for x, x64 in ((h, h64), (w, w64), (b, b64)):
-            assert relative_l2(x.grad, x64.grad) < 2e-6
-        z = (h64 @ w64.T + b64).detach().float().requires_grad_()
-        lp2, H2 = grpo_fast.logits_logps(z, ids, return_entropy=True, backend=backend, **rule)
-        (lp2 * coefficients[0] + H2 * coefficients[1]).sum().backward()
-        z64 = z.detach().double().requires_grad_()
-        lp64, H64 = oracle_inputs.logps_and_entropy(z64, ids, **rule)
-        (lp64 * coefficients[0] + H64 * coefficients[1]).sum().backward()
-        assert relative_l2(z.grad, z64.grad) < 2e-6
+        wide = [x.double().requires_grad_() for x in tensors]
+        raw = wide[0] @ wide[1].T + wide[2]
+        true = oracle_inputs.logps_and_entropy(raw, ids, **rule)
+        (h, w, b), z = ([x.clone().requires_grad_() for x in tensors],
+                        raw.detach().float().requires_grad_())  # fmt: skip
+        options = {"return_entropy": True, "backend": backend, **rule}
+        of_head = grpo_fast.linear_logps(h, w, some, bias=b, **options)
+        of_logits = grpo_fast.logits_logps(z, some, **options)
+        for with_logps in (1.0, 0.0):
+
+            def total(logps, entropy, on=with_logps):
+                return (on * logps * c[0] + entropy * c[1])[kept].sum()
+
+            exact = torch.autograd.grad(total(*true), (*wide, raw), retain_graph=True)
+            for results, leaves, wanted in ((of_head, (h, w, b), exact[:3]),
+                                            (of_logits, (z,), exact[3:])):  # fmt: skip
+                for found, want in zip(results, true, strict=True):
+                    torch.testing.assert_close(found[kept].double(), want[kept], rtol=0, atol=3e-6)
+                    assert (found[~kept] == 0).all()
+                loss = total(*results) if with_logps else (results[1] * c[1]).sum()
+                grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+                assert all(relative_l2(x, y) < 3e-6 for x, y in zip(grads, wanted, strict=True))
+                assert (grads[0][~kept] == 0).all()
 
 
 # ----------------------------------------------------------
@@ -371,13 +346,11 @@ def test_clip_fractions(loss_type, level, layout):
             low.append(((r < 0.8) & (c.advantage < 0)).double())
             high.append(((r > 1.28) & (c.advantage > 0)).double())
     region = [a + b for a, b in zip(low, high, strict=True)]
-    for name, per_completion in (("low", low), ("high", high), ("region", region)):
-        means = torch.stack([x.mean() for x in per_completion])
-        assert m[f"clip_ratio/{name}_mean"] == pytest.approx(
-            torch.cat(per_completion).mean().item(), abs=1e-6
-        )
-        assert m[f"clip_ratio/{name}_min"] == pytest.approx(means.min().item(), abs=1e-6)
-        assert m[f"clip_ratio/{name}_max"] == pytest.approx(means.max().item(), abs=1e-6)
+    for name, of in (("low", low), ("high", high), ("region", region)):
+        means = torch.stack([x.mean() for x in of])
+        wanted = {"mean": torch.cat(of).mean(), "min": means.min(), "max": means.max()}
+        for what, value in wanted.items():
+            assert m[f"clip_ratio/{name}_{what}"] == pytest.approx(value.item(), abs=1e-6)
     if level == "token":
         assert m["clip_ratio/low_mean"] > 0 and m["clip_ratio/high_mean"] > 0
 
@@ -422,16 +395,13 @@ def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_mask
     mask = None if is_masked else torch.ones(5, 7, dtype=torch.bool)
     options = options_for("grpo", beta=0.1)
     case = make_case(48, mask=mask, sampling=True, per_token_advantages=True, **options)
-    config, outs = grpo_fast.LossConfig(**options), []
+    outs = []
     for is_reused in (False, True):
-        given = arguments(case, layout)
-        lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, spans(case.mask)))
-        given = {name: x.clone() if torch.is_tensor(x) else x for name, x in given.items()}
-        given["logps"] = lay(reference_logps(case)[0]).clone()
-        outs.append(grpo_fast.grpo_loss(config=config, **given))
-        for x in given.values() if is_reused else ():
-            if torch.is_tensor(x):
-                x.zero_()
+        given = arguments("logps", case, layout)
+        tensors = {name: x.clone() for name, x in given.items() if torch.is_tensor(x)}
+        outs.append(call("logps", case, layout, **tensors))
+        for x in tensors.values() if is_reused else ():
+            x.zero_()
     fresh, reused = (out.metrics for out in outs)
     assert fresh.keys() == reused.keys()
     assert all(torch.equal(fresh[name], reused[name]) for name in fresh)
@@ -446,10 +416,8 @@ def test_skipped_rows_are_counted():
     result = run("linear", case.but(advantages=advantages))
     active = (case.mask & (advantages != 0)[:, None]).sum().item()
     total = case.mask.numel()
-    assert result.metrics["skipped_rows"].item() in (
-        total - active,
-        case.mask.sum().item() - active,
-    )
+    skipped = result.metrics["skipped_rows"].item()
+    assert skipped in (total - active, case.mask.sum().item() - active)
     assert (result.grads["hidden"][1] == 0).all() and (result.grads["hidden"][3] == 0).all()
 
 
@@ -457,11 +425,4 @@ def test_vespo_overflowing_weight_gives_zero_not_nan():
     case = make_case(48, **options_for("vespo"))
     logps, _ = reference_logps(case)
     for shift in (15.0, -15.0):
-        result = run("logps", case.but(old=logps + shift))
-        assert torch.isfinite(result.loss) and torch.isfinite(result.grads["logps"]).all()
-        assert (
-            relative_l2(
-                result.grads["logps"], truth("logps", case.but(old=logps + shift)).logps_grad
-            )
-            < 1e-4
-        )
+        check("logps", case.but(old=logps + shift), grad_tol=1e-4)

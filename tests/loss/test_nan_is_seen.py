@@ -2,7 +2,7 @@
 every gradient.
 
 Comparisons inside a loss, a clip, a mask or a weight of 0 must not hide it: a check of either the
-loss or a gradient sees it. The Triton kernels are held to the same in triton_tools/cases_nan.py.
+loss or a gradient sees it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import torch
 import grpo_fast
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from tests import oracles
-from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, Case, make_case, options_for, run
+from tests.loss_cases import (
+    BACKENDS,
+    LAYOUTS,
+    LEAVES_AND_LEVELS,
+    LOSS_LEVELS,
+    Case,
+    call,
+    leaves_of,
+    make_case,
+    options_for,
+    run,
+)
 from tests.pairs import pairs
 
 WHERE = ("hidden", "weight")
@@ -45,7 +56,7 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
 
 
 @pairs(layout=LAYOUTS, is_on_policy={"old": False, "on-policy": True}.items(), backend=BACKENDS,
-       loss_type__level=LOSS_LEVELS)  # fmt: skip
+       loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
 def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
     case = make_case(31, **options_for(loss_type, level))
     case = case.but(old=None) if is_on_policy else case
@@ -75,31 +86,17 @@ def test_where_a_filter_drops_the_row(loss_type, backend):
     """Weights of 0: an advantage of 0, a masked ratio to the sampler, the off-policy mask, the
     entropy mask.
     """
-    cases = [
-        make_case(33, sampling=True, **options_for(loss_type, corrections=x))
-        for x in oracles.WORDS.values()
-    ]
-    cases += [
-        make_case(
-            33,
-            **options_for(
-                loss_type, corrections=[oracles.off_policy(0.0)], top_entropy_quantile=0.3
-            ),
-        )
-    ]
-    cases += [
-        make_case(33, **options_for(loss_type, entropy_coef=0.1, softcap=4.0, temperature=0.7))
-    ]
-    # Ratios above the cap.
-    far = [case.but(sampling=case.sampling - 5) for case in cases if case.sampling is not None]
-    for case in cases + far:
+    filters: list[dict] = [{"corrections": x} for x in oracles.WORDS.values()]
+    filters += [{"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3}]
+    filters += [{"entropy_coef": 0.1, "softcap": 4.0, "temperature": 0.7}]
+    cases = [make_case(33, sampling=True, **options_for(loss_type, **x)) for x in filters]
+    cases += [case.but(sampling=case.sampling - 5) for case in cases]  # ratios above the cap
+    for case in cases:
         for advantage in (-0.8, 0.0):
-            values = case.advantages.clone()
-            values[1] = advantage
+            values = case.advantages.index_fill(0, torch.tensor(1), advantage)
+            bad = spoiled(case.but(advantages=values), "hidden", math.nan)
             for function in ("linear", "logits"):
-                assert_seen(
-                    spoiled(case.but(advantages=values), "hidden", math.nan), function, backend
-                )
+                assert_seen(bad, function, backend)
 
 
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE)
@@ -115,26 +112,17 @@ def test_with_a_vocabulary_for_the_fused_kernels(where, backend, dtype):
             assert_seen(spoiled(case, where, value), "linear", backend, **more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS)
 def test_from_logps(loss_type, level, layout):
     """`grpo_loss` on logps of which one is NaN."""
-    options = options_for(loss_type, level)
-    case = make_case(35, **options)
-    config = grpo_fast.LossConfig(**options)
-    keywords = dict(old_logps=case.old, completion_mask=case.mask)
-    logps = torch.where(case.mask, -torch.rand(case.mask.shape), 0.0)
-    logps[1, 1] = math.nan
+    case = make_case(35, **options_for(loss_type, level))
+    logps = leaves_of("logps", case, layout)["logps"]
+    at = (1, 1) if layout == "padded" else (8,)
+    logps[at] = math.nan
     logps.requires_grad_()
-    if layout == "packed":
-        flat = {name: x.reshape(-1) for name, x in keywords.items()}
-        cu = torch.arange(0, case.mask.numel() + 1, case.mask.shape[1], dtype=torch.int32)
-        out = grpo_fast.grpo_loss(logps.reshape(-1), case.advantages, config, cu_seqlens=cu, **flat)
-    else:
-        out = grpo_fast.grpo_loss(logps, case.advantages, config, **keywords)
-    out.loss.backward()
-    assert out.loss.isnan() and logps.grad[1, 1].isnan()
-    assert (logps.grad[~case.mask] == 0).all()
+    loss = call("logps", case, layout, logps=logps).loss
+    loss.backward()
+    assert loss.isnan() and logps.grad[at].isnan()
 
 
 @pairs(value=BAD, where=WHERE, backend=BACKENDS)

@@ -4,33 +4,35 @@ valid call works.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import grpo_fast
+from grpo_fast import LossConfig
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
+    IS_INTERPRETER,
     LOSSES,
+    call,
     cu_seqlens_of,
     make_case,
     options_for,
-    pack,
     reference_logps,
-    run,
     spans,
 )
-from tests.loss_cases import arguments as arguments_of
+from tests.pairs import pairs
 
 NAN, INF = math.nan, math.inf
 
 
-def assert_refused(call, name: str) -> str:
+def assert_refused(name: str, function, *arguments, **keywords) -> str:
     """The message names the argument and says both sides."""
     with pytest.raises(ValueError) as caught:
-        call()
+        function(*arguments, **keywords)
     message = str(caught.value)
     assert name in message, message
     assert "expected" in message, message
@@ -42,6 +44,7 @@ def assert_refused(call, name: str) -> str:
 # config
 CONFIG = [
     *[("temperature", dict(temperature=x)) for x in (0.0, -1.0, NAN, INF, "1", None)],
+    ("temperature", dict(temperature=torch.ones(5, 7).long())),
     *[("epsilon_low", dict(epsilon_low=x)) for x in (-0.1, NAN, INF, None)],
     *[("epsilon_high", dict(epsilon_high=x)) for x in (-0.1, NAN, INF, "0.2")],
     *[("beta", dict(beta=x)) for x in (-0.1, NAN, INF)],
@@ -66,24 +69,15 @@ CONFIG = [
     ("cispo_bound", dict(cispo_bound="upper")),
     *[
         (f"corrections.{name}", dict(corrections={"kind": "mask", "high": 2.0, name: x}))
-        for name, x in (
-            ("kind", "clip"),
-            ("level", "sequence"),
-            ("ratio", "new/old"),
-            ("high", 0.9),
-            ("high", 0.0),
-            ("high", NAN),
-            ("high", INF),
-            ("high", "2"),
-            ("high", True),
-            ("low", 1.1),
-            ("low", -0.1),
-            ("low", NAN),
-            ("advantages", "positive"),
-            ("level", "worst_token"),
-            ("advantages", "negative"),
-            ("level", []),
-        )
+        for name, wrong in {
+            "kind": ["clip"],
+            "level": ["sequence", "worst_token", []],
+            "ratio": ["new/old"],
+            "high": [0.9, 0.0, NAN, INF, "2", True],
+            "low": [1.1, -0.1, NAN],
+            "advantages": ["positive", "negative"],
+        }.items()
+        for x in wrong
     ],
     ("corrections.low", dict(corrections={"kind": "reject"})),
     ("corrections.low", dict(corrections={"low": 3.0, "high": 2.0})),
@@ -128,85 +122,40 @@ READ_BY = {
 def test_an_option_that_the_loss_does_not_read(loss_type, name):
     readers, value = READ_BY[name]
     options = {"loss_type": loss_type, "max_completion_length": 9, "beta": 0.1}
-    default = grpo_fast.LossConfig(**options)
+    default = LossConfig(**options)
     if loss_type in readers:
         assert getattr(default.replace(**{name: value}), name) == value
     else:
-        message = assert_refused(lambda: grpo_fast.LossConfig(**options, **{name: value}), name)
-        assert (
-            repr(value) in message
-            and repr(loss_type) in message
-            and all(reader in message for reader in readers)
-        )
-        assert_refused(lambda: default.replace(**{name: value}), name)
-    assert grpo_fast.LossConfig(**options, **{name: getattr(default, name)}) == default
-    assert grpo_fast.LossConfig.from_key(default.key) == default
+        message = assert_refused(name, LossConfig, **options, **{name: value})
+        assert all(word in message for word in (repr(value), repr(loss_type), *readers))
+        assert_refused(name, default.replace, **{name: value})
+    assert LossConfig(**options, **{name: getattr(default, name)}) == default
+    assert LossConfig.from_key(default.key) == default
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), CONFIG, ids=lambda x: x if isinstance(x, str) else str(x)
-)
+@pytest.mark.parametrize(("name", "options"), CONFIG, ids=str)
 def test_config(name, options):
-    assert_refused(lambda: grpo_fast.LossConfig(**options), name)
-    grpo_fast.LossConfig()
+    assert_refused(name, LossConfig, **options)
 
 
 def test_unknown_names_list_the_choices():
-    message = assert_refused(lambda: grpo_fast.LossConfig(loss_type="grop"), "loss_type")
+    message = assert_refused("loss_type", LossConfig, loss_type="grop")
     assert "grop" in message and "dapo" in message and "gspo" in message
-    message = assert_refused(lambda: grpo_fast.LossConfig(kl_estimator="kl"), "kl_estimator")
-    assert "k3" in message
+    assert "k3" in assert_refused("kl_estimator", LossConfig, kl_estimator="kl")
 
 
-def test_configs_with_a_temperature_per_token_are_compared():
-    one, other = (grpo_fast.LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
+def test_configs_are_frozen_and_compared():
+    """Also those with a temperature per token."""
+    one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
-    assert one != other and one != grpo_fast.LossConfig() and one != "a config"
+    assert one != other and one != LossConfig() and one != "a config"
     assert one != one.replace(beta=0.5)
-
-
-def test_the_config_is_frozen():
-    import dataclasses
-
     with pytest.raises(dataclasses.FrozenInstanceError):
-        grpo_fast.LossConfig().beta = 0.1
+        one.beta = 0.1
 
 
 # ----------------------------------------------------------
 # the calls
-def call_with(
-    function, case, *, layout="padded", config=None, lay_out=True, backend="torch", **changes
-):
-    """Call a loss function with some arguments replaced; the names are the public ones."""
-    lengths = spans(case.mask)
-    lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
-    keywords = arguments_of(case, layout)
-    positional = {
-        "advantages": keywords.pop("advantages"),
-        "config": config or grpo_fast.LossConfig(**case.options),
-    }
-    if function == "linear":
-        positional = {
-            "hidden": lay(case.hidden),
-            "lm_head_weight": case.weight,
-            "target_ids": lay(case.ids),
-            **positional,
-        }
-        keywords["bias"], keywords["backend"] = case.bias, backend
-    elif function == "logits":
-        positional = {"logits": lay(case.logits), "target_ids": lay(case.ids), **positional}
-        keywords["backend"] = backend
-    else:
-        positional = {"logps": lay(reference_logps(case)[0]), **positional}
-    for name, value in changes.items():
-        (positional if name in positional else keywords)[name] = value
-    f = {
-        "linear": grpo_fast.linear_grpo_loss, "logits": grpo_fast.logits_grpo_loss,
-        "logps": grpo_fast.grpo_loss,
-    }[function]  # fmt: skip
-    return f(*positional.values(), **keywords)
-
-
 CASE = make_case(101, **options_for("grpo", beta=0.1))
 
 
@@ -295,9 +244,9 @@ PADDED = [
 
 @pytest.mark.parametrize(("name", "function", "changes"), PADDED)
 def test_padded_arguments(name, function, changes):
-    before = call_with(function, CASE).loss
-    assert_refused(lambda: call_with(function, CASE, **changes), name)
-    assert torch.equal(call_with(function, CASE).loss, before)  # nothing is left behind
+    before = call(function, CASE).loss
+    assert_refused(name, call, function, CASE, **changes)
+    assert torch.equal(call(function, CASE).loss, before)  # nothing is left behind
 
 
 T = sum(spans(CASE.mask))
@@ -312,170 +261,118 @@ CU = [
 )
 def test_packed_offsets(cu, function):
     A = torch.ones(5 if cu is None or isinstance(cu, list) else len(cu) - 1)
-    assert_refused(
-        lambda: call_with(function, CASE, layout="packed", cu_seqlens=cu, advantages=A),
-        "cu_seqlens",
-    )
-    call_with(function, CASE, layout="packed")
+    assert_refused("cu_seqlens", call, function, CASE, "packed", cu_seqlens=cu, advantages=A)
+    call(function, CASE, "packed")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_per_token_tensors_of_the_other_layout(function):
     for name, value in (("old_logps", CASE.old), ("completion_mask", CASE.mask)):
-        assert_refused(
-            lambda n=name, v=value: call_with(function, CASE, layout="packed", **{n: v}), name
-        )
+        assert_refused(name, call, function, CASE, "packed", **{name: value})
 
 
 def test_a_logp_of_minus_infinity():
-    logps = reference_logps(CASE)[0]
-    b, t = CASE.mask.nonzero()[1].tolist()
-    logps[b, t] = -INF
-    assert_refused(lambda: call_with("logps", CASE, logps=logps), "logps")
-    # A masked one is inert.
-    call_with("logps", CASE, logps=torch.where(CASE.mask, reference_logps(CASE)[0], -INF))
+    """A masked one is inert."""
+    logps = torch.where(CASE.mask, reference_logps(CASE)[0], -INF)
+    call("logps", CASE, logps=logps)
+    logps[tuple(CASE.mask.nonzero()[1].tolist())] = -INF
+    assert_refused("logps", call, "logps", CASE, logps=logps)
+
+
+def with_temperature(t: torch.Tensor) -> LossConfig:
+    return LossConfig(loss_type="grpo", temperature=t)
 
 
 @pytest.mark.parametrize("function", ["logits", "linear"])
 def test_per_token_temperature(function):
-    for bad in (torch.ones(4), torch.ones(5, 7, dtype=torch.int64)):
-        assert_refused(
-            lambda b=bad: call_with(
-                function, CASE, config=grpo_fast.LossConfig(loss_type="grpo", temperature=b)
-            ),
-            "temperature",
-        )
-    for value in (0.0, -1.0, NAN, INF):
-        t = torch.ones(5, 7)
-        t[0, 1] = value
-        config = grpo_fast.LossConfig(loss_type="grpo", temperature=t)
-        assert_refused(lambda c=config: call_with(function, CASE, config=c), "temperature")
-    t = torch.ones(5, 7)
-    t[~CASE.mask] = NAN  # a masked slot may hold anything
-    call_with(function, CASE, config=grpo_fast.LossConfig(loss_type="grpo", temperature=t))
+    ones = torch.ones(5, 7)
+    bad = [torch.ones(4), *(bad_values(ones, x, (0, 1)) for x in (0.0, -1, NAN, INF))]
+    for t in bad:
+        assert_refused("temperature", call, function, CASE, config=with_temperature(t))
+    # a masked slot may hold anything
+    call(function, CASE, config=with_temperature(torch.where(CASE.mask, ones, NAN)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_first_bad_value_is_quoted_and_the_others_are_counted(function):
-    tokens, odd = int(CASE.mask.sum()), CASE.mask.nonzero()[:3].tolist()
-    number = CASE.mask.float()
-    for (b, t), value in zip(odd, (0.5, 2.0, NAN), strict=True):
-        number[b, t] = value
-    wrong = [("completion_mask", number, f"came 0.5 (3 of {number.numel()} values)")]
-    for name, given in (
-        ("advantages", CASE.advantages[:, None].expand(5, 7)),
-        ("old_logps", CASE.old),
-    ):
-        given = given.clone()
-        for b, t in odd[1:]:
-            given[b, t] = NAN
-        wrong.append((name, given, f"came nan (2 of {tokens} values)"))
-    for name, value, came in wrong:
-        assert came in assert_refused(
-            lambda n=name, v=value: call_with(function, CASE, **{n: v}), name
-        )
+    tokens, odd = int(CASE.mask.sum()), CASE.mask.nonzero()[:3].T
+    number = CASE.mask.float().index_put(tuple(odd), torch.tensor([0.5, 2.0, NAN]))
+    is_odd = torch.zeros_like(CASE.mask).index_put(tuple(odd[:, 1:]), torch.tensor(True))
+    said = {"completion_mask": (number, f"got 0.5 (3 of {number.numel()} values)")}
+    for name, given in (("advantages", CASE.advantages[:, None]), ("old_logps", CASE.old)):
+        said[name] = torch.where(is_odd, NAN, given), f"got nan (2 of {tokens} values)"
+    for name, (value, came) in said.items():
+        assert came in assert_refused(name, call, function, CASE, **{name: value})
     if function != "logps":
-        t = torch.where(number == 0.5, -3.0, 1.0)
-        config = grpo_fast.LossConfig(loss_type="grpo", temperature=t)
-        message = assert_refused(lambda: call_with(function, CASE, config=config), "temperature")
-        assert f"came -3 (1 of {tokens} values)" in message
-
-
-def test_a_bad_temperature_of_a_target_is_quoted():
-    h, w, ids, t = (
-        torch.randn(4, 8),
-        torch.randn(11, 8),
-        torch.tensor([1, 2, -100, 3]),
-        torch.ones(4),
-    )
-    t[1], t[2], t[3] = -0.5, NAN, INF
-    for call in (
-        grpo_fast.linear_logps,
-        lambda h, w, *a, **k: grpo_fast.logits_logps(h @ w.T, *a, **k),
-    ):
-        assert "came -0.5 (2 of 3 values)" in assert_refused(
-            lambda c=call: c(h, w, ids, temperature=t), "temperature"
-        )
+        config = with_temperature(torch.where(number == 0.5, -3.0, 1.0))
+        message = assert_refused("temperature", call, function, CASE, config=config)
+        assert f"got -3 (1 of {tokens} values)" in message
 
 
 @pytest.mark.parametrize("need", [{"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}])
 def test_grpo_loss_cannot_make_an_entropy_of_its_own(need):
     case = CASE.but(options=options_for("grpo", **need))
-    assert_refused(lambda: call_with("logps", case), "entropy")
-    assert_refused(lambda: call_with("logps", case, entropy=torch.ones(5, 6)), "entropy")
+    for entropy in (None, torch.ones(5, 6)):
+        assert_refused("entropy", call, "logps", case, entropy=entropy)
 
 
 @pytest.mark.parametrize("loss_type", ["kimi", "dro"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_kimi_has_no_reference(loss_type, function):
     case = make_case(101, **options_for(loss_type))
-    assert_refused(lambda: call_with(function, case, ref_logps=case.ref), "ref_logps")
-    call_with(function, case)
+    assert_refused("ref_logps", call, function, case, ref_logps=case.ref)
+    call(function, case)
 
 
 def test_ignored_index_is_allowed_where_masked_only():
     ids = torch.where(CASE.mask, CASE.ids, -100)
-    call_with("linear", CASE, target_ids=ids)
-    call_with("logits", CASE, target_ids=ids)
-    full = torch.ones_like(CASE.mask)
-    assert_refused(
-        lambda: call_with("linear", CASE, target_ids=ids, completion_mask=full), "target_ids"
-    )
-    assert_refused(
-        lambda: call_with("linear", CASE, target_ids=ids, completion_mask=None), "target_ids"
-    )
+    for function in ("linear", "logits"):
+        call(function, CASE, target_ids=ids)
+    for mask in (torch.ones_like(CASE.mask), None):
+        assert_refused("target_ids", call, "linear", CASE, target_ids=ids, completion_mask=mask)
 
 
 # ----------------------------------------------------------
 # logps functions
 def logps_refusals():
+    """(argument, whether from logits, other arguments)"""
     h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
-    yield "target_ids", lambda: grpo_fast.linear_logps(h, w, ids.float())
-    yield "target_ids", lambda: grpo_fast.linear_logps(h, w, ids[:3])
-    yield "target_ids", lambda: grpo_fast.linear_logps(h, w, ids + 11)
-    yield "target_ids", lambda: grpo_fast.linear_logps(h, w, ids - 100)
-    yield "lm_head_weight", lambda: grpo_fast.linear_logps(h, w[:, :7], ids)
-    yield "lm_head_weight", lambda: grpo_fast.linear_logps(h, w.double(), ids)
-    yield "bias", lambda: grpo_fast.linear_logps(h, w, ids, bias=torch.ones(10))
-    for t in (0.0, -1.0, NAN, INF):
-        yield "temperature", lambda t=t: grpo_fast.linear_logps(h, w, ids, temperature=t)
-        yield "temperature", lambda t=t: grpo_fast.logits_logps(h @ w.T, ids, temperature=t)
-    yield "temperature", lambda: grpo_fast.linear_logps(h, w, ids, temperature=torch.ones(3))
-    yield "softcap", lambda: grpo_fast.linear_logps(h, w, ids, softcap=0.0)
-    yield "softcap", lambda: grpo_fast.logits_logps(h @ w.T, ids, softcap=-1.0)
-    yield "logit_scale", lambda: grpo_fast.linear_logps(h, w, ids, logit_scale=NAN)
-    yield "backend", lambda: grpo_fast.linear_logps(h, w, ids, backend="cuda")
-    yield "backend", lambda: grpo_fast.logits_logps(h @ w.T, ids, backend="best")
-    yield "target_ids", lambda: grpo_fast.logits_logps(h @ w.T, ids + 11)
-    yield "target_ids", lambda: grpo_fast.logits_logps(h @ w.T, ids[:2])
-    yield "logits", lambda: grpo_fast.logits_logps((h @ w.T).long(), ids)
-    yield "logits", lambda: grpo_fast.logits_logps(h @ w[:0].T, ids)
+    heads = {False: dict(hidden=h, lm_head_weight=w), True: dict(logits=h @ w.T)}
+    bad = torch.ones(4).index_put((torch.tensor([1, 3]),), torch.tensor([-0.5, INF]))
+    for name, heads_of, values in (
+        ("target_ids", heads, (ids.float(), ids[:3], ids + 11, ids - 100)),
+        ("temperature", heads, (0.0, -1.0, NAN, INF, torch.ones(3), bad)),
+        ("softcap", heads, (0.0, -1.0)),
+        ("logit_scale", heads, (NAN,)),
+        ("backend", heads, ("cuda", "best")),
+        ("lm_head_weight", (False,), (w[:, :7], w.double())),
+        ("bias", (False,), (torch.ones(10),)),
+        ("logits", (True,), ((h @ w.T).long(), h @ w[:0].T)),
+    ):
+        for from_logits in heads_of:
+            for value in values:
+                yield name, from_logits, heads[from_logits] | {"target_ids": ids, name: value}
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [pytest.param(n, c, id=f"{n}-{i}") for i, (n, c) in enumerate(logps_refusals())],
-)
-def test_logps_functions(name, call):
-    assert_refused(call, name)
-    h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
-    assert torch.isfinite(grpo_fast.linear_logps(h, w, ids)).all()
+@pytest.mark.parametrize(("name", "from_logits", "given"), [
+    pytest.param(*x, id=f"{x[0]}-{i}") for i, x in enumerate(logps_refusals())
+])  # fmt: skip
+def test_logps_functions(name, from_logits, given):
+    function = grpo_fast.logits_logps if from_logits else grpo_fast.linear_logps
+    message = assert_refused(name, function, **given)
+    if isinstance(given.get("temperature"), torch.Tensor) and len(given["temperature"]) == 4:
+        assert "got -0.5 (2 of 4 values)" in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available() or IS_INTERPRETER, reason="triton runs here")
 def test_an_explicit_backend_says_why_it_cannot_run_here():
-    import os
-
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("triton runs here")
-    message = assert_refused(lambda: call_with("linear", CASE, backend="triton"), "backend")
-    assert "CPU" in message or "cpu" in message
+    assert "cpu" in assert_refused("backend", call, "linear", CASE, backend="triton").lower()
 
 
-@pytest.mark.parametrize("function", ["linear", "logits"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairs(function=["linear", "logits"], backend=BACKENDS)
 def test_one_target_of_no_probability_among_others_is_refused(backend, function):
     case = make_case(24, mask=torch.ones(2, 3, dtype=torch.bool), **options_for("grpo"))
     case.bias[int(case.ids[0, 1])] = -torch.inf
     assert (case.ids != case.ids[0, 1]).any()
     with pytest.raises(ValueError, match="target_ids: expected targets of finite probability"):
-        run(function, case, backend=backend)
+        call(function, case, backend=backend)

@@ -12,13 +12,13 @@ import torch
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
-from tests import oracle_inputs, oracles
+from tests import loss_cases, oracle_inputs, oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
+    ENGINES,
     LAYOUTS,
     LOSS_LEVELS,
-    assert_same,
     kept_ids,
     make_case,
     options_for,
@@ -28,22 +28,20 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 COST = {"gathered": 0, "dense": 10**9}
 FORMS = (*COST, "logits")
-PLAIN = [p for p in BACKENDS if p.id != "cpu-fused"]  # of rows with a set; both see the others
 
 
 def take(form: str, monkeypatch) -> str:
     """The public function of this form, which a head takes whatever its sizes."""
-    monkeypatch.setattr(head_support, "GATHERED_COST", COST.get(form, 0))
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
 
 
 def check(function, case, **how):
-    result = run(function, case, **how)
-    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+    result = loss_cases.check(function, case, **how)
     never = ~case.kept[case.mask].any(0)
     if function == "logits":
         assert not result.grads["logits"][~case.kept].any()
@@ -52,7 +50,7 @@ def check(function, case, **how):
     return result
 
 
-@pairs(form=FORMS, loss_type__level=LOSS_LEVELS, backend=PLAIN)
+@pairs(form=FORMS, loss_type__level=LOSS_LEVELS, backend=ENGINES)
 def test_every_loss(loss_type, level, form, backend, monkeypatch):
     beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
     case = make_case(31, support=True, **options_for(loss_type, level, **beta))
@@ -79,8 +77,8 @@ def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, mon
     """The bonus then pulls at every id; the policy term still at those that were kept."""
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
-    result = run(function, case, backend=backend, layout=LAYOUTS[loss_type == "dapo"])
-    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+    layout = LAYOUTS[loss_type == "dapo"]
+    result = loss_cases.check(function, case, backend=backend, layout=layout)
     inside = run(function, case.with_options(entropy_over="support"), backend=backend)
     assert (result.metrics["entropy"] > inside.metrics["entropy"]).item()
     if function == "logits":
@@ -107,7 +105,7 @@ def test_extras(form, extra, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_a_temperature_for_each_row(form, backend, monkeypatch):
     ids = make_case(34).ids
     temperature = 0.5 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
@@ -115,14 +113,13 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
     check(take(form, monkeypatch), case, backend=backend)
 
 
-@pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=PLAIN)
+@pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
     """Sums are fp32: what is lost is one rounding of each gradient."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
-    result = run(take(form, monkeypatch), case, backend=backend)
-    function = take(form, monkeypatch)
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
-    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=1.01 * half_ulp)
+    function, tol = take(form, monkeypatch), 1.01 * half_ulp
+    loss_cases.check(function, case, backend=backend, loss_tol=5e-6, grad_tol=tol)
 
 
 # ----------------------------------------------------------
@@ -199,7 +196,7 @@ def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch)
     torch.testing.assert_close(answers[2], answers[0], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_a_set_of_the_target_alone_is_certain(backend):
     hidden, weight, _, ids, _ = rows(4)
     alone = Support(ids.int(), torch.arange(T + 1))
@@ -211,7 +208,7 @@ def test_a_set_of_the_target_alone_is_certain(backend):
 
 
 @pytest.mark.parametrize("form", COST)
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_one_hidden_row_may_serve_several_targets(backend, form, monkeypatch):
     take(form, monkeypatch)
     hidden, weight, bias, ids, kept = rows(5)
@@ -232,7 +229,7 @@ def test_one_hidden_row_may_serve_several_targets(backend, form, monkeypatch):
 
 # ----------------------------------------------------------
 # what holds beside the numbers
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
     kept = kept.clone()
@@ -273,7 +270,7 @@ def test_the_same_bits_for_any_number_of_threads(form, monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", ENGINES)
 def test_what_is_masked_is_inert_and_nan_is_loud(form, backend, monkeypatch):
     function = take(form, monkeypatch)
     case = make_case(36, support=True, **options_for("grpo"))

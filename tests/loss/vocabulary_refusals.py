@@ -14,20 +14,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import grpo_fast
 from tests.loss.vocabulary_world import Found, World
-from tests.loss_cases import make_case, options_for
+from tests.loss_cases import call, make_case, options_for
 
 NAN = float("nan")
 
 
 def plain_call(world: World, **changes: Any) -> Any:
     case = make_case(14, **options_for("grpo"))
-    head = world.shard(case)
-    given = {
-        "hidden": case.hidden, "lm_head_weight": head.weight, "target_ids": case.ids,
-        "advantages": case.advantages, "config": grpo_fast.LossConfig(**case.options),
-        "bias": head.bias, "group": distributed.group.WORLD, "completion_mask": case.mask,
-    }  # fmt: skip
-    return grpo_fast.linear_grpo_loss(**{**given, **changes})
+    plain = {"group": distributed.group.WORLD, "old_logps": None, "backend": "auto"}
+    return call("linear", world.shard(case), **{**plain, **changes})
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
@@ -64,9 +59,9 @@ def environment(name: str, value: str) -> Iterator[None]:
     os.environ[name] = before
 
 
-def said(call: Callable[[], Any]) -> str:
+def said(work: Callable[[], Any]) -> str:
     try:
-        call()
+        work()
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -95,15 +90,15 @@ def compiled_in_one_graph(world: World) -> str:
     """What dynamo says of the refusal; without fullgraph the call runs beside the graph."""
     case = world.shard(make_case(14, **options_for("grpo")))
 
-    def call(weight: Tensor) -> Tensor:
+    def logps(weight: Tensor) -> Tensor:
         return grpo_fast.linear_logps(
             case.hidden, weight, case.ids, bias=case.bias, group=distributed.group.WORLD
         )
 
     try:
-        torch.compile(call, backend="eager", fullgraph=True)(case.weight)
+        torch.compile(logps, backend="eager", fullgraph=True)(case.weight)
     except Exception as error:
-        assert torch.equal(torch.compile(call, backend="eager")(case.weight), call(case.weight))
+        assert torch.equal(torch.compile(logps, backend="eager")(case.weight), logps(case.weight))
         return str(error)[str(error).find("group: ") :]
     return "nothing"
 

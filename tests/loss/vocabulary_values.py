@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import grpo_fast
 from tests import loss_cases, oracles
-from tests.loss.vocabulary_world import SIZES, Found, World, as_one, flat, off
+from tests.loss.vocabulary_world import SIZES, Found, World, as_one, beside_one, flat, off
 from tests.loss_cases import Case, make_case, options_for
 
 INF, NAN = float("inf"), float("nan")
@@ -59,96 +59,75 @@ def confident(world: World, backend: str) -> Found:
     return {"off": {"logps": miss, "rows of dhidden": worst}}
 
 
+def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
+    """Values and gradients after a backward pass, by name."""
+    out.backward()
+    named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
+    return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
+
+
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
     """Rows of hidden that predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
-    hidden, found = case.hidden.reshape(-1, 8)[:50].clone(), []
-    for shared in (False, True):
-        head = world.shard(case) if shared else case
-        leaves = [x.clone().requires_grad_() for x in (hidden, head.weight, head.bias)]
-        given = loss_cases.arguments(case, "padded")
-        advantages, config = given.pop("advantages"), grpo_fast.LossConfig(**case.options)
-        group = distributed.group.WORLD if shared else None
-        out = grpo_fast.linear_grpo_loss(
-            *leaves[:2], case.ids, advantages, config, bias=leaves[2], hidden_rows=rows,
-            group=group, **more, **given,
-        )  # fmt: skip
-        out.loss.backward()
-        d_head = [x.grad if shared else world.cut(x.grad) for x in leaves[1:]]
-        names = ("loss", "logps", "dhidden", "dweight", "dbias")
-        values = (out.loss.detach(), out.logps, leaves[0].grad, *d_head)
-        found.append(dict(zip(names, values, strict=True)))
-    return off(found[1], found[0])
+
+    def compute(case: Case, group: Any) -> dict[str, Tensor]:
+        leaves = loss_cases.leaves_of("linear", case)
+        leaves["hidden"] = leaves["hidden"].reshape(-1, 8)[:50]
+        leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+        out = loss_cases.call("linear", case, **leaves, hidden_rows=rows, group=group, **more)
+        return gradients(out.loss, leaves, loss=out.loss, logps=out.logps)
+
+    return beside_one(world, case, compute)
 
 
-def logps_of(
-    case: Case, shared: bool, world: World, *, wants: str = "hwb", **more: Any
-) -> dict[str, Tensor]:
+def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
     """`linear_logps` and the gradients of a sum with both of its outputs."""
-    head = world.shard(case) if shared else case
-    tensors = dict(zip("hwb", (case.hidden, head.weight, head.bias), strict=True))
-    leaves = {n: x.clone().requires_grad_(n in wants) for n, x in tensors.items()}
+    names = dict(zip("hwb", ("hidden", "lm_head_weight", "bias"), strict=True))
+    leaves = loss_cases.leaves_of("linear", case)
+    for n in wants:
+        leaves[names[n]].requires_grad_()
     ids = torch.where(case.mask, case.ids, -100)
-    group = distributed.group.WORLD if shared else None
     lp, entropy = grpo_fast.linear_logps(
-        leaves["h"], leaves["w"], ids, bias=leaves["b"], return_entropy=True, group=group, **more
+        **leaves, target_ids=ids, return_entropy=True, group=group, **more
     )
-    found = {"logps": lp.detach(), "entropy": entropy.detach()}
-    if wants:
-        weights = torch.linspace(-1, 1, lp.numel()).reshape(lp.shape)
-        (weights * lp + 0.3 * weights.flip(0) * entropy).sum().backward()
-        for n in wants:
-            grad = leaves[n].grad
-            found[f"d{n}"] = grad if shared or n == "h" else world.cut(grad)
-    return found
+    if not wants:
+        return {"logps": lp, "entropy": entropy}
+    weights = torch.linspace(-1, 1, lp.numel()).reshape(lp.shape)
+    total = (weights * lp + 0.3 * weights.flip(0) * entropy).sum()
+    return gradients(total, leaves, logps=lp, entropy=entropy)
 
 
 def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: Any) -> Found:
     case = make_case(11, dtype=dtype, mask=LONG, **options_for("grpo"))
-    ours = logps_of(case, True, world, wants=wants, **more)
-    return off(ours, logps_of(case, False, world, wants=wants, **more))
+    return beside_one(world, case, lambda x, group: logps_of(x, group, wants=wants, **more))
 
 
 def frozen(world: World, wanted: str) -> Found:
     """The gradients of one of the three tensors; under no_grad of none."""
-    case, results = make_case(12, dtype=torch.float64, **options_for("grpo", beta=0.1)), []
-    for shared in (True, False):
-        head = world.shard(case) if shared else case
-        tensors = {"hidden": case.hidden, "weight": head.weight, "bias": head.bias}
-        leaves = {n: x.clone().requires_grad_(n == wanted) for n, x in tensors.items()}
-        given = loss_cases.arguments(case, "padded")
-        advantages, config = given.pop("advantages"), grpo_fast.LossConfig(**case.options)
-        with torch.set_grad_enabled(wanted != "nothing"):
-            out = grpo_fast.linear_grpo_loss(
-                leaves["hidden"], leaves["weight"], case.ids, advantages, config,
-                bias=leaves["bias"], group=distributed.group.WORLD if shared else None, **given,
-            )  # fmt: skip
-        found = {"loss": out.loss.detach(), "logps": out.logps}
-        if wanted != "nothing":
-            out.loss.backward()
-            grad = leaves[wanted].grad
-            found["grad"] = grad if shared or wanted == "hidden" else world.cut(grad)
-        results.append(found)
-    return off(*results)
+    case = make_case(12, dtype=torch.float64, **options_for("grpo", beta=0.1))
+
+    def compute(case: Case, group: Any) -> dict[str, Tensor]:
+        given = loss_cases.leaves_of("linear", case).items()
+        leaves = {n: x.requires_grad_(n.endswith(wanted)) for n, x in given}
+        out = loss_cases.call("linear", case, **leaves, group=group)
+        values = {"loss": out.loss, "logps": out.logps}
+        return values if wanted == "nothing" else gradients(out.loss, leaves, **values)
+
+    return beside_one(world, case, compute)
 
 
 def twice(world: World) -> Found:
     """A second backward through a retained graph, with another upstream gradient."""
-    case, found = make_case(13, dtype=torch.float64, **options_for("dapo")), []
-    for shared in (True, False):
-        head = world.shard(case) if shared else case
-        leaves = [case.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()]
-        group = distributed.group.WORLD if shared else None
-        config = grpo_fast.LossConfig(**case.options)
-        out = grpo_fast.linear_grpo_loss(
-            *leaves, case.ids, case.advantages, config, completion_mask=case.mask, group=group
-        )
-        out.loss.backward(retain_graph=True)
-        (3 * out.loss).backward()
-        dh, dw = (x.grad for x in leaves)
-        found.append({"dhidden": dh, "dweight": dw if shared else world.cut(dw)})
-    return off(*found)
+
+    def compute(case: Case, group: Any) -> dict[str, Tensor]:
+        given = loss_cases.leaves_of("linear", case).items()
+        leaves = {n: x.requires_grad_() for n, x in given}
+        loss = loss_cases.call("linear", case, **leaves, group=group).loss
+        loss.backward(retain_graph=True)
+        return gradients(3 * loss, leaves)
+
+    return beside_one(world, make_case(13, dtype=torch.float64, **options_for("dapo")), compute)
 
 
 # ------------------------------------------------------------------------------------- DTensors
@@ -182,30 +161,23 @@ def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto
     case = make_case(4, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     g = torch.Generator().manual_seed(5)
     h, w, b = (torch.randn(*x, generator=g).to(dtype) for x in ((4, 40, 6), (23, 6), (23,)))
-    rule = dict(temperature=0.7, softcap=3.0)
     weights = torch.rand(4, 40, generator=g).to(dtype)
-    found = []
-    for cut, group in ((world.cut, distributed.group.WORLD), (lambda x: x, None)):
-        leaves = [
-            x.clone().requires_grad_() for x in (case.hidden, cut(case.weight), cut(case.bias))
-        ]
-        teacher = grpo_fast.TeacherHead(h, cut(w), cut(b), softcap=2.0)
+
+    def compute(case: Case, group: Any) -> dict[str, Tensor]:
+        of = (lambda x: x) if group is None else world.cut
+        teacher = grpo_fast.TeacherHead(h, of(w), of(b), softcap=2.0)
+        leaves = {n: x.requires_grad_() for n, x in loss_cases.leaves_of("linear", case).items()}
         out = grpo_fast.linear_divergence(
-            *leaves[:2], teacher, kind, bias=leaves[2], weights=weights, group=group,
-            backend=backend, **rule,
+            **leaves, teacher=teacher, kind=kind, weights=weights, group=group, backend=backend,
+            temperature=0.7, softcap=3.0,
         )  # fmt: skip
-        out.loss.backward()
-        names = ("dhidden", "dweight", "dbias")
-        grads = {n: x.grad for n, x in zip(names, leaves, strict=True)}
-        if group is None:
-            grads = {n: x if n == "dhidden" else world.cut(x) for n, x in grads.items()}
-        found.append({"loss": out.loss.detach(), "values": out.values, **grads})
-    term = grpo_fast.DivergenceTerm(grpo_fast.TeacherHead(h, w, b), kind, 0.3)
-    cut_term = term._replace(teacher=grpo_fast.TeacherHead(h, world.cut(w), world.cut(b)))
-    one = loss_cases.run("linear", case, divergence=term, backend=backend)
-    shared = flat(world.run(case, divergence=cut_term, backend=backend))
-    both = off(*found)["off"], off(shared, flat(one, world.cut))["off"]
-    return {"off": both[0] | {f"term {n}": x for n, x in both[1].items()}}
+        found = gradients(out.loss, leaves, loss=out.loss, values=out.values)
+        term = grpo_fast.DivergenceTerm(teacher._replace(softcap=None), kind, 0.3)
+        more = {"divergence": term, "backend": backend, "group": group}
+        of_term = flat(loss_cases.run("linear", case, **more))
+        return found | {f"term {n}": x for n, x in of_term.items()}
+
+    return beside_one(world, case, compute)
 
 
 def nan_is_seen(world: World, where: str, backend: str) -> Found:
@@ -216,12 +188,8 @@ def nan_is_seen(world: World, where: str, backend: str) -> Found:
         case.hidden[0, 0, 0] = NAN
     elif world.rank == world.size - 1:
         head.weight[2, 1] = NAN
-    result = loss_cases.run(
-        "linear",
-        case.but(weight=head.weight, bias=head.bias),
-        backend=backend,
-        group=distributed.group.WORLD,
-    )
+    case = case.but(weight=head.weight, bias=head.bias)
+    result = loss_cases.run("linear", case, backend=backend, group=distributed.group.WORLD)
     seen = [result.loss.isnan().item(), result.grads["hidden"].isnan().any().item()]
     if len(head.weight):
         seen.append(result.grads["weight"].isnan().any().item())
@@ -240,10 +208,11 @@ def masked_slots_are_inert(world: World, backend: str) -> Found:
 def bits(world: World, backend: str) -> Found:
     """Logps: the same on all ranks, and of a row alone those of the row among others."""
     case = make_case(16, mask=LONG, **options_for("grpo"))
-    whole = logps_of(case, True, world, wants="", backend=backend)
+    group = distributed.group.WORLD
+    whole = logps_of(world.shard(case), group, wants="", backend=backend)
     alone = torch.zeros_like(LONG)
     alone[3, 5:9] = True
-    part = logps_of(case.but(mask=alone), True, world, wants="", backend=backend)
+    part = logps_of(world.shard(case.but(mask=alone)), group, wants="", backend=backend)
     assert all(torch.equal(part[n][alone], x[alone]) for n, x in whole.items())
     return {"same": [x.double().sum().item().hex() for x in whole.values()]}
 
@@ -258,22 +227,19 @@ def collectives(world: World) -> Found:
 
     for name in real:
         setattr(distributed, name, counted(name))
-    found = {}
+    found, group = {}, distributed.group.WORLD
+    case = make_case(17, mask=LONG, **options_for("dapo"))
+    calls = {
+        level: lambda x=level: world.run(case.with_options(importance_sampling_level=x))
+        for level in ("token", "sequence")
+    }
+    for name, wants in (("logps", "hwb"), ("frozen hidden", "wb"), ("forward", "")):
+        calls[name] = lambda x=wants: logps_of(world.shard(case), group, wants=x)
     try:
-        for loss_type, level in (("dapo", "token"), ("dapo", "sequence")):
-            case = make_case(17, mask=LONG, **options_for(loss_type, level))
+        for name, call in calls.items():
             called.clear()
-            world.run(case)
-            found[level] = sorted(called)
-        called.clear()
-        logps_of(case, True, world)
-        found["logps"] = sorted(called)
-        called.clear()
-        logps_of(case, True, world, wants="wb")
-        found["frozen hidden"] = sorted(called)
-        called.clear()
-        logps_of(case, True, world, wants="")
-        found["forward"] = sorted(called)
+            call()
+            found[name] = sorted(called)
     finally:
         for name, function in real.items():
             setattr(distributed, name, function)

@@ -37,13 +37,12 @@ class World(NamedTuple):
         return loss_cases.run("linear", self.shard(case), group=group, **more)
 
 
-def flat(result: Result, cut: Callable[[Any], Any] = lambda x: x) -> dict[str, Tensor]:
-    """Everything that a call returned, by name; weight and bias cut to the rows of a rank."""
+def flat(result: Result) -> dict[str, Tensor]:
+    """Everything that a call returned, by name."""
     found = {"loss": result.loss, "logps": result.logps, **result.metrics}
     if result.entropy is not None:
         found["entropies"] = result.entropy
-    grads = {n: x if n == "hidden" else cut(x) for n, x in result.grads.items()}
-    return found | {f"d{n}": x for n, x in grads.items()}
+    return found | {f"d{n}": x for n, x in result.grads.items()}
 
 
 def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
@@ -51,10 +50,20 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
     return {"off": {name: relative_l2(x, wanted[name]) for name, x in found.items()}}
 
 
+def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor]]) -> Found:
+    """What `compute(case, group)` gives for a rank's shard beside what it gives for the whole head;
+    of what ends in "dweight" or "dbias" the rows of this rank.
+    """
+    shared, one = compute(world.shard(case), distributed.group.WORLD), compute(case, None)
+    of_head = ("dweight", "dbias")
+    return off(shared, {n: world.cut(x) if n.endswith(of_head) else x for n, x in one.items()})
+
+
 def as_one(world: World, case: Case, **more: Any) -> Found:
     """Values, metrics and gradients beside those of one process."""
-    one = loss_cases.run("linear", case, **more)
-    return off(flat(world.run(case, **more)), flat(one, world.cut))
+    return beside_one(
+        world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
+    )
 
 
 def as_truth(world: World, case: Case, **more: Any) -> Found:

@@ -103,8 +103,6 @@ class Copy:
             TimeoutError: it took longer than TIMEOUT_S.
         """
         options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
-        if engine == "triton":
-            options.append("--noconftest")
         process, log = self.warm(engine), self.folder.parent / "log"
         words = [f"tests/{w}" if ".py" in w else w for w in shlex.split(SUITES[suite])]
         process.stdin.write(json.dumps([str(log), [*options, *words]]) + "\n")

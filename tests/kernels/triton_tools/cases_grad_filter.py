@@ -24,7 +24,7 @@ from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 # Three chunks of 32 rows where the workspace is small; no multiple of any block.
 T, H, V = 67, 24, 1003
-# How far the gradients of this path are from fp64 without a filter (cases_weights.py).
+# How far the gradients of this path are from fp64 without a filter.
 ROUNDING = 3e-3
 BF16_UNIT = 2.0**-8
 WIDE = {"epsilon_low": 0.9, "epsilon_high": 9.0}  # nothing is clipped: every row has a coefficient

@@ -1,5 +1,4 @@
-"""The Triton kernels at the ends of what numbers hold: 16-bit gradients under a loss scale (what is
-asked says test_gradient_range.py), and a head whose places are more than 32 bits tell.
+"""The Triton kernels on a head whose places are more than 32 bits tell.
 
 Run by test_triton_interpreter.py in a process of its own.
 """
@@ -15,19 +14,6 @@ from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
 from tests.kernels.triton_tools.interpreter import only_memory_of
-from tests.loss import test_gradient_range as plain_cases
-
-
-@pytest.mark.parametrize("name", plain_cases.CONFIGS)
-@pytest.mark.parametrize("dtype", plain_cases.DTYPES, ids=str)
-def test_gradients_from_hidden(dtype, name):
-    plain_cases.test_gradients_from_hidden(dtype, "triton", name)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", plain_cases.DTYPES, ids=str)
-def test_gradients_from_logits(dtype, inplace):
-    plain_cases.test_gradients_from_logits(dtype, "triton", inplace)
 
 
 @pytest.fixture

@@ -202,8 +202,9 @@ _replace("set_grid_idx", _reorder)
 
 
 @contextlib.contextmanager
-def only_memory_of(*tensors: torch.Tensor | None) -> Iterator[None]:
-    """Inside, a load or store outside of the memory that these tensors cover raises IndexError.
+def only_memory_of(*tensors: Any) -> Iterator[None]:
+    """Inside, a load or store outside of the memory that these tensors cover raises IndexError;
+    what is no tensor covers none.
 
     Outputs that the door allocates itself cannot be known beforehand: `torch.empty` and
     `torch.empty_like` are watched, their memory is poisoned with NaN and added.
@@ -232,7 +233,7 @@ def only_memory_of(*tensors: torch.Tensor | None) -> Iterator[None]:
 
         return make
 
-    _allowed = [span(tensor) for tensor in tensors if tensor is not None and tensor.numel()]
+    _allowed = [span(x) for x in tensors if isinstance(x, torch.Tensor) and x.numel()]
     torch.empty, torch.empty_like = map(watched, originals)
     try:
         yield

@@ -11,6 +11,12 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Files whose tests take an engine: here Triton's.
+OF_ENGINES = (
+    "kernels/test_rows kernels/test_head kernels/test_support_doors loss/test_chunks "
+    "loss/test_divergence loss/test_gradient_range loss/test_hidden_rows loss/test_loss_extras "
+    "loss/test_nan_is_seen loss/test_support"
+).split()
 # A folder into which another Triton (3.6) was installed by `pip install --target`.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
@@ -40,7 +46,7 @@ def run_python(
 
 
 def run_cases(other_triton: str | None = None) -> str:
-    """Run the interpreter's cases under pytest, without the conftest of the other tests."""
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    cases = sorted(str(path) for path in TOOLS.glob("cases_*.py"))
-    return run_python("-m", "pytest", *cases, *options, interpret=True, other_triton=other_triton)
+    """Run the interpreter's own cases, and those of all engines (`loss_cases.row_backends`)."""
+    options = ["-q", "-k", "triton", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}.py" for x in OF_ENGINES)]
+    return run_python("-m", "pytest", *files, *options, interpret=True, other_triton=other_triton)

@@ -1,0 +1,379 @@
+"""hidden → logps and weights: values against fp64, bits that depend on the row alone, odd rows. By
+C++, and by Triton in its interpreter (test_triton_interpreter.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import linear as linear_cpu
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
+from tests.kernels import formulas
+from tests.kernels.formulas import only_memory_of, reversed_programs
+from tests.loss_cases import IS_INTERPRETER
+from tests.pairs import pairs
+
+REASON = csrc_loader.load("linear") or csrc_loader.load("gemm")
+NO_CPP = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {REASON}")
+if IS_INTERPRETER:
+    from grpo_fast.kernels.gpu import exponentials, linear
+
+    doors = SimpleNamespace(logps=linear.head_logps, weights=exponentials.head_exponentials)
+    DOORS = [pytest.param(doors, id="triton")]
+else:
+    doors = SimpleNamespace(logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials)
+    DOORS = [pytest.param(doors, id="cpu", marks=[NO_CPP])]
+# What a weight is stored in, and the relative error of that rounding.
+STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
+DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
+T = 37
+# Rows below, at and off a tile of 64; hidden sizes and vocabularies below, at and off their tiles,
+# vectors and slices.
+SHAPES = [(1, 1, 1), (3, 17, 2), (5, 33, 127), (64, 64, 129), (65, 40, 257), (T, 48, 1031)]
+RULES = {
+    "plain": LogitRule(), "temperature": LogitRule(1.3, None, 0.7),
+    "softcap": LogitRule(-0.9, 4.0, 1.1),
+    "by row": LogitRule(0.7, None, torch.linspace(0.5, 2, 65)),
+}  # fmt: skip
+
+
+@pytest.fixture(params=DOORS)
+def head(request):
+    return request.param
+
+
+def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
+    """hidden, weight, bias, targets; raw logits are about as large as 2."""
+    g = torch.Generator().manual_seed(rows + width + vocab)
+    hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
+    bias, weight = torch.randn(vocab, generator=g), weight * 2 / width**0.5
+    ids = torch.randint(vocab, (rows,), generator=g)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids
+
+
+def rule_of(name: str, rows: int) -> LogitRule:
+    return RULES[name].rows(slice(0, rows))
+
+
+def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
+
+
+def weigh(head, hidden, weight, bias, ids, rule, **options) -> tuple:
+    """(statistics, units (2, T), weights), the weights in a view beside which nothing is."""
+    rows, vocab = len(hidden), len(weight)
+    buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
+    known = options.get("known") or ()
+    with only_memory_of(hidden, weight, bias, ids, rule.temperature, buffer, *known):
+        stats, *units, _ = head.weights(
+            hidden, weight, bias, ids, rule, buffer[:, :vocab], **options
+        )
+    assert buffer[:, vocab:].isnan().all()
+    return stats, torch.stack(units), buffer[:, :vocab]
+
+
+def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
+    by_row, by_target = (torch.where(g == 0, 0.0, g * x) for x in units)
+    d = torch.where((g == 0)[:, None], 0.0, by_row[:, None] * widened(out))
+    return d.scatter_add(1, ids[:, None], by_target[:, None])
+
+
+def check_gradient(out, units, hidden, weight, bias, ids, rule) -> None:
+    """The d-logits against fp64, element by element and all together: a rounding at the store, in
+    the target's column none, and the fp32 error of the logit.
+    """
+    g = torch.linspace(-1, 1, len(ids) + 1)[1:]
+    z, slope = formulas.final(raw_of(hidden, weight, bias), *rule)
+    expected = formulas.gradient(z, slope, ids, g)
+    assert out.isfinite().all() and (out.gather(1, ids[:, None]) == 0).all()
+    rounding = torch.full_like(expected, ROUNDING).scatter(1, ids[:, None], 0.0)
+    error = d_logits(out, units, ids, g).double() - expected
+    assert (error.abs() <= (rounding + 2e-5) * expected.abs() + 1e-30).all()
+    assert error.norm() <= (ROUNDING + 3e-6) * expected.norm() + 1e-9
+
+
+@pairs(shape=SHAPES, name=RULES, dtype=[torch.float32, torch.bfloat16])
+def test_values_against_fp64(head, shape, name, dtype) -> None:
+    """Of logps, with and without an entropy; of raw logits and weights that are stored, which moves
+    no bit of the others.
+    """
+    rule = rule_of(name, shape[0])
+    hidden, weight, bias, ids = problem(*shape, dtype)
+    bias = None if name == "plain" else bias
+    given, rows, vocab = (hidden, weight, bias, ids, rule), shape[0], shape[2]
+    raw = raw_of(hidden, weight, bias)
+    stats = head.logps(*given, return_entropy=True)
+    for found, wanted in zip(
+        stats, formulas.statistics(formulas.final(raw, *rule)[0], ids), strict=True
+    ):
+        assert found.dtype == torch.float32 and (found - wanted).abs().max() <= 1e-5
+    bare = head.logps(*given, return_entropy=False)
+    assert bare[2] is None and all(map(torch.equal, bare[:2], stats))
+    for store in {torch.float32, dtype} if IS_INTERPRETER else {torch.float32}:
+        wide = torch.full((rows, vocab + 3), math.nan, dtype=store)
+        out = wide[:, 1 : vocab + 1] if IS_INTERPRETER else torch.empty(rows, vocab)
+        stored = head.logps(*given, return_entropy=True, logits_out=out)
+        assert all(map(torch.equal, stored, stats))
+        bar = 2e-6 if store == torch.float32 else 2.0**-8
+        assert ((out - raw).abs() <= bar * raw.abs() + 1e-5).all()
+    if dtype not in DTYPES:
+        return
+    same, units, out = weigh(head, *given, return_entropy=True)
+    assert all(map(torch.equal, same, stats))
+    check_gradient(out, units, *given)
+    bare, _, again = weigh(head, *given)
+    assert bare[2] is None and torch.equal(again, out)
+    # From known statistics, for some rows only: the same bits.
+    index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
+    part = hidden[index], weight, bias, ids[index], rule.rows(index)
+    _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
+    assert torch.equal(again, out[index]) and torch.equal(part_units, units[:, index])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_depends_on_itself_only(head, dtype) -> None:
+    """Bitwise: neighbours, their number and order, NaN in them, strides, threads, programs."""
+    hidden, weight, bias, ids = problem(70, 33, 300, dtype)
+    rule, order = LogitRule(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
+
+    def run(rows: slice | Tensor, threads: int = 1, strided: bool = False) -> list[Tensor]:
+        before, h = torch.get_num_threads(), hidden[rows]
+        torch.set_num_threads(threads)
+        try:
+            h = h.T.contiguous().T if strided else h
+            stats, units, out = weigh(
+                head, h, weight, bias, ids[rows], rule.rows(rows), return_entropy=True
+            )
+        finally:
+            torch.set_num_threads(before)
+        return [out, *stats, *units]
+
+    whole = run(slice(None))
+    with reversed_programs():
+        assert all(map(torch.equal, run(slice(None), 3, strided=True), whole))
+    for rows, threads in [(slice(5, 6), 1), (slice(60, 70), 2), (order, 2)]:
+        assert all(torch.equal(x, y[rows]) for x, y in zip(run(rows, threads), whole, strict=True))
+    hidden[3, 2], others = math.nan, torch.arange(70) != 3
+    spoiled = run(slice(None))
+    assert spoiled[2][3].isnan()
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(spoiled, whole, strict=True))
+
+
+def test_any_strides_of_the_weight(head) -> None:
+    """Not bit for bit: rows off the 16-byte grid may take a smaller tile."""
+    hidden, weight, bias, ids = problem(5, 24, 100)
+    wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
+    expected = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=True)
+    for view in (weight.T.contiguous().T, wide):
+        found = head.logps(hidden, view, bias, ids, LogitRule(), return_entropy=True)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 500.0])
+@pytest.mark.parametrize("nats", [15.0, 19.9, 20.1, 40.0, 90.0, 200.0, 1000.0])
+def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
+    """Such a row is weighed against its lse; d-logits and statistics stay those of fp64, weights
+    finite. A row beside it keeps its bits.
+    """
+    vocab, ids = 300, torch.arange(T) % 300
+    weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
+    weight[:, 0] = torch.linspace(-1, 1, vocab)
+    hidden[:, :2] = 1.0
+    weight[ids[3::2], 1] = -nats  # every other row: what is weighed again goes back to its place
+    tensors = hidden.bfloat16(), weight.bfloat16(), None, ids
+    rule = LogitRule(1.0, softcap, 1.0)
+    stats, units, out = weigh(head, *tensors, rule)
+    z, _ = formulas.final(raw_of(*tensors[:3]), *rule)
+    logps = formulas.statistics(z, ids)[1]
+    assert logps.min() < -0.4 * nats and (out.abs() < 2.0**70).all()
+    torch.testing.assert_close(stats[1].double(), logps, rtol=1e-6, atol=1e-5)
+    check_gradient(out, units, *tensors, rule)
+    few = torch.tensor([2, 5])
+    part = tensors[0][few], tensors[1], None, ids[few], rule
+    assert torch.equal(weigh(head, *part)[2], out[few])
+    known = stats[0], stats[1], None
+    assert torch.equal(weigh(head, *tensors, rule, known=known)[2], out)
+
+
+def test_confident_tokens(head) -> None:
+    """p up to 1 - 1e-7: 1 - p keeps its digits (z[target] - lse would have lost them)."""
+    margins = torch.linspace(5, 16, 12)
+    hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
+    weight, ids = torch.zeros(64, 2), torch.full((12,), 9)
+    weight[:, 1] = torch.linspace(0.5, 1.5, 64)
+    weight[9] = torch.tensor([1.0, 1.0])
+    weight = weight.bfloat16()
+    stats, units, _ = weigh(head, hidden, weight, None, ids, LogitRule())
+    logps = formulas.statistics(raw_of(hidden, weight, None), ids)[1]
+    assert ((stats[1] - logps).abs() <= 1e-5 * logps.abs()).all()
+    assert ((units[1] + torch.expm1(logps)).abs() <= 1e-5 * torch.expm1(logps).abs()).all()
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(1.0, 30.0, 1.0)], ids=["plain", "softcap"])
+def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(head, rule: LogitRule) -> None:
+    hidden, weight, bias, ids = problem(T, 48, 200)
+    _, clean_units, clean = weigh(head, hidden, weight, bias, ids, rule, return_entropy=True)
+    others = torch.arange(T) != 3
+    for column, value in itertools.product([0, 47], [math.nan, math.inf]):
+        bad = hidden.clone()
+        bad[3, column] = value
+        stats, units, out = weigh(head, bad, weight, bias, ids, rule, return_entropy=True)
+        # A soft cap makes inf finite.
+        z, _ = formulas.final(raw_of(bad, weight, bias), *rule)
+        expected = formulas.statistics(z, ids)[1]
+        assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
+        assert expected[3].isnan() or value == math.inf and rule.softcap is not None
+        assert units[:, 3].isfinite().all() != expected[3].isnan()
+        assert all(x[others].isfinite().all() for x in stats)
+        assert torch.equal(units[:, others], clean_units[:, others])
+        assert out.isfinite().all() and torch.equal(out[others], clean[others])
+        assert d_logits(out, units, ids, others.float()).isfinite().all()
+
+
+@pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
+def test_a_row_without_a_target(head, level: float) -> None:
+    """Its lse is right, though there is no target's logit to sum relative to."""
+    hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
+    ids[3], ids[5] = -100, 700
+    bias = bias + level
+    lse, logps, _ = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=False)
+    z = raw_of(hidden, weight, bias)
+    torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=2e-6)
+    some = (ids >= 0) & (ids < 700)
+    exact = formulas.statistics(z[some], ids[some])[1]
+    torch.testing.assert_close(logps[some].double(), exact, rtol=0, atol=1e-6 * abs(level) + 1e-5)
+    assert IS_INTERPRETER or logps[~some].isnan().all()
+
+
+def test_columns_at_minus_infinity_count_nothing(head) -> None:
+    hidden, weight, _, ids = problem(T, 48, 700)
+    ids = torch.where((ids >= 256) & (ids < 512), ids - 256, ids)
+    bias = torch.zeros(700)
+    closed = torch.arange(700) % 3 == 0
+    closed[ids] = False
+    bias[closed] = bias[256:512] = -math.inf  # a whole slice
+    bias, rule = bias.bfloat16(), LogitRule()
+    stats, units, out = weigh(head, hidden, weight, bias, ids, rule)
+    z = raw_of(hidden, weight, bias)
+    torch.testing.assert_close(stats[0].double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        stats[1].double(), formulas.statistics(z, ids)[1], rtol=1e-6, atol=1e-5
+    )
+    check_gradient(out, units, hidden, weight, bias, ids, rule)
+    assert (out[:, bias == -math.inf] == 0).all()
+    ids[3] = -100  # each of its slices is summed relative to the slice's own maximum
+    lse = head.logps(hidden, weight, bias, ids, rule, return_entropy=False)[0]
+    torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
+
+
+def test_no_rows(head) -> None:
+    hidden, weight, bias, ids = problem(0, 16, 50)
+    stats = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=True)
+    assert [x.shape for x in stats] == [(0,)] * 3
+    stats, units, _ = weigh(head, hidden, weight, bias, ids, LogitRule())
+    assert stats[0].shape == (0,) and units.shape == (2, 0)
+
+
+# ---- of the CPU alone
+
+
+@NO_CPP
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("V", [2, 257, 1031])
+def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name: str) -> None:
+    given = *problem(T, 48, V), rule_of(name, T)
+    wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
+    stats, *units, _ = linear_cpu.head_exponentials(*given, wide)
+    same, *same_units, _ = linear_cpu.head_exponentials(*given, narrow[:, :V])
+    assert all(map(torch.equal, (*stats[:2], *units), (*same[:2], *same_units)))
+    bits = (wide.view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14
+    assert torch.equal(narrow[:, :V].to(torch.int32) & 0xFFFF, bits)
+    assert (narrow[:, V:] == -1).all()
+    assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
+
+
+@NO_CPP
+@pairs(name=RULES, is_known=[False, True], spread=[1, 8])
+def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
+    """Those of more than a 16th of the row's sum, and only those; also in rows whose target is far
+    below the rest.
+    """
+    V, rule = 1031, rule_of(name, T)
+    hidden, weight, _, ids = problem(T, 48, V)
+    hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
+    wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=POSITIVE16)
+    given = hidden, weight, None, ids, rule
+    known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
+    *_, nothing = linear_cpu.head_exponentials(*given, wide, known=known)
+    *_, dominant = linear_cpu.head_exponentials(*given, narrow, known=known)
+    assert nothing is None
+    p = formulas.final(raw_of(hidden, weight, None), *rule)[0].softmax(1)
+    p = p.scatter(1, ids[:, None], 0.0)
+    share, places = p / p.sum(1, keepdim=True), (dominant.rows, dominant.columns)
+    is_dominant = torch.zeros(T, V, dtype=torch.bool).index_put_(places, torch.tensor(True))
+    assert is_dominant[share > 1.001 / 16].all() and not is_dominant[share < 0.999 / 16].any()
+    assert is_dominant.any(1).sum() > (5 if spread == 1 else 30) or name == "softcap"
+    assert torch.equal(dominant.values, wide[places])
+    assert ((dominant.rows * V + dominant.columns).diff() > 0).all()
+
+
+@NO_CPP
+def test_more_rows_than_a_group() -> None:
+    """Rows are taken a thousand at a time; nothing is lost at the seam."""
+    hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
+    given = hidden, weight, None, torch.arange(1030) % 300, LogitRule()
+    found = linear_cpu.head_logps(*given, return_entropy=False)
+    exact = formulas.statistics(raw_of(*given[:3]), given[3])
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-6, atol=2e-6)
+
+
+@NO_CPP
+@pytest.mark.parametrize("nats", [90.0, 150.0, 300.0])
+@pytest.mark.parametrize("softcap", [None, 500.0])
+def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float | None) -> None:
+    V, ids = 300, torch.arange(T)
+    hidden, weight, out = torch.ones(T, 1), torch.zeros(V, 1), torch.full((T, V), math.nan)
+    weight[ids, 0] = nats
+    linear_cpu.head_exponentials(hidden, weight, None, ids, LogitRule(1.0, softcap, 1.0), out)
+    bent = 0 if softcap is None else math.tanh(nats / softcap)
+    torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
+    below = math.exp(-nats if softcap is None else -softcap * bent)
+    torch.testing.assert_close(out[:, T:], torch.full((T, V - T), below), rtol=1e-3, atol=1e-38)
+
+
+@NO_CPP
+def test_what_it_does_not_take() -> None:
+    hidden, weight, bias, ids = problem(T, 48, 300, torch.float32)
+    for arguments, message in [
+        ((hidden.bfloat16(), weight, None, ids), "hidden: expected the dtype of weight"),
+        ((hidden[:, 1:], weight, None, ids), "hidden: expected 48 columns as in weight, got 47"),
+        ((hidden, weight, bias[:5], ids), "bias: expected one value for each of 300 rows"),
+        ((hidden, weight, None, ids[1:]), "target_ids: expected one value for each of 37 rows"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            linear_cpu.head_logps(*arguments, LogitRule(), return_entropy=False)
+    given = hidden, weight, None, ids, LogitRule()
+    for out in (torch.empty(T, 299), torch.empty(T, 300).double()):
+        with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\), or int16 for"):
+            linear_cpu.head_exponentials(*given, out)
+    with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\)"):
+        logits = torch.empty(T, 300, dtype=torch.int16)
+        linear_cpu.head_logps(*given, return_entropy=False, logits_out=logits)
+
+
+@NO_CPP
+def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies from 2048 on, where the product is ours."""
+    monkeypatch.setattr(route, "own_product", lambda x: x.dtype == torch.float32)
+    for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
+        found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps
+        assert (found is not None) == (columns == 2048 and dtype == torch.float32)

@@ -1,0 +1,120 @@
+"""The public functions with backend="triton" launch its kernels, and no more of them than a call
+needs: the tests of all engines would pass by another engine's kernels, too.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import LossConfig, Support
+from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
+from grpo_fast.kernels.head import loop
+from grpo_fast.kernels.head import support as head_support
+from tests.loss_cases import make_case, options_for, run
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels, in order."""
+    names, original = [], rows.launch
+
+    def launch(kernel, *arguments, **options):
+        names.append(kernel.fn.__name__.removesuffix("_kernel"))
+        original(kernel, *arguments, **options)
+
+    for module in (rows, linear, support, gradients):
+        monkeypatch.setattr(module, "launch", launch)
+    return names
+
+
+def test_rows_and_heads(launched):
+    for function in ("linear", "logits"):
+        run(function, make_case(7, **options_for("dapo")), backend="triton")
+    assert launched == ["slice", "join", "row_grad", "row_loss"]
+
+
+def test_a_support(launched, monkeypatch):
+    """A frozen head takes no kernel for dW, and nobody reads W again where there is no gradient of
+    an entropy.
+    """
+    monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(8, 8, generator=g).requires_grad_()
+    weight, ids = torch.randn(23, 8, generator=g), torch.randint(23, (8,), generator=g)
+    sets = Support(torch.stack([ids, (ids + 1) % 23], 1).flatten(), torch.arange(0, 17, 2))
+
+    def call(weight, entropy_coef=0.0):
+        launched.clear()
+        grpo_fast.linear_grpo_loss(
+            hidden, weight, ids, torch.tensor([1.0, -0.7]), LossConfig(entropy_coef=entropy_coef),
+            old_logps=-torch.ones(8), cu_seqlens=torch.tensor([0, 4, 8]), support=sets,
+            backend="triton",
+        )  # fmt: skip
+        return [x for x in launched if x != "scale"]
+
+    frozen = ["support_head", "row_grad", "scaled_hidden"]
+    assert call(weight) == frozen
+    assert call(weight.requires_grad_()) == [*frozen, "sums"]
+    assert call(weight, 0.1) == [*frozen[:2], "sums", "scaled_hidden", "sums"]
+    launched.clear()
+    logits = (hidden @ weight.T).detach()
+    grpo_fast.logits_logps(logits, ids, support=sets, backend="triton")
+    assert launched == ["row_logps"]
+
+
+def test_weights_are_held_or_computed_again(monkeypatch):
+    """A sequence-level loss: the weights of a single chunk are used as they are, those of several
+    computed again to the same bits.
+    """
+    case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
+                     **options_for("gspo")).but(old=None)  # fmt: skip
+    sweeps, original = [], linear.sweep
+
+    def spy(p, partial, out=None, *rest, only_far=False):
+        sweeps.append("far" if only_far else "bare" if out is None else "store")
+        original(p, partial, out, *rest, only_far=only_far)
+
+    for module in (linear, exponentials):
+        monkeypatch.setattr(module, "sweep", spy)
+    held = run("linear", case, backend="triton")
+    assert sweeps == ["store", "far"]
+    sweeps.clear()
+    monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
+    again = run("linear", case, backend="triton")
+    # the last of three chunks is kept
+    assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
+    assert torch.equal(held.logps, again.logps)
+    assert torch.equal(held.grads["hidden"], again.grads["hidden"])
+
+
+@pytest.mark.parametrize("zeros", [1, 40])
+def test_rows_without_coefficient_are_inert(zeros):
+    """NaN in rows whose logps nobody reads: no bit of any gradient changes, gathered away or
+    not.
+    """
+    case = make_case(9, mask=torch.ones(1, 67, dtype=torch.bool), dtype=torch.bfloat16)
+    share = torch.linspace(0.5, 1.5, 67)[None].clone()
+    share[:, 3 : 3 + zeros] = 0.0
+    case.ids[0, ::4] = 7  # the target of many rows
+
+    def gradients(hidden):
+        leaves = [x.clone().requires_grad_() for x in (hidden, case.weight, case.bias)]
+        options = {"bias": leaves[2], "backend": "triton"}
+        logps = grpo_fast.linear_logps(*leaves[:2], case.ids, **options)
+        return logps, torch.autograd.grad(logps, leaves, share)
+
+    _, clean = gradients(case.hidden)
+    dirty = case.hidden.clone()
+    dirty[0, 3, 5] = torch.nan
+    logps, found = gradients(dirty)
+    assert logps[0, 3].isnan() and (found[0][0, 3 : 3 + zeros] == 0).all()
+    assert all(map(torch.equal, found, clean))
+    h, w, b = (x.double() for x in (case.hidden[0], case.weight, case.bias))
+    raw = (h @ w.T + b).requires_grad_()
+    logps = raw.log_softmax(-1).gather(-1, case.ids[0, :, None])[:, 0]
+    exact = torch.autograd.grad(logps, raw, share[0])[0].T @ h
+    assert (found[1].double() - exact).norm() <= 3e-3 * exact.norm()

@@ -1,0 +1,160 @@
+"""How the hidden -> logps and weights kernels cut their work: tiles through tensor descriptors,
+slices, groups of rows, tiles that are swept twice. Against fp64 and for bits.
+
+test_head.py has their values. Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.kernels.gpu import exponentials, linear
+from grpo_fast.kernels.gpu.configs import LinearConfig
+from grpo_fast.kernels.types import LogitRule
+from tests.kernels.formulas import final, statistics
+from tests.kernels.test_head import DOORS, check_gradient, problem, raw_of, weigh
+from tests.kernels.triton_tools.interpreter import only_memory_of
+
+HEAD, RULE = DOORS[0].values[0], LogitRule(1.0, None, 0.8)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Sets the blocks that every kernel takes from here on."""
+    return lambda *sizes, use_tma=False: monkeypatch.setattr(
+        linear, "linear_config", lambda *_, **options: LinearConfig(*sizes, use_tma=use_tma)
+    )
+
+
+def check_logps(given, bar: float = 0.0, **options) -> tuple:
+    with only_memory_of(*given[:4], *options.values()):
+        found = linear.head_logps(*given, return_entropy=True, **options)
+    exact = statistics(final(raw_of(*given[:3]), *given[4])[0], given[3])
+    for got, want in zip(found, exact, strict=True):
+        assert ((got - want).abs() <= 1e-5 + bar * want.abs()).all()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_v", [64, 128])
+def test_tensor_descriptors(blocks, dtype, block_v):
+    """The TMA path of Hopper and Blackwell, loads and stores, on rows, columns and depth that do
+    not fill the last tile, with tiles of one and of several pieces: no bit depends on them.
+    """
+    hidden, weight, _, ids = problem(70, 72, 200, dtype)
+    ids %= 40  # tiles without a target: the short form of the epilogue
+    given = hidden, weight, None, ids, RULE
+    blocks(32, 32, 32, 4, 2, 32)
+    plain = check_logps(given)
+    expected = weigh(HEAD, *given) if dtype == torch.bfloat16 else None
+    blocks(64, block_v, 32, 4, 2, 32, use_tma=True)
+    out = torch.empty(70, 200)
+    assert all(map(torch.equal, check_logps(given, logits_out=out), plain))
+    raw = raw_of(*given[:3])
+    assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
+    # An unaligned hidden is copied and meets the same tile.
+    unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
+    assert all(map(torch.equal, check_logps((unaligned, *given[1:])), plain))
+    if expected is not None:
+        stats, units, weights = weigh(HEAD, *given)
+        check_gradient(weights, units, *given)
+        assert torch.equal(weights, expected[2]) and torch.equal(units, expected[1])
+        unaligned = torch.full((70, 203), torch.nan, dtype=dtype)[:, 1:201]
+        exponentials.head_exponentials(*given, unaligned)
+        assert torch.equal(unaligned, weights) and torch.equal(stats[1], expected[0][1])
+
+
+def test_several_slices(monkeypatch):
+    """Slices of the vocabulary join to the same result; -inf columns fill one whole slice and lead
+    another.
+    """
+    hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
+    bias[:128] = bias[200:300] = -torch.inf
+    ids = torch.tensor([129, 514, 199, 300, 150, 400, 511, 512, 513])
+    check_logps((hidden, weight, bias, ids, RULE))
+    monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
+    check_logps((hidden, weight, bias, ids, RULE))
+
+
+@pytest.mark.parametrize("first", [0, 31, 32, 63, 64, 95, 149])
+def test_tiles_with_and_without_a_target(blocks, first):
+    """The short form of the epilogue, for calls without options: targets at both ends of a tile of
+    64, and nowhere.
+    """
+    blocks(32, 64, 16, 4, 2, 32)
+    hidden, weight, _, _ = problem(9, 16, 150)
+    ids = torch.full((9,), first)
+    ids[5:8] = torch.tensor([-100, 10**12, 150])
+    given = hidden, weight, None, ids, LogitRule()
+    light = linear.head_logps(*given, return_entropy=False)
+    heavy = linear.head_logps(*given, return_entropy=True)  # takes the long form everywhere
+    assert all(map(torch.equal, light[:2], heavy))
+    inside = (ids >= 0) & (ids < 150)
+    found = check_logps((hidden[inside], weight, None, ids[inside], LogitRule()))
+    assert all(torch.equal(x[inside], y) for x, y in zip(light[:2], found, strict=False))
+
+
+def test_groups_of_row_blocks(monkeypatch, blocks):
+    """5 row blocks in groups of 1, 2 and all: another order of the programs, the same bits, every
+    row written.
+    """
+    monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
+    blocks(32, 32, 16, 4, 2, 32)
+    given = *problem(130, 16, 300, torch.float32), RULE
+    expected = check_logps(given)
+    for count in (1, 2, 4):
+        monkeypatch.setattr(linear, "GROUP_BYTES", count * 32 * 16 * 4)
+        assert all(map(torch.equal, check_logps(given), expected))
+
+
+@pytest.mark.parametrize("slices", [1, 64, 70])
+def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks, slices):
+    """Up to 70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in
+    every block.
+    """
+    blocks(32, 32, 32, 4, 2, 32)
+    hidden, weight, bias, _ = problem(40, 24, slices * 32, torch.float32)
+    # The maximum rises from block to block of the join, and falls.
+    weight[16 * slices : 16 * slices + 32] *= 40
+    ids = torch.arange(40) * (slices * 32 - 1) // 39
+    for columns in (32, 1 << 20):
+        monkeypatch.setattr(linear, "SLICE_COLUMNS", columns)
+        check_logps((hidden, weight, bias, ids, RULE), bar=1e-6)
+
+
+def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
+    """The second sweep must not touch other tiles: it is what makes the guard free."""
+    blocks(64, 64, 32, 4, 2, 32)
+    hidden, weight, _, _ = problem(160, 16, 64)
+    ids = torch.full((160,), 9)
+    hidden[70] = -40 * weight[9]
+    given = hidden, weight, None, ids, LogitRule()
+    expected = weigh(HEAD, *given)[2]
+    sweeps, original = [], linear.sweep
+
+    def spy(p, partial, out=None, *rest, only_far=False):
+        before = out.clone()
+        if only_far:
+            out[:] = 0.5
+        original(p, partial, out, *rest, only_far=only_far)
+        if only_far:
+            is_touched = (out != 0.5).any(1)
+            sweeps.append(is_touched.nonzero()[:, 0].tolist())
+            out[~is_touched] = before[~is_touched]
+
+    monkeypatch.setattr(exponentials, "sweep", spy)
+    assert torch.equal(weigh(HEAD, *given)[2], expected)
+    assert sweeps == [list(range(64, 128))]
+
+
+def test_mixed_dtypes_are_refused():
+    hidden, weight, _, ids = problem(2, 16, 50)
+    with pytest.raises(ValueError, match="hidden: expected the dtype of weight"):
+        linear.head_logps(hidden.float(), weight, None, ids, RULE, return_entropy=True)
+
+
+def test_the_memory_check_sees_a_planted_error():
+    hidden, weight, bias, ids = problem(67, 19, 301)
+    with pytest.raises(Exception, match="out of bounds"), only_memory_of(hidden, weight[:-1], bias):
+        linear.head_logps(hidden, weight, bias, ids, RULE, return_entropy=True)

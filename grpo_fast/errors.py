@@ -13,7 +13,7 @@ SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 def wrong(name: str, expected: str, came: Any, kind: type[Exception] = ValueError) -> Exception:
     """An error that names an argument, what was expected and what came."""
-    return kind(f"{name}: expected {expected}, came {came}")
+    return kind(f"{name}: expected {expected}, got {came}")
 
 
 def require(

@@ -45,7 +45,7 @@ def head_of(lm: Any) -> Head:
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
-            f"lm_head: expected torch.nn.Linear as output embeddings, came {type(layer).__name__} "
+            f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
             "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0

@@ -58,16 +58,16 @@ def packed_attention(
     batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
     """
     if packed_layout is None:
-        raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), came None")
+        raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
-            f"packed_layout: holds {tokens} tokens in one row, came query {tuple(query.shape)} and "
+            f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "
             f"key {tuple(key.shape)} (use_cache must be False)"
         )
     if dropout:
-        raise ValueError(f"dropout: expected 0 in packed attention, came {dropout}")
+        raise ValueError(f"dropout: expected 0 in packed attention, got {dropout}")
     for name in ("s_aux", "position_bias", "cache"):
         if extra.get(name) is not None:
             raise ValueError(f"{name}: not supported by packed attention")
@@ -95,7 +95,7 @@ def check_supported(model: nn.Module) -> None:
         raise ValueError(f"{name}: its recurrent state would run across packed segments")
     other = set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS
     if other:
-        raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, came {sorted(other)}")
+        raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, got {sorted(other)}")
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
         kind = part.get("rope_type")

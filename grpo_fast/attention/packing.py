@@ -192,7 +192,7 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     try:
         ids, mask = (torch.as_tensor(x, device="cpu") for x in (ids, trained))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
+        raise ValueError(f"{name}: expected token ids and a bool for each, got {error}") from error
     is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
     fits = ids.dim() == 1 and len(ids) and is_whole and ids.min() >= 0
     require(fits, name, "token ids, at least one", f"{tuple(ids.shape)} {ids.dtype}")

@@ -121,7 +121,7 @@ class Trie:
         as few rows as best fit finds, each with a copy of the path.
         """
         if budget < 1:
-            raise ValueError(f"budget: expected at least 1 token, came {budget}")
+            raise ValueError(f"budget: expected at least 1 token, got {budget}")
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]

@@ -92,7 +92,7 @@ def read_traces(
             trace = _trace(name, record, nodes)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             expected = "the fields of a trace of verifiers"
-            raise DatasetError(f"{name}: expected {expected}, came {reason(error)}") from error
+            raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
         key = repr(record.get("id", number))
         if key in by_id:
             first, others, _ = by_id[key]

@@ -39,9 +39,7 @@ def loss_config(**options: Any) -> LossConfig:
     try:
         return LossConfig(**options, aggregation=aggregation)
     except TypeError as error:
-        raise ValueError(
-            f"kwargs: expected fields of LossConfig, came {sorted(options)}"
-        ) from error
+        raise ValueError(f"kwargs: expected fields of LossConfig, got {sorted(options)}") from error
 
 
 def policy_loss(inputs: Any, **options: Any) -> Any:

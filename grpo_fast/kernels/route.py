@@ -141,7 +141,7 @@ def own_product(x: Tensor) -> bool:
 def _gemm_choice() -> str:
     choice = os.environ.get("GRPO_FAST_GEMM", "auto")
     if choice not in GEMMS:
-        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, came {choice!r}")
+        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")
     return choice
 
 
@@ -152,13 +152,13 @@ def _resolved(backend: str, x: Tensor) -> str:
     """
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
-            raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', came {backend!r}")
+            raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
         return "torch"
     if backend == "auto":
         return _auto(x.device.type)
     reason = unavailable(backend, x.device.type)
     if reason:
-        raise ValueError(f"backend: expected one that runs here, came {backend!r}: {reason}")
+        raise ValueError(f"backend: expected one that runs here, got {backend!r}: {reason}")
     return backend
 
 
@@ -184,7 +184,7 @@ def _auto(device_type: str) -> str:
 def unavailable(backend: str, device_type: str) -> str | None:
     """Why a backend cannot run on a kind of device, or None when it can."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {list(BACKENDS)}, came {backend!r}")
+        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if backend == "cpu":
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"

@@ -69,7 +69,7 @@ def workspace_bytes(
         default = max(1024, (gpu_bytes(device) if memory is None else memory) // GPU_SHARE >> 20)
     text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, came {text!r}")
+        raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got {text!r}")
     return (int(text) << 20) + spared
 
 

@@ -233,7 +233,7 @@ def inplace(x: Tensor, flat: Tensor) -> None:
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
-        raise ValueError(f"logits: {expected}, came strides {x.stride()}")
+        raise ValueError(f"logits: {expected}, got strides {x.stride()}")
 
 
 def is_config(config: object) -> None:

@@ -208,12 +208,12 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     outside = is_one & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
     flags = [
-        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), came others"),
-        (twice, "teacher.ids: expected no id twice in a row, came one that is"),
+        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
+        (twice, "teacher.ids: expected no id twice in a row, got one that is"),
         (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
-         f"sum to at most {MOST}, came a row with more, or NaN"),
+         f"sum to at most {MOST}, got a row with more, or NaN"),
         ((sums < 2 - MOST).any(), "teacher.logps: expected rows renormalised over their ids where "
-         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), came a row that does not sum "
+         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum "
          "to 1"),
     ]  # fmt: skip
     check_values(flags[: 3 if teacher.has_tail else 4], "auto")

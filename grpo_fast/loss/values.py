@@ -21,8 +21,8 @@ from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.workspace import on_its_way
 from grpo_fast.objective.aggregation import Total
 
-NO_FINITE_LOSS = "target_ids: expected targets of finite probability, came one whose logit is -inf"
-NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, came -inf"
+NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
+NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
 Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
 
 
@@ -84,8 +84,8 @@ def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
     """Where some elements of x are `odd`: the first and how many (`on_device`: no look)."""
     flag = odd.any()
     if x.device.type != "cpu" or not flag:
-        return flag, f"{expected}, came {on_device}"
-    return flag, f"{expected}, came {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
+        return flag, f"{expected}, got {on_device}"
+    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
 
 
 def is_positive(x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def offsets(
     """
     message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":
-        message += f", came {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
+        message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
     return cu.clamp(0, num_rows).cummax(0).values if told_late(cu, validate) else cu
@@ -169,7 +169,7 @@ def ids(
     low, high = x.aminmax()
     message = f"{name}: expected {expected}"
     if x.device.type == "cpu":
-        message += f", came {kind} from {low.item()} to {high.item()}"
+        message += f", got {kind} from {low.item()} to {high.item()}"
     check_values([((low < 0) | (high >= end), message)], validate)
     return x.clamp(0, end - 1) if told_late(x, validate) else x
 
@@ -232,7 +232,7 @@ def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) 
     other = "support.ids: expected no id twice in one row"
     if missing.device.type == "cpu" and missing:
         count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
-        one += f", came {count} that are not, the first of them target id {first}"
+        one += f", got {count} that are not, the first of them target id {first}"
     if twice.device.type == "cpu" and twice:
-        other += f", came id {int(repeated)} twice"
+        other += f", got id {int(repeated)} twice"
     check_values([(missing, one), (twice, other)], validate)

@@ -62,9 +62,9 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]
-            raise ValueError(f"prompts: {taken}, came {came!r}: {reason(error)}") from error
+            raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
         if not encoded:  # `require` would write out every long prompt
-            raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
+            raise ValueError(f"prompts: expected at least one token, got {prompt!r}")
         texts.append(text)
         ids.append(encoded)
     return texts, ids

@@ -13,7 +13,7 @@ def _named(name: Any, info: ValidationInfo) -> Any:
     if info.context is None:
         return name
     if not isinstance(name, str) or name not in info.context:
-        raise ValueError(f"expected the name of a tensor that is there once, came {name!r:.100}")
+        raise ValueError(f"expected the name of a tensor that is there once, got {name!r:.100}")
     return info.context.pop(name)  # a second place would share its memory
 
 

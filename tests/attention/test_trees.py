@@ -365,9 +365,9 @@ def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([], "samples: expected at least one trained token, came none"),
-        ([([1, 2], [0, 0])], "samples: expected at least one trained token, came none"),
-        ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* came \(0,\)"),
+        ([], "samples: expected at least one trained token, got none"),
+        ([([1, 2], [0, 0])], "samples: expected at least one trained token, got none"),
+        ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* got \(0,\)"),
         ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
         ([([1, -2], [0, 1])], r"samples\[0\]: expected token ids"),
         ([([1, 2], [0, None])], r"samples\[0\]: expected token ids and a bool for each"),
@@ -387,5 +387,5 @@ def test_bad_samples_are_refused(samples, message):
 
 
 def test_apart_has_a_number_for_each_sample():
-    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, came 2"):
+    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, got 2"):
         pack_tree([([1, 2], [0, 1])], apart=[1, 2])

@@ -77,22 +77,22 @@ def test_gold_answer():
     ("line", "reason"),
     [
         ("{not json", "not a JSON object"),
-        ("[1, 2]", "expected a JSON object, came list"),
+        ("[1, 2]", "expected a JSON object, got list"),
         ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
-        ({"prompt": "x", "answer": " "}, "field 'answer', came ' '"),
-        ({"prompt": "x", "answer": []}, "field 'answer', came []"),
+        ({"prompt": "x", "answer": " "}, "field 'answer', got ' '"),
+        ({"prompt": "x", "answer": []}, "field 'answer', got []"),
         ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
-        ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, came 3"),
+        ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got 3"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
-        ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', came int"),
+        ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
         ({"prompt": "x", "answer": "#### many"}, "expected a number after '####'"),
-        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, came '9"),
+        ({"prompt": "x", "answer": "#### " + "9" * 33}, "of at most 32 digits, got '9"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' is there twice"),
         ('{"prompt": [{"role": "user", "role": "x"}], "answer": "2"}', "'role' is there twice"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
         ("[" * 100_000, "not a JSON object"),
         ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
-        ('{"prompt": "x \\ud800", "answer": "1"}', "came the lone surrogate '\\ud800'"),
+        ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800'"),
         ('{"prompt": "x", "answer": "\\udfff"}', "lone surrogate"),
         ('{"prompt": "x", "answer": "1", "solution": "\\ud83d"}', "lone surrogate"),
         ('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": "1"}', "lone surrogate"),
@@ -124,7 +124,7 @@ def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     assert len(load_examples(both, split="test", seed=0)) == 1
     write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
     caplog.clear()
-    with pytest.raises(DatasetError, match=f"came none after data.shots = {lines}$"):
+    with pytest.raises(DatasetError, match=f"got none after data.shots = {lines}$"):
         load_examples(source(task="jsonl", path=str(tmp_path), shots=lines), split="train", seed=0)
     assert not caplog.text
 
@@ -139,7 +139,7 @@ def test_a_test_split_of_all_the_lines(tmp_path):
     assert sorted(e.prompt for e in train) == [e.prompt for e in test] == ["p0", "p1", "p2"]
     partly = source(task="jsonl", path=path, n_test=2)
     assert len(load_examples(partly, split="train", seed=0)) == 1
-    with pytest.raises(DatasetError, match="n_test: expected at most the 3 lines of .* came 4"):
+    with pytest.raises(DatasetError, match="n_test: expected at most the 3 lines of .* got 4"):
         load_examples(source(task="jsonl", path=path, n_test=4), split="test", seed=0)
 
 
@@ -232,9 +232,9 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
         load_examples(source(task="gsm8k"), split="train", seed=0)
     known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
-    with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, came 'chess'"):
+    with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
         load_examples(source(task="chess"), split="train", seed=0)
-    with pytest.raises(DatasetError, match="split: expected 'train' or 'test', came 'dev'"):
+    with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
         load_examples(source(task="sort"), split="dev", seed=0)
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(DatasetError, match="needs the package `datasets`"):
@@ -315,7 +315,7 @@ def test_the_test_split_follows_the_prompts_that_there_are():
 
 
 def test_generated_tasks_refuse_what_cannot_be():
-    with pytest.raises(DatasetError, match="at most the 8 different prompts .* came 9"):
+    with pytest.raises(DatasetError, match="at most the 8 different prompts .* got 9"):
         SortTask(split="test", seed=0, digits=3, symbols=2, n_test=9)
     for wrong in ({"digits": 0}, {"symbols": 1}, {"n_train": 0}, {"n_test": 0}):
         with pytest.raises(DatasetError, match=f"data.{next(iter(wrong))}: expected at least"):
@@ -362,5 +362,5 @@ def test_symbol_tokenizer(tmp_path):
     for wrong in ([], ["a", "a"], ["a b"], [""]):
         with pytest.raises(ValueError, match="symbols: expected different"):
             build_symbol_tokenizer(wrong)
-    with pytest.raises(DatasetError, match="data.path .* or data.name .* came neither"):
+    with pytest.raises(DatasetError, match="data.path .* or data.name .* got neither"):
         task_symbols(source(task="gsm8k"))

@@ -249,5 +249,5 @@ def test_what_is_no_completion_is_refused(policy, monkeypatch, fault):
 
 
 def test_greedy_sampling_shows_nothing(policy):
-    with pytest.raises(ValueError, match="temperature: expected a number above 0, came 0"):
+    with pytest.raises(ValueError, match="temperature: expected a number above 0, got 0"):
         found_by(policy, FaultyEngine(), Sampling(temperature=0))

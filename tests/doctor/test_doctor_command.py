@@ -153,7 +153,7 @@ def test_without_a_model_the_self_tests_decide(monkeypatch):
         (["n=0"], ["n:", "greater than or equal to 1"]),
         (["threshold=-1"], ["threshold:"]),
         (["rollout.temperature=1"], ["model: expected a folder, a hub id or recipe=NAME"]),
-        (["a", "b"], ["model: expected one at most, came a, b"]),
+        (["a", "b"], ["model: expected one at most, got a, b"]),
         (["a", "vllm", "transformers"], ["engine: expected one at most"]),
         (["recipe=sortt"], ["recipe: expected one of", "sort"]),
         (["recipe=sort", "rollout.temprature=1"], ["temprature", "nearest: temperature"]),

@@ -97,17 +97,17 @@ def test_batches_models_and_configs_that_are_none():
     no_labels = {"input_ids": batch["input_ids"]}
     listed = {**batch, "labels": batch["labels"].tolist()}
     for wrong, said in (
-        (no_labels, "labels .* came NoneType"),
-        (listed, "labels .* came list"),
-        ([batch], "input_ids .* came NoneType"),
-        ({**batch, "input_ids": batch["input_ids"][0]}, "input_ids .* came shape"),
+        (no_labels, "labels .* got NoneType"),
+        (listed, "labels .* got list"),
+        ([batch], "input_ids .* got NoneType"),
+        ({**batch, "input_ids": batch["input_ids"][0]}, "input_ids .* got shape"),
     ):
         with pytest.raises(ValueError, match=f"batch: expected a tensor {said}"):
             causal_lm.policy_logps(model, wrong)
     for wrong, name in ((torch.nn.Linear(2, 3), "Linear"), ([model], "list")):
-        with pytest.raises(ValueError, match=f"model: expected .* causal LM, came {name}"):
+        with pytest.raises(ValueError, match=f"model: expected .* causal LM, got {name}"):
             causal_lm.policy_loss(wrong, batch, torch.ones(2), LossConfig())
-    with pytest.raises(ValueError, match="config: expected a LossConfig, came dict"):
+    with pytest.raises(ValueError, match="config: expected a LossConfig, got dict"):
         causal_lm.policy_loss(model, batch, torch.ones(2), {})
 
 
@@ -164,7 +164,7 @@ def test_models_that_fsdp2_shards(one_process):
     model = tiny_model("llama", num_hidden_layers=1)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="lm_head: expected .* came FSDPLinear .*with FSDP2"):
+    with pytest.raises(ValueError, match="lm_head: expected .* got FSDPLinear .*with FSDP2"):
         causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
 
 

@@ -205,27 +205,27 @@ def test_two_ranks_take_the_step_of_one(stand_in, models, aggregation, mode, tok
 def test_refusals_name_the_option(stand_in, models):
     for model in (None, torch.nn.Linear(2, 3)):
         name = type(model).__name__
-        with pytest.raises(ValueError, match=f"model: expected a transformers .* came {name}"):
+        with pytest.raises(ValueError, match=f"model: expected a transformers .* got {name}"):
             stand_in(model, LossConfig(), group_size=4)
-    with pytest.raises(ValueError, match="config: expected a LossConfig, came dict"):
+    with pytest.raises(ValueError, match="config: expected a LossConfig, got dict"):
         stand_in(models[0], {"loss_type": "grpo"}, group_size=4)
-    with pytest.raises(ValueError, match="inner_iterations: expected a number >= 1, came 0"):
+    with pytest.raises(ValueError, match="inner_iterations: expected a number >= 1, got 0"):
         stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
     with pytest.raises(ValueError, match="reference: expected a model beside beta = 0.05"):
         stand_in(models[0], CONFIG, group_size=4)
     module = stand_in(models[0], LossConfig(), group_size=3)
-    with pytest.raises(ValueError, match="rewards: expected groups of 3, came 4 rewards"):
+    with pytest.raises(ValueError, match="rewards: expected groups of 3, got 4 rewards"):
         module.training_step(grpo_reference.rows(4), 0)
-    with pytest.raises(ValueError, match="expected None beside beta = 0.0, came Qwen2For"):
+    with pytest.raises(ValueError, match="expected None beside beta = 0.0, got Qwen2For"):
         stand_in(models[0], LossConfig(), group_size=4, reference=models[1])
 
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "pattern"),
     [
-        ("FSDPStrategy", "32-true", "strategy: expected .* came FSDPStrategy"),
+        ("FSDPStrategy", "32-true", "strategy: expected .* got FSDPStrategy"),
         ("DeepSpeedStrategy", "bf16-mixed", "strategy: expected"),
-        ("SingleDeviceStrategy", "16-mixed", "precision: expected .* came 16-mixed"),
+        ("SingleDeviceStrategy", "16-mixed", "precision: expected .* got 16-mixed"),
     ],
 )
 def test_what_the_step_cannot_honour_is_refused(stand_in, models, strategy, precision, pattern):

@@ -145,19 +145,19 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, came a"),
+        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, got a"),
         (lambda n, t: n[3].update(parent=9), ".nodes[3].parent: expected None or one of 8 nodes"),
         (lambda n, t: n[2].update(token_ids=[]), ".nodes[2].token_ids: expected the tokens of"),
-        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, came 4"),
+        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
         (lambda n, t: n[3]["logprobs"].pop(), ".nodes[3].logprobs: expected 4 numbers, one for"),
         (lambda n, t: n[3].update(advantages=[1.0]), ".nodes[3].advantages: expected 4 numbers"),
         (lambda n, t: n[3].update(logprobs=[math.nan] * 4), ".nodes[3].logprobs: expected finite"),
         (lambda n, t: n[0].update(n[1], parent=None, mask=[True] * 5 + [False]),
-         ".nodes[0]: expected no sampled token at position 0, came one"),
+         ".nodes[0]: expected no sampled token at position 0, got one"),
         (lambda n, t: t.update(id="0-0"), ": expected the nodes of traces[0], which has the same"),
         (lambda n, t: n[2].update(token_ids="x"), ".nodes[2].mask: expected 1 bools"),
-        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, came"),
-        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, came 2"),
+        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, got"),
+        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, got 2"),
     ],
 )  # fmt: skip
 def test_bad_traces_are_refused_by_node(change, message):
@@ -172,7 +172,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.reward for t in again] == [1, 0, 0, 1]
     with pytest.raises(ValueError, match=r"traces\[0\]: expected advantages in its nodes"):
         verifiers.pack_traces(records())
-    with pytest.raises(ValueError, match="advantages: expected 4 numbers, came 2"):
+    with pytest.raises(ValueError, match="advantages: expected 4 numbers, got 2"):
         verifiers.pack_traces(records(), advantages=[1, 2])
 
     # Credit in the nodes; an agent that is not trained; a compaction that nobody went on from.

@@ -162,7 +162,7 @@ def test_what_has_no_door(folders, tmp_path):
         head.use_fast_head(cases.distillation(folders, tmp_path, Own))
     name = "trl.experimental.server_distillation"
     server = importlib.import_module(name).ServerDistillationTrainer
-    with pytest.raises(ValueError, match="came ServerDistillationTrainer, whose loss would not"):
+    with pytest.raises(ValueError, match="got ServerDistillationTrainer, whose loss would not"):
         head.use_fast_head(object.__new__(server))
 
 

@@ -270,7 +270,7 @@ def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp
     options = {"teacher_model": path, "max_length": 64, "tokenizer_template": template}
     for cls in (gkd.GKDTrainer, derived):
         trainer = make(cls, gkd.GKDConfig, path, tmp_path, Dataset.from_list(rows), **options)
-        with pytest.raises(ValueError, match=f"trainer: expected .* came {cls.__name__}"):
+        with pytest.raises(ValueError, match=f"trainer: expected .* got {cls.__name__}"):
             head.use_fast_head(trainer)
 
 

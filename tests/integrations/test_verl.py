@@ -183,7 +183,7 @@ def refused(pattern: str, name: str = "vanilla", mode: str = "token-mean", confi
 def test_refusals_name_the_option():
     refused("loss_agg_mode: expected one of", mode="token-median")
     refused("loss_agg_mode: expected one of", name="sapo", mode="token-median")
-    refused("global_batch_info: expected .* came \\['rank'\\]", config=actor(info={"rank": 1}))
+    refused("global_batch_info: expected .* got \\['rank'\\]", config=actor(info={"rank": 1}))
     refused("batch_num_tokens: expected .* dp_size = 2", config=actor(info={"dp_size": 2}))
     refused(
         "global_batch_size: expected .* dp_size = 2",
@@ -235,7 +235,7 @@ def test_the_latest_registration_is_undone_first():
     assert core.POLICY_LOSS_REGISTRY["gspo"] not in (own, before["gspo"])
     first.undo()
     assert before == core.POLICY_LOSS_REGISTRY
-    with pytest.raises(ValueError, match="prefix: expected a string, came 5"):
+    with pytest.raises(ValueError, match="prefix: expected a string, got 5"):
         ours.register(prefix=5)
 
 
@@ -423,7 +423,7 @@ def test_fast_head_refusals(patched_model):
     with pytest.raises(ValueError, match="use_fused_kernels=True"):
         head.use_fast_head(tiny_model("llama", num_hidden_layers=1))
     patched_model._verl_fused_kernels_backend = "triton"
-    with pytest.raises(ValueError, match="came backend 'triton'"):
+    with pytest.raises(ValueError, match="got backend 'triton'"):
         head.use_fast_head(patched_model)
     gemma = tiny_model("gemma2", num_hidden_layers=1)
     gemma._verl_fused_kernels_backend = "torch"

@@ -29,7 +29,7 @@ FALLBACKS = {
     "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
     "idle_compiler": "the compiler failed with status 0: it names no error",
     "garbage_cpu": "GRPO_FAST_CPU: expected one of",
-    "open_quote": 'CXX: expected a command line, came "g++ -DNAME=\'x"',
+    "open_quote": 'CXX: expected a command line, got "g++ -DNAME=\'x"',
     "shell_words": "the compiler did not run",
     "directory_as_compiler": "the compiler did not run",
     "nobody": "GRPO_FAST_CACHE: expected a folder",

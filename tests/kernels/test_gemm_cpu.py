@@ -377,7 +377,7 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
         )
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
     route._gemm_choice.cache_clear()
-    with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, came 'mine'"):
+    with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
         route.own_product(torch.zeros(1))
 
 

@@ -24,7 +24,7 @@ def no_spare(monkeypatch):
 def test_a_size_that_is_none_is_refused_by_its_name(monkeypatch, text):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", text)
     with pytest.raises(
-        ValueError, match="GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, came "
+        ValueError, match="GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got "
     ):
         memory.workspace_bytes(torch.device("cpu"))
     for size in (0, 1024):

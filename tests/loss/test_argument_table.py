@@ -215,7 +215,7 @@ def test_a_cell(function, name, mode, group, monkeypatch):
     outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
     outside = OUTSIDE_OF_RECORDINGS if mode == "recorded" else outside
     if name in outside:
-        with pytest.raises(Exception, match=f"(?s){name}: expected .*, came"):
+        with pytest.raises(Exception, match=f"(?s){name}: expected .*, got"):
             run(call, monkeypatch)
         return
     found = run(call, monkeypatch)

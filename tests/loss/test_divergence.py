@@ -418,13 +418,13 @@ def test_refusals(name, change):
     if isinstance(change.get("teacher", {}), dict):
         change = {**change, "teacher": TeacherHead(**{**teacher, **change.get("teacher", {})})}
     given = dict(hidden=sides[0], lm_head_weight=sides[1], kind="jsd") | change
-    with pytest.raises(ValueError, match=rf"^{name}: expected .* came "):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .* got "):
         linear_divergence(**given)
 
 
 def test_the_losses_refuse_what_they_cannot_see():
     config = LossConfig(loss_type="grpo", beta=0.1, kl_estimator="exact")
-    with pytest.raises(ValueError, match="kl_estimator: expected one of .* came 'exact', which"):
+    with pytest.raises(ValueError, match="kl_estimator: expected one of .* got 'exact', which"):
         grpo_loss(torch.zeros(1, 2), torch.ones(1), config, ref_logps=torch.zeros(1, 2))
     with pytest.raises(ValueError, match="kl_times_ratio: expected False"):
         LossConfig(beta=0.1, kl_estimator="exact", kl_times_ratio=True)

@@ -58,7 +58,7 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype):
     assert segments.shape == (T,) and (segments >= 0).all() and (segments < B).all()
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
         values.raise_pending()
-    with pytest.raises(ValueError, match="cu_seqlens: expected .*, came "):
+    with pytest.raises(ValueError, match="cu_seqlens: expected .*, got "):
         batch._segments(torch.zeros(T), cu, B, "full")
 
 
@@ -98,7 +98,7 @@ def test_the_next_call_raises_for_bad_offsets(late, function, loss_type):
 def test_offsets_of_no_completion_are_refused_at_once():
     hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
     ids = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="cu_seqlens: expected offsets from 0 to T = 4, came only"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets from 0 to T = 4, got only"):
         grpo_fast.linear_grpo_loss(
             hidden, weight, ids, torch.zeros(0), grpo_fast.LossConfig(),
             cu_seqlens=torch.zeros(1, dtype=torch.int32),

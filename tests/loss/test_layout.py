@@ -171,7 +171,7 @@ def test_a_layout_by_hand():
         ([], "groups: expected at least one"),
         ([([1], [[2]]), ([], [[1]])], r"groups\[1\]: expected a prompt"),
         ([([1], [])], r"groups\[0\]: expected at least one completion"),
-        ([([1], [[1], []])], r"groups\[0\]: .* came lengths \[1, 0\]"),
+        ([([1], [[1], []])], r"groups\[0\]: .* got lengths \[1, 0\]"),
     ],
 )
 def test_bad_groups_are_refused(groups, message):
@@ -191,7 +191,7 @@ def test_other_bad_input_is_refused():
     for parents in ([0, -1], [-1, 1], [-1, 5], [-1, -2], [-1, 0, 1, 0], [-1, -1, 1, -1, 1]):
         with pytest.raises(ValueError, match="parents: expected an earlier segment than"):
             TreeLayout.of([2] * len(parents), parents=parents)
-    with pytest.raises(ValueError, match="parents: expected one for each of 3 segments, came 2"):
+    with pytest.raises(ValueError, match="parents: expected one for each of 3 segments, got 2"):
         TreeLayout.of([3, 2, 2], parents=[-1, 0])
     pack = pack_groups([([1, 2], [[3, 4]])])
     with pytest.raises(ValueError, match="values: expected one row for each of 2 tokens"):

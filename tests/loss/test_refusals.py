@@ -36,7 +36,7 @@ def assert_refused(name: str, function, *arguments, **keywords) -> str:
     message = str(caught.value)
     assert name in message, message
     assert "expected" in message, message
-    assert "came" in message, message
+    assert "got" in message, message
     return message
 
 

@@ -71,7 +71,7 @@ def test_values_and_gradients_of_a_sharded_head(frozen):
 
 @pytest.mark.parametrize("name", ["lm_head_weight", "bias"])
 @pytest.mark.parametrize(
-    ("placements", "names", "came"),
+    ("placements", "names", "got"),
     [
         ([Shard(0)], ("tp",), "Shard.* over mesh dimensions .*'tp'"),
         ([Replicate(), Shard(0)], ("dp_replicate", "dp_shard"), "mesh dimensions .*'dp_shard'"),
@@ -93,12 +93,12 @@ def test_shards_that_cannot_be_served(name, placements, names, came):
 def test_other_arguments_are_plain():
     given = arguments()
     for name in ("hidden", "advantages"):
-        with pytest.raises(ValueError, match=f"^{name}: expected a plain tensor, came a DTensor"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a plain tensor, got a DTensor"):
             losses(**{**given, name: sharded(given[name])})
     logits, targets = torch.randn(2, 3, 31), given["target_ids"]
-    with pytest.raises(ValueError, match="^logits: expected a plain tensor, came a DTensor"):
+    with pytest.raises(ValueError, match="^logits: expected a plain tensor, got a DTensor"):
         grpo_fast.logits_logps(sharded(logits, [Shard(2)]), targets)
-    with pytest.raises(ValueError, match="^logps: expected a plain tensor, came a DTensor"):
+    with pytest.raises(ValueError, match="^logps: expected a plain tensor, got a DTensor"):
         grpo_fast.grpo_loss(sharded(logits[..., 0]), given["advantages"], CONFIG)
 
 

@@ -373,7 +373,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(make, message):
-    with pytest.raises(ValueError, match=f"(?s)^{message}.*came"):
+    with pytest.raises(ValueError, match=f"(?s)^{message}.*got"):
         call(make())
     assert call(sets()).isfinite().all()
 
@@ -382,7 +382,7 @@ def test_what_a_support_cannot_stand_beside():
     hidden, weight, _, ids, _ = (x.detach() for x in rows())
     config = LossConfig(**options_for("grpo"))
     arguments = hidden[None], weight, ids[None], torch.ones(1), config
-    with pytest.raises(ValueError, match="grad_filter: expected None beside support, came 0.1"):
+    with pytest.raises(ValueError, match="grad_filter: expected None beside support, got 0.1"):
         linear_grpo_loss(*arguments, support=sets(), grad_filter=0.1)
 
 

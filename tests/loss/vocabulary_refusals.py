@@ -112,7 +112,7 @@ def wrong_groups(world: World) -> Found:
     copies = distribute_tensor(weight, world.mesh, [Replicate()])
     told = {
         "group: expected a process group": said(lambda: plain_call(world, group=0)),
-        "group: expected a process group or a mesh of one dimension, came a mesh": said(
+        "group: expected a process group or a mesh of one dimension, got a mesh": said(
             lambda: plain_call(world, group=plane)
         ),
         "lm_head_weight: expected the rows of this rank, or a DTensor": said(

@@ -95,7 +95,7 @@ def test_a_constant_baseline():
     for group_size in (1, 2, 3, 6):
         own = group_advantages(rewards, "baseline", group_size=group_size, value=0.5)
         assert torch.equal(own, expected)
-    with pytest.raises(ValueError, match="value: expected a finite number, came nan"):
+    with pytest.raises(ValueError, match="value: expected a finite number, got nan"):
         group_advantages(rewards, "baseline", group_size=1, value=float("nan"))
     with pytest.raises(ValueError, match="running: expected one of"):
         group_advantages(rewards, "baseline", group_size=1, running=True)
@@ -131,7 +131,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
         assert torch.equal(group_advantages(rewards, mode, group_size=1), rewards)
         assert load_recipe("sort", settings).rollout.group_size == 1
         return
-    said = f"group_size: expected at least 2 of mode '{mode}', came 1: all advantages would be 0"
+    said = f"group_size: expected at least 2 of mode '{mode}', got 1: all advantages would be 0"
     with pytest.raises(ValueError, match=said):
         group_advantages(rewards, mode, group_size=1, **options)
     with pytest.raises(ValueError, match=said):
@@ -208,7 +208,7 @@ BAD = [
         (dict(rewards=torch.ones(4), group_size=2, mode="opo", lengths=x), "lengths")
         for x in ([1] * 4, torch.ones(3), *(torch.tensor([1, 1, 1, x]) for x in (-1.0, math.nan)))
     ],
-    (dict(rewards=torch.ones(4) * 1j, group_size=2), "rewards: .* came torch.complex64"),
+    (dict(rewards=torch.ones(4) * 1j, group_size=2), "rewards: .* got torch.complex64"),
     (
         dict(rewards=torch.tensor([1e308, 0.0], dtype=torch.float64), group_size=2, mode="max"),
         "rewards",
@@ -358,7 +358,7 @@ def test_process_advantages_of_one_reward_each_are_the_group_advantages():
 @pytest.mark.parametrize(
     ("rewards", "size", "said"),
     [
-        (torch.ones(4), 2, r"rewards: expected finite ones of shape \(N\*G, L\), came shape"),
+        (torch.ones(4), 2, r"rewards: expected finite ones of shape \(N\*G, L\), got shape"),
         (torch.full((2, 2), float("inf")), 2, "rewards: expected finite"),
         (torch.ones(4, 2), 3, "group_size: expected a divisor of 4"),
         (torch.ones(4, 2), 0, "group_size: expected a divisor of 4"),

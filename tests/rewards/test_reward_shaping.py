@@ -72,7 +72,7 @@ def test_other_tags_at_another_price():
             "buffer: expected a number above 0, at most max_length = 10",
         ),
         ("overlong", {"max_length": 10, "buffer": 0}, "buffer: expected a number above 0"),
-        ("length_penalty", {"scale": -1}, "scale: expected a number above 0, came -1"),
+        ("length_penalty", {"scale": -1}, "scale: expected a number above 0, got -1"),
     ],
 )
 def test_options_that_make_no_sense(name, options, said, caplog):

@@ -178,14 +178,14 @@ def test_what_a_function_needs_is_asked_for_before_the_run(build, name):
     good = Example("p", "1", None, whole)
     check_examples(rewards, [good, good], "training")
     bad = Example("question?", None, None)
-    with pytest.raises(ValueError, match=f"{name} asks for {field}: .* came 1 of 2 .*'question"):
+    with pytest.raises(ValueError, match=f"{name} asks for {field}: .* got 1 of 2 .*'question"):
         check_examples(rewards, [good, bad], "test")
     check_examples(build_rewards([spec("gsm8k_format")]), [bad], "training")
 
 
 def test_columns_of_another_length_are_refused():
     rewards = build_rewards([spec("exact_match")])
-    with pytest.raises(ValueError, match="level, prompts.*one length, came 2, 1, 1, 1"):
+    with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
         rewards(["p"], ["a"], ["x"], {"level": [1, 2]})
 
 

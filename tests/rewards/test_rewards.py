@@ -215,9 +215,9 @@ def test_set_refuses_bad_arguments():
         build_rewards([spec("gsm8k_corect")])
     with pytest.raises(ValueError, match="expected different names"):
         build_rewards([spec("exact_match"), spec("exact_match")])
-    with pytest.raises(ValueError, match="finite weight for exact_match, came nan"):
+    with pytest.raises(ValueError, match="finite weight for exact_match, got nan"):
         build_rewards([spec("exact_match", math.nan)])
-    with pytest.raises(ValueError, match="lists of one length, came 1, 2, 1"):
+    with pytest.raises(ValueError, match="lists of one length, got 1, 2, 1"):
         build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
     with pytest.raises(ValueError, match="max_failures"):
         one(REWARDS["exact_match"], max_failures=2)

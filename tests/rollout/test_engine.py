@@ -68,7 +68,7 @@ def test_a_rollout_carries_what_the_engine_said(policy):
     found = rollouts.generate(policy, PROMPTS, Sampling(), group_size=2, seed=0, engine=engine)
     assert found.weight_versions == [7] * 6 and found.kept == [None] * 6
     assert not any(found.truncated) and found.lengths == [1] * 6
-    with pytest.raises(RuntimeError, match="Recorded: expected 3 completions, came 2"):
+    with pytest.raises(RuntimeError, match="Recorded: expected 3 completions, got 2"):
         rollouts.generate(policy, PROMPTS, Sampling(), group_size=1, seed=0, engine=Recorded(1))
 
 

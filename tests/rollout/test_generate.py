@@ -81,7 +81,7 @@ def test_a_callers_autocast_keeps_its_gradients(tokenizer, dtype):
     ("changes", "message"),
     [
         ({"tokenizer": None}, "tokenizer: expected"),
-        ({"group_size": 0}, "group_size: expected at least 1, came 0"),
+        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
         ({"options": Sampling(), "top_p": 0.5}, "options: expected them or keywords"),
         ({"top_p": 1.5}, "top_p"),
         ({"beams": 2}, "beams"),

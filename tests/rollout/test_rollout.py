@@ -144,9 +144,7 @@ def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
     assert len(generate(policy, [longest], seed=0, **short).texts) == 1
     for name in ("decode", "by_transformers"):
         monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
-    with pytest.raises(
-        ValueError, match="at most 512 tokens .*max_position_embeddings.*, came 513"
-    ):
+    with pytest.raises(ValueError, match="at most 512 tokens .*max_position_embeddings.*, got 513"):
         generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
 

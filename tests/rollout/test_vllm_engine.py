@@ -158,7 +158,7 @@ def test_completions_by_other_weights_are_refused(policy, vllm):
     engine = VLLMEngine(policy, llm := StandIn(), 0)
     with awake(engine, policy, 3):
         llm.version = "2"
-        with pytest.raises(StaleWeights, match="by the weights 3, came some by .2"):
+        with pytest.raises(StaleWeights, match="by the weights 3, got some by .2"):
             generate(policy, engine)
 
 

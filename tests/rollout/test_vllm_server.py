@@ -573,7 +573,7 @@ def test_a_key_that_no_header_takes_is_not_shown(policy, server, monkeypatch, ke
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_that_is_not_of_this_machine(policy, server, address):
-    with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, came {address}"):
+    with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, got {address}"):
         engine_of(policy, server, address=address).update(policy, 0)
 
 

@@ -108,13 +108,13 @@ FIELDS = [
     ("config.seed", 5, "seed: 5 → 0"),
     ("config.steps", "2", "steps: '2' → 3"),
     ("config.model", None, "model: None → "),
-    ("fingerprints", {}, "came others .resume_allow=.data."),
+    ("fingerprints", {}, "got others .resume_allow=.data."),
     ("run", "x", "state.json: run: Unexpected keyword"),
 ]
 
 
 OF_A_STEP = [
-    ("underway.number", 7, "a place in step 2, came step 7"),
+    ("underway.number", 7, "a place in step 2, got step 7"),
     ("underway.minibatch", -1, "underway.minibatch"),
     ("underway.minibatch", 99, "minibatch"),
     ("underway.packing.parts.0.0", 5, "every completion once"),
@@ -125,7 +125,7 @@ OF_A_STEP = [
     ("underway.collected.prompts.0.use", "eaten", "underway.collected.prompts.0.use"),
     ("underway.collected.prompts", [], "got another"),
     ("underway.collected.rollout.completion_ids", [], "lists of 8, as its texts"),
-    ("underway.collected.rollout.completion_ids.0.0", -1, "came -1 to"),
+    ("underway.collected.rollout.completion_ids.0.0", -1, "got -1 to"),
     ("underway.collected.rollout.completion_ids.0.0", 10**6, "got another"),
     ("underway.collected.rollout.completion_ids.0", [1] * 50, "got another"),
     ("underway.collected.rewards", {"other": "underway/collected/advantages"}, "got another"),
@@ -325,7 +325,7 @@ def test_a_runs_file_that_leads_elsewhere(folder, tmp_path, make, name, is_own):
     """45, 47: in a folder that a run goes on in, or that it copies from."""
     make(folder / name)
     words = ["resume=auto"] if is_own else [f"resume={folder}"]
-    with pytest.raises(ValueError, match=f"{name}: expected a regular file or a folder, came"):
+    with pytest.raises(ValueError, match=f"{name}: expected a regular file or a folder, got"):
         run(folder if is_own else tmp_path / "new", *WORDS, *words, "steps=3")
 
 
@@ -351,7 +351,7 @@ def test_what_a_link_points_at_stays(folder, tmp_path, place):
         target.write_text("dear\n" * 999)
     before = contents(target)
     was.symlink_to(target)
-    with pytest.raises(ValueError, match="came a link"):
+    with pytest.raises(ValueError, match="got a link"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     assert contents(target) == before
 

@@ -155,8 +155,8 @@ def test_the_band_is_one_standard_error_around_the_mean():
         (["stepz=1,2"], 1, "nearest: steps"),
         (["steps=1,2", "steps=3"], 1, "settings: expected each key once"),
         (["steps=1,1"], 1, "grid: expected settings that differ"),
-        (["steps=1,2"], 0, "seeds: expected at least 1, came 0"),
-        (["steps=1,2"], 501, "grid: expected at most 1000 runs, came 1002"),
+        (["steps=1,2"], 0, "seeds: expected at least 1, got 0"),
+        (["steps=1,2"], 501, "grid: expected at most 1000 runs, got 1002"),
     ],
 )
 def test_refusals_come_before_the_first_run(tmp_path, words, seeds, message):

@@ -223,13 +223,13 @@ def test_the_queue_goes_on_where_its_number_says():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rollout.dynamic.judged_by=correct"], "expected one of the rewards sort_positions, came"),
+        (["rollout.dynamic.judged_by=correct"], "expected one of the rewards sort_positions, got"),
         (["rollout.dynamic.rounds=0"], "rollout.dynamic.rounds"),
         (
             ["rollout.dynamic={}", "rollout.group_size=1", "advantages=rewards"],
             "rollout.group_size",
         ),
-        (["rewards.0.path=x"], "rewards.0.path: expected none for sort_positions, came 'x'"),
+        (["rewards.0.path=x"], "rewards.0.path: expected none for sort_positions, got 'x'"),
         (["rewards.0.name=reward_model"], "rewards.0.path: expected a folder or hub id"),
         (["rewards.0.in_process=true"], "rewards.0.name: expected package.module:function"),
         (["rewards.0.timeout=0"], "rewards.0.timeout"),

@@ -108,7 +108,7 @@ def test_settings_are_completed():
     assert tiny.is_sampled and (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
     smol = complete(parse_settings(["recipe=x", "k=2"]), load_recipe("gsm8k-smollm2-1.7b"))
     assert smol.samples == 8 and smol.k == [2]
-    with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, came"):
+    with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, got"):
         complete(parse_settings(["recipe=x", "k=9"]), load_recipe("gsm8k-smollm2-1.7b"))
 
 
@@ -161,7 +161,7 @@ def test_two_models_on_the_command_line(models, recipe, tmp_path):
     assert written["models"] == {"a": models[0], "b": models[1]}
     assert set(written["greedy"]["accuracy_strict"]) == {"a", "b", "difference", "se", "p", "n"}
     assert invoke(*words).exit_code == 0  # over its own earlier results
-    assert refused(invoke("eval", *models, models[0], "n=1"), "expected key=value, came")
+    assert refused(invoke("eval", *models, models[0], "n=1"), "expected key=value, got")
     assert is_model("owner/name") and is_model(models[0])
     assert not is_model("n") and not is_model("data=a/b.jsonl")
 

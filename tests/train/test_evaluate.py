@@ -133,7 +133,7 @@ def test_mean_and_error():
 def test_refuses_no_examples_and_a_generate_that_loses_texts():
     with pytest.raises(ValueError, match="examples: expected at least one"):
         evaluate(asked({})[0], [], None, NUMBERS)
-    with pytest.raises(ValueError, match="generate: expected 1·2 texts, came 1"):
+    with pytest.raises(ValueError, match="generate: expected 1·2 texts, got 1"):
         evaluate(
             lambda prompts, **_: ["x"], examples("1"), None, NUMBERS, samples=2, temperature=1.0
         )

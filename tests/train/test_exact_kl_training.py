@@ -185,7 +185,7 @@ def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
 def test_a_reference_with_another_vocabulary_is_refused(folders, tmp_path):
     policy = load_policy(ModelConfig(path=folders[0]))
     config = ReferenceConfig(kind="frozen", path=folders[2])
-    wanted = r"reference.path: expected the policy's vocabulary of \d+ tokens, came one of \d+"
+    wanted = r"reference.path: expected the policy's vocabulary of \d+ tokens, got one of \d+"
     with pytest.raises(ValueError, match=wanted):
         load_another(config, ModelConfig(path=folders[0]), policy)
     gone = ReferenceConfig(kind="frozen", path=str(tmp_path / "nowhere"))

@@ -71,7 +71,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
 def test_layers_without_end_or_number(run, layers, is_plan):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
     words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
-    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, came {layers}"
+    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got {layers}"
     assert refused(invoke(*words), said)
 
 
@@ -111,11 +111,7 @@ def test_a_pipe_in_the_place_of_a_file(run, name):
 @pytest.mark.parametrize(
     ("file", "fields", "said"),
     [
-        (
-            "generation_config.json",
-            {"eos_token_id": "x"},
-            "eos_token_id: expected token ids, came ",
-        ),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected token ids, got "),
         ("config.json", {"hidden_act": "evil"}, "KeyError: 'evil'"),
         ("adapter_config.json", {"peft_type": "EVIL"}, "KeyError: 'EVIL'"),
     ],

@@ -78,7 +78,7 @@ def test_the_words(tmp_path):
         (["grpo", "advantage=much"], "advantage.0: Input should be a valid number"),
         (["grpo", "advantage=1,nan"], "advantage"),
         (["grpo", "ratio=2,0"], "ratio: expected 0 <= ratio[0] < ratio[1]"),
-        (["grpo", "ratio=0,3"], "old_prob * ratio[1] <= 1, came 0, 3 with 0.4"),
+        (["grpo", "ratio=0,3"], "old_prob * ratio[1] <= 1, got 0, 3 with 0.4"),
         (["grpo", "old_prob=0"], "old_prob"),
         (["grpo", "epsilon_low=0.1,0.2"], "epsilon_low: Input should be a valid number"),
     ],

@@ -306,7 +306,7 @@ def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ("sort", ["gpu=0"], "gpu: Input should be greater than 0, came 0"),
+        ("sort", ["gpu=0"], "gpu: Input should be greater than 0, got 0"),
         (
             "sort",
             ["gpu=8", "model.config.num_attention_heads=3"],
@@ -345,5 +345,5 @@ def test_a_group_without_end_is_planned_at_once(shared):
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, came .*config.json"):
+    with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, got .*config.json"):
         plan(str(path), ["gpu=8"])

@@ -88,5 +88,5 @@ def test_pairs_without_a_difference_or_without_any():
     assert one.difference == 1.0 and math.isnan(one.se) and one.p == 1.0
     none = paired([math.nan], [1.0])
     assert none.n == 0 and math.isnan(none.p) and math.isnan(none.difference)
-    with pytest.raises(ValueError, match="expected one value of each model per question, came 1"):
+    with pytest.raises(ValueError, match="expected one value of each model per question, got 1"):
         paired([1.0], [1.0, 2.0])

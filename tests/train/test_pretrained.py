@@ -91,11 +91,11 @@ DAMAGE = {
             [chr(0x4E00 + i) * 3 for i in range(99)], 500
         ).save_pretrained(f),
         "tokenizer: expected token ids below 295",
-        "came 499",
+        "got 499",
     ),
     "NaN": (
         lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
-        "expected weights with finite logits, came NaN",
+        "expected weights with finite logits, got NaN",
     ),
 }
 
@@ -147,7 +147,7 @@ def test_a_special_token_beyond_the_embedding(folder):
     policy = load_policy(ModelConfig(path=str(folder)))
     options = Sampling(max_new_tokens=2)
     assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
-    with pytest.raises(ValueError, match="token ids below 295, .* came 295 in 'What is <image>"):
+    with pytest.raises(ValueError, match="token ids below 295, .* got 295 in 'What is <image>"):
         generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
 
 
@@ -156,7 +156,7 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
     assert refused(
         invoke("train", write_recipe(tmp_path), *words),
         "tokenizer: expected token ids below 5",
-        "came 12",
+        "got 12",
     )
     assert refused(
         invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),

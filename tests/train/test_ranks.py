@@ -246,6 +246,6 @@ def test_processes_without_a_word_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="distributed: expected ddp, fsdp2 or hsdp for 2"):
         run_here(f"output_dir={tmp_path / 'run'}")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="replicas: .* divides the 3 processes, came 2"):
+    with pytest.raises(ValueError, match="replicas: .* divides the 3 processes, got 2"):
         words = ["distributed=hsdp", "distributed_replicas=2"]
         run_here(*words, f"output_dir={tmp_path / 'run'}")

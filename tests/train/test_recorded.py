@@ -185,7 +185,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
         ({"shuffle": "groups"}, "shuffle: expected off"),
         ({"rollout": {"ahead": 1, "correct_sampling": True}}, "rollout.ahead: expected 0"),
         ({"data": {"task": "traces"}}, "path: expected a file of traces"),
-        ({"data": {"task": "sort"}}, "rewards: expected a weight that is not 0, came no reward"),
+        ({"data": {"task": "sort"}}, "rewards: expected a weight that is not 0, got no reward"),
     ],
 )
 def test_what_traces_cannot_stand_beside_is_refused(tmp_path, changes, message):

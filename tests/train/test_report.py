@@ -269,7 +269,7 @@ def test_a_picture_needs_a_files_name(tmp_path, name):
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="out: expected a file such as curves.png, came "):
+    with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
         plot_runs([tmp_path / "run"], tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
 

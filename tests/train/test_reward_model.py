@@ -89,10 +89,10 @@ def test_pairs_of_a_file(tmp_path):
     pairs = pairs_of(examples, None, seed=0)
     assert len(pairs) == 9 and {pair[1:] for pair in pairs} == {("a", "", 2.0)}
     for bad, said in (
-        ({"chosen": None}, "a text in field 'chosen', came None"),
-        ({"rejected": ["x"]}, "a text in field 'rejected', came"),
-        ({"margin": "1"}, "a finite number in field 'margin', came '1'"),
-        ({"margin": True}, "came True"),
+        ({"chosen": None}, "a text in field 'chosen', got None"),
+        ({"rejected": ["x"]}, "a text in field 'rejected', got"),
+        ({"margin": "1"}, "a finite number in field 'margin', got '1'"),
+        ({"margin": True}, "got True"),
     ):
         with pytest.raises(DatasetError, match=said):
             pairs_of([Example("question", None, None, {**line, **bad})], None, seed=0)
@@ -170,12 +170,12 @@ def test_a_text_that_is_too_long_has_no_score(tmp_path):
 def test_models_that_are_no_reward_models(tmp_path, scorer):
     causal, two = tiny_folder(tmp_path / "causal"), classifier(tmp_path / "two", num_labels=2)
     for path, options, said in (
-        (causal, {}, "rewards.path: expected all weights in .* came none for score.weight"),
-        (two, {}, "rewards.path: expected a model with one output, came 2"),
+        (causal, {}, "rewards.path: expected all weights in .* got none for score.weight"),
+        (two, {}, "rewards.path: expected a model with one output, got 2"),
         (str(tmp_path / "none"), {}, "rewards.path: expected a folder or hub id of a sequence"),
         (None, {}, "reward_model: path: expected a folder"),
         (scorer, {"batchsize": 3}, "unexpected|expected options among batch_size, device"),
-        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, came 0"),
+        (scorer, {"batch_size": 0}, "batch_size: expected at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             build_rewards([spec("reward_model", path=path, **options)])
@@ -240,8 +240,8 @@ def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
     ("words", "said"),
     [
         (["data.task=gsm8k", "data.path=x"], "data.task: expected sort, arithmetic or jsonl"),
-        (["data.task=lecture"], "data.task: expected sort, arithmetic or jsonl, came lecture"),
-        (["optim.states=8bit"], "optim.states: expected full, came 8bit"),
+        (["data.task=lecture"], "data.task: expected sort, arithmetic or jsonl, got lecture"),
+        (["optim.states=8bit"], "optim.states: expected full, got 8bit"),
         (["model.path=x"], "model.path: expected exactly one of path"),
         (["model.tokenizer=null"], "model.tokenizer: expected bpe or symbols beside config"),
         (["model.config={hidden_size: 3}"], "model.config.model_type: expected one"),

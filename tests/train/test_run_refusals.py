@@ -59,7 +59,7 @@ def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     result = invoke("train", texts_recipe(tmp_path, *prompts), "rollout.prompts_per_step=1")
     assert refused(
         result,
-        "expected at most 64 tokens (max_position_embeddings of the model), came 120 in '0123",
+        "expected at most 64 tokens (max_position_embeddings of the model), got 120 in '0123",
     )
     assert not (tmp_path / "run").exists()
 

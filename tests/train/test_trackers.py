@@ -82,12 +82,12 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     words = ["log.trackers=[tensorboard, wandb]", f"output_dir={tmp_path}/run"]
     expected = (
-        "log.trackers: expected trackers whose packages are installed, came tensorboard, wandb"
+        "log.trackers: expected trackers whose packages are installed, got tensorboard, wandb"
     )
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="log.trackers.0: .*came 'tensorbord'; nearest:"):
+    with pytest.raises(ValueError, match="log.trackers.0: .*got 'tensorbord'; nearest:"):
         load_recipe("sort", ["log.trackers=[tensorbord]"])
 
 

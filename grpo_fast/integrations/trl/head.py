@@ -243,7 +243,7 @@ def _require_fused(model: Any) -> types.FunctionType:
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"
         came = f"{type(model).__name__} with trl {_version()}"
-        raise ValueError(f"model: expected {expected}, came {came}")
+        raise ValueError(f"model: expected {expected}, got {came}")
     return function
 
 

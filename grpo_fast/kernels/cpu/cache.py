@@ -32,7 +32,7 @@ def cache_folder() -> Path:
         return Path(wanted).expanduser()
     except RuntimeError as error:  # neither HOME nor an entry in the list of users
         expected = "expected a folder for compiled libraries"
-        raise ValueError(f"GRPO_FAST_CACHE: {expected}, came {wanted}: {error}") from error
+        raise ValueError(f"GRPO_FAST_CACHE: {expected}, got {wanted}: {error}") from error
 
 
 def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
@@ -47,7 +47,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
-        raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, came {came}")
+        raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, got {came}")
     _sweep(folder)
     libraries = list(folder.glob(f"{stem}-*.so"))
     for path in libraries:

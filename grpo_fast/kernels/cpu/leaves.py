@@ -118,7 +118,7 @@ def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> 
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
             came = inspect.signature(leaf)
-            raise ValueError(f"{leaf.__name__}: expected {expected}, came {came}")
+            raise ValueError(f"{leaf.__name__}: expected {expected}, got {came}")
         values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
         lines.append(f"    case {index}: return {function_name(leaf)}({values});")
     signature = ", ".join(f"double {argument}" for argument in arguments)
@@ -233,7 +233,7 @@ class LeafPrinter:
     def refusal(self, node: ast.AST) -> ValueError:
         expected = f"assignments and a returned pair in the words {', '.join(self.words)}"
         came = repr(ast.unparse(node))
-        return ValueError(f"{self.leaf.__name__}: expected {expected}, came {came}")
+        return ValueError(f"{self.leaf.__name__}: expected {expected}, got {came}")
 
 
 class VectorPrinter(LeafPrinter):

@@ -105,7 +105,7 @@ def _load(library: str) -> str | None:
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
     if wanted not in _INSTRUCTION_SETS:
-        return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, came {wanted!r}"
+        return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, got {wanted!r}"
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
     if missing:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
@@ -146,7 +146,7 @@ def compiler() -> list[str] | None:
         try:
             return shlex.split(chosen)
         except ValueError as error:
-            raise ValueError(f"CXX: expected a command line, came {chosen!r}: {error}") from error
+            raise ValueError(f"CXX: expected a command line, got {chosen!r}: {error}") from error
     paths = map(shutil.which, ("g++", "clang++", "c++"))
     return next(([path] for path in paths if path), None)
 

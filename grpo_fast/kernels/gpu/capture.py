@@ -34,5 +34,5 @@ def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None
     if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
         came = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"{name}: expected {expected!r} while a CUDA graph is recorded, came {came}"
+            f"{name}: expected {expected!r} while a CUDA graph is recorded, got {came}"
         )

@@ -204,7 +204,7 @@ def problem(
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden: expected the dtype of weight, {weight.dtype}, came {hidden.dtype}"
+            f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return Problem(hidden, weight, bias, target_ids.contiguous(), rule)

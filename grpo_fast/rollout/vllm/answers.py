@@ -114,7 +114,7 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"] and isinstance(answer, bytes):
-        raise ServerError(f"{where}: expected a JSON object, came {answer[:60]!r}")
+        raise ServerError(f"{where}: expected a JSON object, got {answer[:60]!r}")
     place = escape_control(".".join(map(str, first["loc"]))[:80])  # a key may be anything
     raise BadAnswer(f"{where}: {place}: {first['msg']}")
 

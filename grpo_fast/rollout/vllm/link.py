@@ -116,7 +116,7 @@ class Link:
         try:
             listener = socket.create_server((address, 0))
         except OSError as error:
-            expected = f"expected an address of this machine, came {address}"
+            expected = f"expected an address of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
         port = listener.getsockname()[1]
         where: dict[str, Any] = {

@@ -97,7 +97,7 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         expected = "expected vllm-server where several processes train"
-        raise ValueError(f"rollout.engine: {expected}, came vllm in {dist.get_world_size()}")
+        raise ValueError(f"rollout.engine: {expected}, got vllm in {dist.get_world_size()}")
     # Its workers are this process, so that weights need no copy; threads stay where they are.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

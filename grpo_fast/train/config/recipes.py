@@ -68,7 +68,7 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
         settings = read_yaml_file(name_or_path, where)
     else:
         came = f"{quoted(name_or_path)}{_nearest_recipe(name_or_path, names)}"
-        raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, came {came}")
+        raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, got {came}")
     require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings
 

@@ -131,7 +131,7 @@ def _refuse_truths(value: Any, annotation: Any, where: str) -> None:
     """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
     section, types = _section(annotation), list(members(annotation))
     if isinstance(value, bool) and (int in types or float in types) and bool not in types:
-        raise ValueError(f"{where}: expected a number, came {str(value).lower()}")
+        raise ValueError(f"{where}: expected a number, got {str(value).lower()}")
     for index, item in enumerate(value if isinstance(value, list) else ()):
         _refuse_truths(item, annotation, f"{where}.{index}")
     if isinstance(value, dict) and section is not None:
@@ -168,7 +168,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     if choices:
         message = f"expected one of {', '.join(choices)}"
     close = close_to(str(came), choices)
-    return f"{where}: {message}, came {quoted(came)}" + (f"; nearest: {close}" if close else "")
+    return f"{where}: {message}, got {quoted(came)}" + (f"; nearest: {close}" if close else "")
 
 
 def dotted_keys(kind: type[BaseModel], above: str = "") -> Iterator[str]:

@@ -186,7 +186,7 @@ def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
             raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
         raise ValueError(
             f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
-            f"folder or its config.json, came {model!r} ({reason(error)})"
+            f"folder or its config.json, got {model!r} ({reason(error)})"
         ) from error
     return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 

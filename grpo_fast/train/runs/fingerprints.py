@@ -57,7 +57,7 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
         kinds = sorted({name.partition(".")[0] for name in refused})
         lines = "".join(f"\n  {x}: {was.get(x, 'none')} → {now.get(x, 'none')}" for x in refused)
         raise ValueError(
-            f"resume: expected the data, rewards and reference that the run began with, came "
+            f"resume: expected the data, rewards and reference that the run began with, got "
             f"others (resume_allow=[{','.join(kinds)}] goes on all the same){lines}"
         )
     return changed
@@ -74,7 +74,7 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
     if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
         changed.pop("steps", None)
     if changed:
-        said = "resume: expected the configuration that the run began with, came another"
+        said = "resume: expected the configuration that the run began with, got another"
         raise ValueError("\n  ".join([said, *changed.values()]))
 
 

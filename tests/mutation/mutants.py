@@ -7,6 +7,7 @@ documentation allows.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from typing import NamedTuple
 
@@ -246,7 +247,9 @@ def all_mutants() -> list[Mutant]:
 
 
 def problems(mutants: list[Mutant], read) -> list[str]:
-    """What is wrong with the list: a name twice, a pattern that does not occur exactly once."""
+    """What is wrong with the list: a name twice, a pattern that does not occur exactly once, Python
+    that does not parse once the bug is planted.
+    """
     found = [
         f"{m.name}: the name occurs twice"
         for i, m in enumerate(mutants)
@@ -256,6 +259,11 @@ def problems(mutants: list[Mutant], read) -> list[str]:
         count = read(m.file).count(m.old)
         if count != 1:
             found.append(f"{m.name}: the pattern occurs {count} times in {m.file}: {m.old!r}")
+        elif m.file.endswith(".py"):
+            try:
+                ast.parse(read(m.file).replace(m.old, m.new))
+            except SyntaxError as error:
+                found.append(f"{m.name}: {error}")
         if m.old == m.new or m.suite not in SUITES:
             found.append(f"{m.name}: replaces nothing, or names an unknown suite")
     return found

@@ -86,7 +86,7 @@ MUTANTS = [
            "signal.signal(each, signal.SIG_DFL)", "pass",
            "a second signal waits like the first", "checkpoint_loop"),
     Mutant("checkpoint-status", RUN,
-           "        stopped.code = SAVED\n", "",
+           "stopped.code = SAVED", "pass",
            "a run that was saved ends like one that was not", "checkpoint_loop"),
     Mutant("checkpoint-half-a-line", LINES,
            "            os.ftruncate(self._file, self.length)\n", "            pass\n",

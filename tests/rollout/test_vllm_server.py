@@ -62,6 +62,9 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
     rollout = generate(policy, engine, temperature=0.7)
     assert difference(policy, rollout, 0.7) < 1e-5
     assert set(rollout.weight_versions) == {3}
+    other = engine_of(policy, server)
+    other.version = 3
+    assert other.label != engine.label  # another run's weights have another name
     spoil(policy)
     assert difference(policy, generate(policy, engine)) > 0.01
     engine.update(policy, 4)

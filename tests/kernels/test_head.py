@@ -123,7 +123,8 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
         stored = head.logps(*given, return_entropy=True, logits_out=out)
         assert all(map(torch.equal, stored, stats))
         bar = 2e-6 if store == torch.float32 else 2.0**-8
-        assert ((out - raw).abs() <= bar * raw.abs() + 1e-5).all()
+        least = 3e-6 if IS_INTERPRETER else 1e-5
+        assert ((out - raw).abs() <= bar * raw.abs() + least).all()
     if dtype not in DTYPES:
         return
     same, units, out = weigh(head, *given, return_entropy=True)
@@ -213,8 +214,9 @@ def test_confident_tokens(head) -> None:
     weight = weight.bfloat16()
     stats, units, _ = weigh(head, hidden, weight, None, ids, LogitRule())
     logps = formulas.statistics(raw_of(hidden, weight, None), ids)[1]
-    assert ((stats[1] - logps).abs() <= 1e-5 * logps.abs()).all()
-    assert ((units[1] + torch.expm1(logps)).abs() <= 1e-5 * torch.expm1(logps).abs()).all()
+    bar = 4e-6 if IS_INTERPRETER else 1e-5
+    assert ((stats[1] - logps).abs() <= bar * logps.abs()).all()
+    assert ((units[1] + torch.expm1(logps)).abs() <= bar * torch.expm1(logps).abs()).all()
 
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(1.0, 30.0, 1.0)], ids=["plain", "softcap"])

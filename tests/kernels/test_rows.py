@@ -69,11 +69,12 @@ def make_rows(count: int, columns: int, dtype=torch.float32):
 
 
 def check_statistics(stats, logits, targets, rule) -> None:
+    bar = 3e-7 if IS_INTERPRETER else 2e-7
     for value, truth in zip(
         stats, formulas.statistics(formulas.final(logits, *rule)[0], targets), strict=True
     ):
         assert value.dtype == torch.float32 and value.shape == targets.shape
-        assert (value - truth).abs().max() <= 2e-6 + 3e-7 * truth.abs().max()
+        assert (value - truth).abs().max() <= 2e-6 + bar * truth.abs().max()
 
 
 def check_gradient(gradient, logits, targets, rule, g, ge) -> None:
@@ -282,10 +283,11 @@ def check_loss(rows, x: dict, config: LossConfig, rule: LogitRule | None = None)
     losses, g = formulas.loss_and_slope(lp, *(x[name] for name in OF_LOSS), config)
     exact = formulas.gradient(z, slope, x["target_ids"], g, x["grad_entropy"])
     result, d = call(rows, x, config, rule)
-    torch.testing.assert_close(result.losses.double(), losses, rtol=1e-5, atol=3e-6)
+    rtol, least = (1e-5, 3e-6) if IS_INTERPRETER else (3e-6, 1e-6)
+    torch.testing.assert_close(result.losses.double(), losses, rtol=rtol, atol=3e-6)
     error, size = (d.double() - exact).norm(dim=1), exact.norm(dim=1)
     bar = 1e-5 if d.dtype == torch.float32 else 2**-8  # one rounding
-    assert (error <= bar * size + 3e-6).all(), (config, error.max())
+    assert (error <= bar * size + least).all(), (config, error.max())
 
 
 @pytest.mark.parametrize("loss_type", LEAVES)

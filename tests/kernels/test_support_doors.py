@@ -211,6 +211,7 @@ def test_dw(doors, width, dtype, indexed):
         assert ((found - want).abs() <= 1.01 * rounding * want.abs() + 2e-6).all()
 
 
+@pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
 def test_terms_are_added_in_the_order_of_the_rows(doors, monkeypatch):
     """1 + 1e8 - 1e8 is 0 in fp32; from the last to the first it is 1. Torch takes blocks of one."""
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
@@ -218,7 +219,7 @@ def test_terms_are_added_in_the_order_of_the_rows(doors, monkeypatch):
     out = torch.full((6, 2), torch.nan)
     hidden = torch.tensor([[1.0, 2.0], [1e8, 2e8], [-1e8, -2e8]])
     doors.head_weight(torch.ones(3), hidden, None, rows, out, add=False)
-    assert IS_INTERPRETER or not out.any()  # Triton adds a block of rows at once
+    assert not out.any()
 
 
 def test_many_rows_may_have_one_id(doors):

@@ -119,7 +119,7 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
     function, tol = take(form, monkeypatch), 1.01 * half_ulp
-    loss_cases.check(function, case, backend=backend, loss_tol=5e-6, grad_tol=tol)
+    loss_cases.check(function, case, backend=backend, loss_tol=2e-6, grad_tol=tol)
 
 
 # ----------------------------------------------------------

@@ -71,7 +71,7 @@ def test_values_and_gradients_of_a_sharded_head(frozen):
 
 @pytest.mark.parametrize("name", ["lm_head_weight", "bias"])
 @pytest.mark.parametrize(
-    ("placements", "names", "got"),
+    ("placements", "names", "came"),
     [
         ([Shard(0)], ("tp",), "Shard.* over mesh dimensions .*'tp'"),
         ([Replicate(), Shard(0)], ("dp_replicate", "dp_shard"), "mesh dimensions .*'dp_shard'"),

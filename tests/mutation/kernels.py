@@ -46,7 +46,7 @@ CSRC = [
            "offsets[row] : numbers.row(row);", "offsets[row] : numbers.data + row * columns;",
            "rows are taken to lie side by side", "csrc"),
     Mutant("csrc-skips-entropy", GRADIENT,
-           "(g == 0 && g_entropy == 0)", "g == 0",
+           "(g == 0 && g_entropy == 0)", "(g == 0)",
            "rows with an entropy coefficient alone are skipped", "csrc"),
     Mutant("csrc-poison-multiplies", GRADIENT,
            "if (g == 0 && g_entropy == 0) return", "if (g != g) return",

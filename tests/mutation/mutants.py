@@ -86,7 +86,7 @@ SUITES: dict[str, str] = {
     "ranks_local": "train/test_ranks.py -k 'does and local'",
     "ranks_ppo": "train/test_ranks.py -k 'does and ppo and not shared and not 4'",
     "ranks_exact": "train/test_ranks.py -k 'does and exact'",
-    "ranks_left": "train/test_ranks.py -k 'goes_on and (mu-fsdp2 or mu-ddp) or shards_again'",
+    "ranks_left": "train/test_ranks.py -k 'goes_on and (mu-fsdp2 or mu-ddp)'",
     "ranks_memory": "train/test_ranks.py -k halves",
     "ranks_ended": "train/test_ranks.py -k killed",
     "ranks_refused": "train/test_ranks.py -k 'refused or do_not_fit'",

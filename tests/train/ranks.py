@@ -27,7 +27,6 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout import engine
-from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
@@ -122,15 +121,6 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
         return {**train(case, kind, folder, *words), "seen": seen}
     finally:
         Stopping.raise_if_asked = ask  # type: ignore[method-assign]
-
-
-def leave_generate(folder: str) -> Any:
-    """The same inside transformers' `generate`, in the middle of a sharded model's forward pass."""
-    own, hf.why_unsuited = hf.why_unsuited, lambda _: "another attention"
-    try:
-        return train_until("mu", "fsdp2", folder, 1, 45)
-    finally:
-        hf.why_unsuited = own
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
@@ -267,7 +257,10 @@ def load_large(megabytes: int) -> Any:
 
 
 def pass_unevenly() -> Any:
-    """A backward pass of shards after a rollout in which each rank made passes of another kind."""
+    """Passes of shards after a rollout in which each rank made passes of another kind.
+
+    Whether layers are shards again behind the forward pass, and all have a gradient.
+    """
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
               "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
@@ -276,8 +269,10 @@ def pass_unevenly() -> Any:
     with policy.whole(), policy.generation():
         passing = policy.lm.base_model if distributed.is_main() else policy.lm
         passing(input_ids=torch.tensor([[1, 2, 3]]))
-    policy.logps(pack_groups([([1, 2, 3], [[4, 5]])])).sum().backward()
-    return all(p.grad is not None for p in policy.trainable())
+    logps = policy.logps(pack_groups([([1, 2, 3], [[4, 5]])]))
+    dealt = all(hasattr(p, "full_tensor") for p in policy.lm.base_model.layers.parameters())
+    logps.sum().backward()
+    return [dealt, all(p.grad is not None for p in policy.trainable())]
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:

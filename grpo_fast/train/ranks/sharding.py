@@ -120,7 +120,7 @@ def unsharded(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_reshard_after_forward(True)  # first: a rollout that was left keeps them else
+        model.set_reshard_after_forward(True)
         for part in parts:
             part.reshard()
         model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward

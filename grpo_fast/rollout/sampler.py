@@ -95,8 +95,7 @@ def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
     """The `most` likeliest logits of each row and their rising ids; −inf where others leave out."""
     values, ids = z.topk(most, dim=-1)
     if options.top_p < 1:
-        mass = values if options.top_k else z
-        p = (values - mass.logsumexp(-1, keepdim=True)).exp()
+        p = values.softmax(-1)
         # A token stays while the mass before it is below top_p: the most likely one does.
         beyond = p.cumsum(-1) - p >= options.top_p
         beyond[:, 0] = False  # also where top_p is 0 in fp32

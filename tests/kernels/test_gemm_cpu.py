@@ -46,6 +46,11 @@ def fresh() -> Iterator[None]:
         cache.cache_clear()
 
 
+def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    assert gemm_cpu.unavailable(torch.float64).endswith("not torch.float64")
+
+
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
     """(rows, columns) inside a larger matrix of NaN, or as the transpose of such a one."""
     stored = (columns, rows) if transposed else (rows, columns)

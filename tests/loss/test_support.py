@@ -113,6 +113,20 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
     check(take(form, monkeypatch), case, backend=backend)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ENGINES)
+def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
+    """Gradients then have nothing to be added to, and rows behind a mask have to be made zeros."""
+    case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
+    whole = case.kept.all(-1)
+    assert (whole & case.mask).any() and not case.mask.all()
+    case.kept[whole] = torch.arange(case.kept.shape[-1]) == case.ids[whole, None]
+    result = check(function, case, backend=backend)
+    if form == "logits":
+        over = run(function, case, backend=backend, inplace=True)
+        assert torch.equal(over.grads["logits"], result.grads["logits"])
+
+
 @pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
     """Sums are fp32: what is lost is one rounding of each gradient."""
@@ -207,11 +221,10 @@ def test_a_set_of_the_target_alone_is_certain(backend):
     assert not lp.any() and not entropy.any() and not any(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize("form", COST)
-@pytest.mark.parametrize("backend", ENGINES)
-def test_one_hidden_row_may_serve_several_targets(backend, form, monkeypatch):
+@pairs(some={"mixed": True, "sets": False}.items(), form=COST, backend=ENGINES)
+def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypatch):
     take(form, monkeypatch)
-    hidden, weight, bias, ids, kept = rows(5)
+    hidden, weight, bias, ids, kept = rows(5, some=some)
     index = torch.randint(20, (T,), generator=torch.Generator().manual_seed(0))
     support, up = support_of(kept, EVERYTHING), torch.arange(1.0, T + 1)
     few = hidden.detach()[:20].clone().requires_grad_()

@@ -114,6 +114,7 @@ SUITES: dict[str, str] = {
     "vllm_engine": "rollout/test_vllm_engine.py",
     "decode": "rollout/test_decode.py",
     "csrc_attention": "attention/test_attention_csrc.py",
+    "csrc_windows": "attention/test_windows.py -k deepseek",
     "csrc_cache": "rollout/test_decode.py",
     "csrc_decode": "kernels/test_decode_cpu.py",
     "engines": "rollout/test_engine.py rollout/test_continuous.py",
@@ -209,7 +210,7 @@ SUITES: dict[str, str] = {
     "doctor_command": "doctor/test_doctor_command.py",
     "triton_support": "kernels/test_support_doors.py -k 'triton and not 1030'",
     "triton_support_public": "loss/test_support.py "
-    "-k 'triton and (aggregations or one_hidden or logps_entropies or extras)'",
+    "-k 'triton and (aggregations or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "kernels/triton_tools/cases_scale.py",
 }
 

@@ -16,7 +16,7 @@ PRODUCTS, SUMS, CHUNKS, TYPES = (
 PRODUCT = [
     Mutant("gemm-fp64-under-another-name", "grpo_fast/kernels/cpu/gemm.py",
            "if dtype not in DTYPES:", "if dtype not in (torch.float32, torch.bfloat16):",
-           "fp64 goes into a product of fp32 where torch.float32 is aliased", "tree_support"),
+           "fp64 goes into a product of fp32 where torch.float32 is aliased", "csrc_gemm"),
     Mutant("gemm-self-check-here", "grpo_fast/kernels/cpu/gemm.py",
            "apart(lambda: _is_right(has_tiles()))", "_is_right(has_tiles())",
            "autocast around the first call leaves the slow product for good", "csrc_self_check"),

@@ -106,5 +106,5 @@ MUTANTS = [
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,
            "yield corrects or not self.rollout.ahead,", "yield True,",
-           "older samples are taken for the policy's own", "ahead"),
+           "older samples are taken for the policy's own", "words"),
 ]  # fmt: skip

@@ -43,7 +43,7 @@ MUTANTS = [
            "a window in the mask alone ends with the prompt", "windows"),
     Mutant("decode-short-values", CACHE,
            "k.shape == v.shape and cpp.runs(v)", "cpp.runs(v)",
-           "latent attention samples by generate, for a reason of C++'s", "windows"),
+           "latent attention samples by generate, for a reason of C++'s", "csrc_windows"),
     Mutant("rollout-check-in-the-window", HF,
            "            with small_windows(policy.lm):\n", "            if True:\n",
            "the loop's self-check is shorter than the window", "windows"),

@@ -37,12 +37,13 @@ def test_draw_never_takes_an_impossible_token(uniform):
 
 
 def test_top_k_then_top_p():
-    probabilities = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]])
+    probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
     # top_k leaves .4 .3 .15 .1 (of .95): the mass before the third is .737 ≥ .7, so two stay
     scores = sampler(torch.zeros(1, 1), probabilities.log())
-    assert scores.argmax(-1).item() == 1
-    assert sampler.logps.item() == pytest.approx(torch.tensor(0.3 / 0.7).log().item(), abs=1e-6)
+    assert scores.argmax(-1).item() == 2  # the last of the vocabulary, not the least likely
+    assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
+    assert sampler.drawn[0].candidates.tolist() == [[0, 2, 3, 4]]
 
 
 def test_a_top_p_of_nothing_keeps_the_most_likely_token():

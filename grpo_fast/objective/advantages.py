@@ -153,10 +153,6 @@ MODES: dict[str, Callable[..., Tensor]] = {
 
 # Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
 WITHOUT_GROUPS = ("rewards", "baseline")
-# Modes whose advantages sum to 0 over a step; those of opo, weighed by the completions' lengths.
-CENTERED = (
-    "centered", "normalized", "batch", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "gdpo",
-)  # fmt: skip
 
 
 def group_advantages(

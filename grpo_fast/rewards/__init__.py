@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import rules, shaping, workers
@@ -58,22 +58,10 @@ BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
 
-class RewardSpec(Protocol):
-    """The part of a reward's config read here."""
-
-    name: str
-    label: str | None  # in the metrics; None: the function's name
-    weight: float
-    options: dict[str, Any]  # keywords for the function
-    path: str | None  # of a reward model
-    timeout: float  # seconds that a call in a worker process may take
-    in_process: bool  # call one's own function here, where it can do harm
-
-
-def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
+def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
-    A function of one's own runs in a worker process, unless its spec asks for it here.
+    specs: with name, label, weight, options, path, timeout and in_process, as `RewardConfig`.
 
     Raises ValueError for an unknown name, a path that leads to no function, options that the
     function does not take, a timeout that cannot be waited for.
@@ -82,7 +70,7 @@ def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> 
     return RewardSet(rewards, max_failures=max_failures)
 
 
-def _resolve(spec: RewardSpec) -> WeightedReward:
+def _resolve(spec: Any) -> WeightedReward:
     name, options = spec.name, dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
     if name == "reward_model":

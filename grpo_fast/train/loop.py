@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from grpo_fast.data.splits import Splits
+from grpo_fast.kernels import route
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import build_engine, check_prompts
-from grpo_fast.train.build import build_collector, kernels_of, load_inputs
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.groups import PromptQueue
+from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
@@ -23,6 +26,7 @@ from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lin
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
+from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
 from grpo_fast.train.runs.resume import Start, enter_folder, entered
 from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.stopping import Stopping
@@ -31,6 +35,8 @@ from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.warm_start import warm_start
+
+log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -56,6 +62,20 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
+    """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
+    with distributed.together():
+        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
+        splits = Splits(config.data, config.seed)
+        check_examples(rewards, splits.listed, "training")
+        prints = splits.fingerprints() | fingerprints(config)
+    check_ranks(config, prints)
+    if start.checkpoint is not None:
+        for name in check_resumed(start.fingerprints, prints, config.resume_allow):
+            log.warning("the run goes on with another %s than it began with", name)
+    return rewards, splits, prints
+
+
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
     """The policy, and the reference where that is another model."""
     is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
@@ -74,7 +94,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     if torch.cuda.is_available():
         _be_deterministic()
     check_trackers(config.log.trackers)
-    rewards, questions, prints = load_inputs(config, start)
+    rewards, questions, prints = _load_inputs(config, start)
     policy, another = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
@@ -102,7 +122,10 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
             run.load(start.checkpoint)
             enter_folder(config, start, report)
             report.note(f"goes on from {start.checkpoint}")
-        kernels = kernels_of(policy)
+        kernels = {
+            "backend": route.head_route("auto", policy.head.weight).backend,
+            "backend_fallback": route.fallback_reason(policy.device.type),
+        }
         report.note(*opening_lines(config.rollout, kernels, engine.fallback))
         with run.saved_when_it_ends():
             for step in run.steps():

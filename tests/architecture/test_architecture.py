@@ -30,7 +30,7 @@ FLOORS = (
 # The same for the rooms of train/, which are folders or single files.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
-    ("update", "report"), ("runs",), ("build", "experiments"), ("loop",),
+    ("update", "report"), ("runs",), ("experiments",), ("loop",),
 )  # fmt: skip
 MOST_ARROWS = 55  # from room to room of train/
 MAX_LINES = 300

@@ -71,8 +71,7 @@ SUITES: dict[str, str] = {
     "checkpoint_path": "train/test_checkpoints.py -k 'path_of or cannot_take'",
     "prompt_rows": "rollout/test_decode.py -k fit_it",
     "decode_check": "rollout/test_decode.py -k behind_an_eos",
-    "zero_loss": "train/test_train_loop.py "
-    "-k 'near_0 or on_policy or are_centred or lengths_are_named'",
+    "zero_loss": "train/test_train_loop.py -k is_explained",
     "checkpoint_attacks": "train/test_attacked_checkpoints.py",
     "checkpoint_prints": "train/test_fingerprints.py",
     "ranks_order": "train/test_ranks.py -k no_order_behind",

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.data import Example, load_traces
+from grpo_fast.data import TRACES, Example, load_traces
 from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace
-from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Rollout
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Engine, Rollout
 from grpo_fast.rollout.engine import Kept
+from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collected, Collector
-from grpo_fast.train.collect.groups import difficulties
+from grpo_fast.train.collect.groups import PromptQueue, difficulties
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
+from grpo_fast.train.models.policy import Policy
 
 
 class RecordedCollector(Collector):
@@ -25,8 +28,8 @@ class RecordedCollector(Collector):
     Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces.
     """
 
-    def __init__(self, path: str, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, path: str, *args: Any) -> None:
+        super().__init__(*args)
         self.traces: dict[str, list[RecordedTrace]] = {}
         for trace in load_traces(path):
             self.traces.setdefault(trace.task, []).append(trace)
@@ -82,6 +85,18 @@ class RecordedCollector(Collector):
         )  # fmt: skip
         rollout.check(self.policy.lm.get_input_embeddings().weight.shape[0])
         return rollout
+
+
+def build_collector(
+    config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
+) -> Collector:
+    """The collector of a run: it samples, or takes what `data.task: traces` has recorded."""
+    size, weights = config.rollout.group_size, {r.name: r.weight for r in rewards.rewards}
+    advantages = Advantages(config.advantages, config.advantage_options, size, weights)
+    of_run = config.rollout, policy, engine, rewards, queue, advantages, config.seed, config.steps
+    if config.data.task == TRACES:
+        return RecordedCollector(str(config.data.path), *of_run)
+    return Collector(*of_run)
 
 
 def _kept(sets: tuple[Tensor, Tensor] | None) -> Kept | None:

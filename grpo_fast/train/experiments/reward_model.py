@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from grpo_fast.data.pairs import Pair, pairs_of
@@ -25,7 +25,6 @@ from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_scorer
 from grpo_fast.train.models.policy import in_silence
 from grpo_fast.train.report.curves import plot_runs
-from grpo_fast.train.report.report import start_bar
 from grpo_fast.train.runs.folder import check_folder, claim_folder
 
 LINES = 20  # of metrics, over the whole training
@@ -50,9 +49,8 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
         model=model, args=_arguments(config, folder), train_dataset=train,
         data_collator=lambda pairs: collate(pairs, tokenizer, pad_id), center=config.center,
     )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)  # which prints dictionaries
-    if config.progress:
-        trainer.add_callback(Progress(config.steps))
+    if not config.progress:
+        trainer.remove_callback(PrinterCallback)
     result = trainer.train()
     lines = [json.dumps(plain_json(line)) for line in trainer.state.log_history]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -84,28 +82,6 @@ def bradley_terry(
     """
     loss = -logsigmoid(chosen - rejected - margin).mean()
     return loss + center * (chosen + rejected).square().mean()
-
-
-class Progress(TrainerCallback):
-    """The bar of `grpo-fast train`, or about LINES lines where there is no terminal."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.bar = steps, start_bar(sys.stdout, steps)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Show a logged step; the last row, which has no loss of a step, is the summary's."""
-        if "loss" not in (logs or {}):
-            return
-        text = f"loss {logs['loss']:.4f} · grad norm {logs['grad_norm']:.3f}"
-        if self.bar is None:
-            print(f"step {state.global_step}/{self.steps} · {text}", flush=True)
-        else:
-            task = self.bar.task_ids[0]
-            self.bar.update(task, completed=state.global_step, status=text)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 class BradleyTerryTrainer(Trainer):

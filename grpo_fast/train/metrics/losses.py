@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, grpo_loss
-from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks import distributed
@@ -106,13 +105,6 @@ class LossMetrics:
 def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
     """Whether the policy term is the whole loss: no KL term, entropy bonus or value loss."""
     return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
-
-
-def is_zero_on_policy(loss: LossConfig) -> bool:
-    """Whether the losses of advantages 1 and -1 cancel where every ratio to the old policy is 1."""
-    leaf, logps = OBJECTIVES[loss.loss_type].leaf, torch.tensor([-1.0, -2.0])
-    values, _ = leaf(logps, torch.zeros(2), torch.tensor([1.0, -1.0]), *loss.params)
-    return float(values.sum()) == 0
 
 
 def policy_gradient(

@@ -14,7 +14,6 @@ from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Rollout, Sampling
-from grpo_fast.rollout.engine import Seed
 from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.ranks import distributed
 
@@ -22,42 +21,29 @@ OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
 
 
 def generate(
-    policy: Any,
-    prompts: Sequence[Any],
-    options: Sampling,
-    *,
-    group_size: int,
-    seed: Seed,
-    engine: Engine | None = None,
-) -> Rollout:
+    policy: Any, prompts: Sequence[Any], options: Sampling, *, group_size: int,
+    engine: Engine | None = None, **others: Any,
+) -> Rollout:  # fmt: skip
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    keywords: Any = {"group_size": group_size, "seed": seed, "engine": engine}
+    others |= {"group_size": group_size, "engine": engine}
     if distributed.size() == 1:
-        return rollout.generate(policy, prompts, options, **keywords)
+        return rollout.generate(policy, prompts, options, **others)
     is_apart = engine is not None and engine.is_apart
     with policy.apart() if is_apart else policy.whole(), distributed.together():
-        own = generate_share(policy, prompts, options, **keywords)
+        own = generate_share(policy, prompts, options, **others)
     return join_ranks(own, group_size)
 
 
 def generate_share(
-    policy: Any,
-    prompts: Sequence[Any],
-    options: Sampling,
-    *,
-    group_size: int,
-    seed: Seed,
-    engine: Engine | None = None,
+    policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Rollout:
     """This rank's part of it, without a word to the others."""
     count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
     places = range(count * rank // ranks, count * (rank + 1) // ranks)
     if not places:
         return Rollout()
-    return rollout.generate(
-        policy, prompts[places.start : places.stop], options, group_size=group_size, seed=seed,
-        engine=engine, places=places,
-    )  # fmt: skip
+    own = prompts[places.start : places.stop]
+    return rollout.generate(policy, own, options, places=places, **others)
 
 
 def score(

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_fast import LossConfig
-from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.train.config import RolloutConfig
 
-LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
+ONE_UPDATE = "one update per batch: the loss itself says little; watch reward and grad_norm"
 USUAL_CLIP = "several updates per batch: 0.1 to 0.3 `clipped` is usual; near 1 nothing is learnt"
 NOTHING = 1e-6  # of what a reader is shown, not of what metrics.jsonl holds
 COMPARED = (  # before and after: metric, label
@@ -65,15 +63,6 @@ def opening_lines(
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
     return lines
-
-
-def zero_line(loss: LossConfig, advantages: str) -> str:
-    rest = "beta * KL" if loss.uses_reference else ""
-    rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
-    by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")
-    near = "near 0" + ", apart from how lengths go with advantages," * by_token
-    term = f"the {'policy term of the ' if rest else ''}loss stays {near}"
-    return LOSS_IS_ZERO.format(term, f", and the rest of the loss is {rest.strip()}" * bool(rest))
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:

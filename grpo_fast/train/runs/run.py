@@ -22,7 +22,6 @@ from grpo_fast.errors import (
     Stopped,
     require,
 )
-from grpo_fast.objective.advantages import CENTERED
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Engine, awake
@@ -30,9 +29,9 @@ from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import EvalResult
-from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
+from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import USUAL_CLIP, zero_line
+from grpo_fast.train.report.lines import ONE_UPDATE, USUAL_CLIP
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import storage
@@ -77,11 +76,10 @@ class Run:
 
     def steps(self) -> Iterator[Step]:
         """All steps that are left, the one under way first; an evaluation before the first."""
-        trainer, state, loss = self.trainer, self.state, self.trainer.loss_config
-        is_first = trainer.updates_per_step == 1 and self.config.advantages in CENTERED
-        if is_first and is_zero_on_policy(loss):
-            self.report.note(zero_line(loss, self.config.advantages))
-        if trainer.updates_per_step > 1 and OBJECTIVES[loss.loss_type].clips == "ppo":
+        trainer, state = self.trainer, self.state
+        if trainer.updates_per_step == 1:
+            self.report.note(ONE_UPDATE)
+        elif OBJECTIVES[trainer.loss_config.loss_type].clips == "ppo":
             self.report.note(USUAL_CLIP)
         if state.before is None:
             before = self.evaluate(0)

@@ -45,7 +45,7 @@ MUTANTS = [
            "ranks make different numbers of micro-batches: with shards they wait for each other",
            "ranks_few"),
     Mutant("ranks-same-numbers", SHARES,
-           "engine=engine, places=places,", "engine=engine,",
+           "options, places=places, **others)", "options, **others)",
            "every rank samples with the random numbers of the first prompts", "ranks_mu"),
     Mutant("ranks-order-of-prompts", SHARES,
            "in _gathered(dataclasses.replace(own, **short)):\n",

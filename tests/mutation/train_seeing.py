@@ -60,7 +60,7 @@ MUTANTS = [
            "(values[row[0]] or row[0] != CLIPPED)", "True",
            "a share of clipped tokens that cannot be but 0 is shown", "told_progress"),
     Mutant("seeing-clipped-usual", "grpo_fast/train/runs/run.py",
-           "trainer.updates_per_step > 1 and OBJECTIVES", "OBJECTIVES",
+           "elif OBJECTIVES[trainer", "if OBJECTIVES[trainer",
            "what is usual with several updates is said of one", "told_progress"),
     Mutant("seeing-reference-retries", "grpo_fast/train/runs/fingerprints.py",
            "hub.is_offline()  # its client", "None  # its client",

@@ -28,8 +28,8 @@ class RecordedCollector(Collector):
     Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces.
     """
 
-    def __init__(self, path: str, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, path: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.traces: dict[str, list[RecordedTrace]] = {}
         for trace in load_traces(path):
             self.traces.setdefault(trace.task, []).append(trace)

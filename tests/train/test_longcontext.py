@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,7 +17,6 @@ from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.memory_options import apply_options, freeze, tile_mlps
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update import optimizer
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, build_adam
@@ -195,16 +197,18 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
 
 
 # --------------------------------------------------------------------------------- Optimizer states
+def torchao(monkeypatch, kind):
+    names = SimpleNamespace(AdamW8bit=kind, CPUOffloadOptimizer=kind)
+    monkeypatch.setitem(sys.modules, "torchao.optim", names)
+
+
 def test_states_that_need_a_package_name_it(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(3))]
-    monkeypatch.setattr(optimizer, "optional", lambda *_: None)
-    for states, message in (
-        ("8bit", "8bit needs torchao or bitsandbytes"),
-        ("offload", "offload needs torchao"),
-    ):
-        with pytest.raises(ValueError, match=rf"optim.states: {message} \(pip install torchao\)"):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    for states in ("8bit", "offload"):
+        with pytest.raises(ValueError, match=rf"{states} needs torchao \(pip install torchao\)"):
             build_adam(weights, OptimConfig(states=states))
-    monkeypatch.setattr(optimizer, "optional", lambda *_: torch.optim.AdamW)
+    torchao(monkeypatch, torch.optim.AdamW)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match="offload moves states from an accelerator"):
         build_adam(weights, OptimConfig(states="offload"))
@@ -222,7 +226,7 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
             assert self.param_groups[0]["lr"] is self.rate
             return super().step()
 
-    monkeypatch.setattr(optimizer, "optional", lambda *_: TensorRate)
+    torchao(monkeypatch, TensorRate)
     weight = torch.nn.Parameter(torch.zeros(1))
     stepper = Optimizer(
         [weight], OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0), 4

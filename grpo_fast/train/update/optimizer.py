@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -110,35 +108,23 @@ class Optimizer:
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """AdamW with its moments kept as `config.states` says: full: torch's, in the weights' dtype;
-    8bit: torchao's or bitsandbytes'; offload: torchao's, weights and moments in host memory.
-
-    Raises ValueError where the package is not installed, or offload has no accelerator.
+    """AdamW with its moments as `config.states` says: torch's, or torchao's in 8 bits, or torchao's
+    with weights and moments in host memory.
     """
     options = config.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     if config.states == "full":
         return torch.optim.AdamW(parameters, fused=True, **options)
-    if config.states == "offload":
-        offloaded = optional("torchao.optim", "CPUOffloadOptimizer")
-        if offloaded is None:
-            raise ValueError("optim.states: offload needs torchao (pip install torchao)")
-        if not torch.accelerator.is_available():
-            what = "offload moves states from an accelerator to the host"
-            raise ValueError(f"optim.states: {what}, here is none")
-        return offloaded(parameters, torch.optim.AdamW, fused=True, **options)
-    adam = optional("torchao.optim", "AdamW8bit") or optional("bitsandbytes.optim", "AdamW8bit")
-    if adam is None:
-        raise ValueError("optim.states: 8bit needs torchao or bitsandbytes (pip install torchao)")
-    return adam(parameters, **options)
-
-
-@cache
-def optional(module: str, name: str) -> Any:
-    """A name of an optional package, or None where it cannot be imported."""
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        return None
+        from torchao.optim import AdamW8bit, CPUOffloadOptimizer
+    except ImportError as error:
+        needed = f"{config.states} needs torchao (pip install torchao)"
+        raise ValueError(f"optim.states: {needed}") from error
+    if config.states == "8bit":
+        return AdamW8bit(parameters, **options)
+    if not torch.accelerator.is_available():
+        what = "offload moves states from an accelerator to the host"
+        raise ValueError(f"optim.states: {what}, here is none")
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **options)
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:

@@ -14,20 +14,12 @@ from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
-from grpo_fast.rollout import Engine, Sampling
+from grpo_fast.rollout import Engine, Rollout, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
-# (prompts, *, samples, temperature, seed) → a text for each sample, those of a prompt side by side.
-Generate = Callable[..., list[str]]
-
-
-class Sampled(list[str]):
-    """Texts of a model, with the tokens that they are made of."""
-
-    def __init__(self, texts: Sequence[str], ids: list[list[int]]) -> None:
-        super().__init__(texts)
-        self.ids = ids
+# (prompts, *, samples, temperature, seed) → the samples, those of a prompt side by side.
+Generate = Callable[..., Rollout]
 
 
 class EvalResult(NamedTuple):
@@ -70,16 +62,14 @@ def evaluate(
     for start in range(0, len(examples), stride):
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
-        texts = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
-        fits = len(texts) == len(batch) * samples
-        require(fits, "generate", f"{len(batch)}·{samples} texts", len(texts))
+        done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         for i, example in enumerate(batch):
-            said = texts[i * samples : (i + 1) * samples]
+            said = done.texts[i * samples : (i + 1) * samples]
             for name, value in _accuracies(example, said, scorer, k).items():
                 accuracies.setdefault(name, []).append(value)
         if rewards is not None:
             repeated = [e for e in batch for _ in range(samples)]
-            result = rollouts.score(rewards, repeated, texts, getattr(texts, "ids", None))
+            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids or None)
             scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
             for name, score in {"reward": result.total, **scores}.items():
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
@@ -145,12 +135,11 @@ def _accuracies(
 def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
     """The rollout of a `Policy`, or of its engine, in the form `evaluate` asks for."""
 
-    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
+    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Rollout:
         options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
-        done = rollouts.generate(
+        return rollouts.generate(
             policy, prompts, options, group_size=samples, seed=key, engine=engine
         )
-        return Sampled(done.texts, done.completion_ids)
 
     return generate
 

@@ -128,9 +128,7 @@ def compare(policy: Any) -> str | None:
     for prompt, tokens, logps in zip(
         [prompts[0], *prompts], decoded.tokens, decoded.logps, strict=True
     ):
-        ids = torch.tensor([[*prompt, *tokens.tolist()]], device=policy.device)
-        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        own = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        own = policy.own_logps(prompt, tokens.tolist())
         if own.isnan().any():
             return None
         worst = max(worst, float((own - logps).abs().max()))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_fast.attention import Head, head_of
 from grpo_fast.errors import require
@@ -83,6 +84,12 @@ class SampledModel:
             lm.set_attn_implementation(attention)
             for module, training in modes:
                 module.training = training
+
+    def own_logps(self, prompt: list[int], completion: list[int]) -> Tensor:  # (n,) fp32
+        """Of the completion's tokens by the model's own forward pass; in `generation()`."""
+        ids = torch.tensor([prompt + completion], device=self.device)
+        logits = self.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         on = self.autocast is not None  # off inside a caller's autocast, too

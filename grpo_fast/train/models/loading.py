@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_fast.attention import check_tolerance, pack_groups, small_windows
 from grpo_fast.data import hub, reason
@@ -274,7 +273,7 @@ def self_check(policy: Policy) -> float:
         finally:
             policy.lm.train(training)
         with policy.generation():
-            own = [_own_logps(policy, prompt + c)[len(prompt) - 1 :] for c in completions]
+            own = [policy.own_logps(prompt, c) for c in completions]
     theirs = torch.cat(own)
     fits = not theirs.isnan().any()
     require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
@@ -287,9 +286,3 @@ def self_check(policy: Policy) -> float:
             "has a rule this trainer does not know"
         )
     return difference
-
-
-def _own_logps(policy: Policy, sequence: list[int]) -> Tensor:
-    ids = torch.tensor([sequence], device=policy.device)
-    logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

@@ -160,7 +160,7 @@ MUTANTS = [
            "if sampling.wants_kept:", "if sampling.truncates:",
            "a run is warned of ids that nobody asked for", "engines"),
     Mutant("warning-of-the-mean", AGREEMENT,
-           "(trainers - samplers).abs().mean()", "(trainers - samplers).mean()",
+           "(trainers - samplers).abs(), ", "trainers - samplers, ",
            "logps that are too low are not warned of", "agreement"),
     Mutant("warning-each-step", AGREEMENT,
            "self.has_warned = True", "self.has_warned = False",

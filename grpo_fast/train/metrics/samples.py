@@ -86,13 +86,8 @@ class SamplerWatch:
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Pairs (R,) of a step's first update: the trainer's, before any update, the sampler's."""
-        if self.has_warned or not logps:
-            return
-        trainers, samplers = map(torch.cat, zip(*logps, strict=True))
-        if not trainers.numel():
-            return
-        difference = float((trainers - samplers).abs().mean())
-        if difference <= FAR:
+        difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
+        if self.has_warned or difference <= FAR:
             return
         self.has_warned = True
         causes = "stale weights, another dtype or temperature, or another prompt"
@@ -107,9 +102,9 @@ class SamplerWatch:
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`."""
-    trainers, samplers = map(torch.cat, zip(*logps, strict=True))
-    if not trainers.numel():
+    if not any(own.numel() for own, _ in logps):
         return {}
+    trainers, samplers = map(torch.cat, zip(*logps, strict=True))
     difference, ratio = (trainers - samplers).abs(), (trainers - samplers).exp()
     return {
         "sampling/sampling_logp_difference/mean": float(difference.mean()),

@@ -86,9 +86,14 @@ class RunReport(AbstractContextManager[Any]):
         self._trackers = Trackers(config.trackers, folder, settings_of(folder))
         self._read_completions(self._step)
         self._has_begun = True
-        if config.progress:
-            self._progress = start_bar(self._stream, self.total_steps)
-            self._plain = self._progress is None
+        console = Console(file=self._stream)
+        self._plain = config.progress and not console.is_terminal
+        if config.progress and console.is_terminal:
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
+                       TextColumn("{task.fields[status]}"))  # fmt: skip
+            self._progress = Progress(*columns, console=console)
+            self._progress.add_task("train", total=self.total_steps, status="")
+            self._progress.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -196,15 +201,3 @@ class RunReport(AbstractContextManager[Any]):
         every = max(1, self.total_steps // PLAIN_LINES)
         if self._plain and text and (step % every == 0 or step in (1, self.total_steps)):
             self.note(f"step {step}/{self.total_steps} · {text}")
-
-
-def start_bar(stream: TextIO, total: int) -> Progress | None:
-    console = Console(file=stream)
-    if not console.is_terminal:
-        return None
-    bar, status = BarColumn(bar_width=24), TextColumn("{task.fields[status]}")
-    columns = (bar, MofNCompleteColumn(), TimeRemainingColumn(), status)
-    progress = Progress(*columns, console=console)
-    progress.add_task("train", total=total, status="")
-    progress.start()
-    return progress

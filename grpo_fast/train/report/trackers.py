@@ -34,7 +34,6 @@ class Trackers:
         self.trackers: list[Any] = []
         if not names:
             return
-        check_trackers(names)
         from accelerate import Accelerator
 
         with distributed.unnoticed():  # it is for rank 0's trackers alone

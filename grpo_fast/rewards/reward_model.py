@@ -14,6 +14,7 @@ from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
 from grpo_fast.data.hub import check_files, read_fields
 from grpo_fast.errors import require
+from grpo_fast.rollout.own.model import positions
 
 
 class RewardModel:
@@ -42,7 +43,7 @@ class RewardModel:
 
     def __call__(self, *, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
         ids = encode_pairs(self.tokenizer, prompts, completions)
-        room = positions(self.model)
+        room = positions(self.model.config.get_text_config())
         fitting = [i for i in range(len(ids)) if len(ids[i]) <= room]
         fitting.sort(key=lambda i: len(ids[i]))
         scores = [math.nan] * len(ids)
@@ -100,11 +101,6 @@ def set_padding(model: Any, tokenizer: Any) -> int:
     model.config.pad_token_id = pad
     model.config.get_text_config().pad_token_id = pad
     return int(pad)
-
-
-def positions(model: Any) -> float:
-    """How many tokens the model takes; infinite where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def _load(path: str) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from grpo_fast.data.pairs import Pair, pairs_of
 from grpo_fast.data.splits import Splits
-from grpo_fast.rewards.reward_model import encode_pairs, padded, positions, set_padding
+from grpo_fast.rewards.reward_model import encode_pairs, padded, set_padding
+from grpo_fast.rollout.own.model import positions
 from grpo_fast.train.config import require
 from grpo_fast.train.config.recipes import save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
@@ -134,7 +135,7 @@ def accuracy_line(summary: dict[str, float]) -> str:
 
 
 def _check_lengths(tokenizer: Any, pairs: Sequence[Pair], model: Any) -> None:
-    room = positions(model)
+    room = positions(model.config.get_text_config())
     expected = f"at most {room} tokens (max_position_embeddings of the model) in a pair"
     for pair in pairs:
         longest = max(map(len, encode_pairs(tokenizer, [pair.prompt] * 2, pair[1:3])))

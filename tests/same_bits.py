@@ -240,7 +240,7 @@ def trained(words: list[str]) -> dict[str, Tensor | None]:
     """Train in processes of their own; return metrics, row by row, and weights."""
     from safetensors.torch import load_file
 
-    from grpo_fast.train.metrics.clock import is_timing
+    from tests.train.tiny_runs import is_timing
 
     alone = [sys.executable, "-W", "ignore", "-m", "grpo_fast"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "grpo_fast"]

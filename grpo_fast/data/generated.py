@@ -26,8 +26,6 @@ class GeneratedTask(Made[Example]):
     ) -> None:
         space = self.space_size()
         n_test = min(USUAL_TEST, space // 2) if n_test is None else n_test
-        for name, value in (("n_train", n_train), ("n_test", n_test)):
-            need(value >= 1, f"data.{name}", "at least 1", value)
         longer = f"{n_test}; make the prompts longer or the test split smaller"
         most = f"at most the {space} different prompts of this task"
         need(n_test <= space, "data.n_test", most, longer)
@@ -70,8 +68,6 @@ class SortTask(GeneratedTask):
     options = ("digits", "symbols")
 
     def __init__(self, *, digits: int = 5, symbols: int = 10, **split: Any) -> None:
-        need(digits >= 1, "data.digits", "at least 1 symbol in a prompt", digits)
-        need(symbols >= 2, "data.symbols", "at least 2 different symbols", symbols)
         self.digits, self.symbols = digits, symbols
         super().__init__(**split)
 
@@ -96,7 +92,6 @@ class ArithmeticTask(GeneratedTask):
     options = ("digits",)
 
     def __init__(self, *, digits: int = 2, **split: Any) -> None:
-        need(digits >= 1, "data.digits", "at least 1 digit in a number", digits)
         self.digits = digits
         super().__init__(**split)
 

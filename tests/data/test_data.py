@@ -317,9 +317,6 @@ def test_the_test_split_follows_the_prompts_that_there_are():
 def test_generated_tasks_refuse_what_cannot_be():
     with pytest.raises(DatasetError, match="at most the 8 different prompts .* got 9"):
         SortTask(split="test", seed=0, digits=3, symbols=2, n_test=9)
-    for wrong in ({"digits": 0}, {"symbols": 1}, {"n_train": 0}, {"n_test": 0}):
-        with pytest.raises(DatasetError, match=f"data.{next(iter(wrong))}: expected at least"):
-            SortTask(split="train", seed=0, **wrong)
 
 
 # --------------------------------------------------------------------------------------- Tokenizers

@@ -31,7 +31,6 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
@@ -39,6 +38,7 @@ from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
 from tests.train.resuming import TINY
+from tests.train.tiny_runs import is_timing
 
 SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
          "checkpoint.keep=9"]  # fmt: skip

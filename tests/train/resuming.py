@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.resume import Start, enter_folder
 from grpo_fast.train.runs.stopping import Stopping
+from tests.train.tiny_runs import is_timing
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
         "model.config.num_hidden_layers=1", "model.config.num_attention_heads=2",

@@ -96,8 +96,3 @@ def peak_flops(device: torch.device) -> float | None:
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
     known = (peak for name, peak in PEAK_FLOPS if name <= words)
     return None if "MIG" in words else next(known, None)
-
-
-def is_timing(name: str) -> bool:
-    """Metrics that differ from run to run on the same machine."""
-    return name == "step_time" or name.startswith("perf/") or name.endswith("_time")

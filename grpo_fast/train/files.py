@@ -107,11 +107,6 @@ class JsonLines:
         self.path = path
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._is_open = True
-        size = os.fstat(self._file).st_size
-        if size < length:
-            self.close()
-            expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
-            raise ValueError(f"resume: expected {expected}, got {size}")
         os.ftruncate(self._file, length)
         self.length = length
 

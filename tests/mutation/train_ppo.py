@@ -74,7 +74,7 @@ MUTANTS = [
            "torch.where(counts, valued, 0.0)\n",
            "values are taught whitened returns", "ppo_step"),
     Mutant("ppo-kl-sign", FIXED,
-           "-kl.beta * estimate(ref - old)[0]", "kl.beta * estimate(ref - old)[0]",
+           "-beta * estimate(ref - old)[0]", "beta * estimate(ref - old)[0]",
            "distance from the reference is rewarded", "ppo_step"),
     Mutant("ppo-kl-direction", FIXED,
            "estimate(ref - old)[0]", "estimate(old - ref)[0]",

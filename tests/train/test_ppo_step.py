@@ -17,7 +17,7 @@ from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.precompute import RewardKL, precompute
+from grpo_fast.train.update.precompute import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 
@@ -79,7 +79,8 @@ def oracle(critic, rollout, scores, kls, *, gamma, lam, bootstrap):
 
 
 def fixed(batch, policy, critic, **options):
-    precompute(batch, policy, temperature=1.0, keep_old=True, critic=critic, **options)
+    loss = LossConfig(kl_estimator=options.pop("kl_estimator", "k3"))
+    precompute(batch, policy, loss, keep_old=True, critic=critic, **options)
     return batch
 
 
@@ -147,7 +148,7 @@ def test_the_kl_in_the_reward(estimator):
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
     critic = make_critic(policy, gamma=1.0, lam=1.0, whiten=False, bootstrap=False)
     batch = fixed(
-        make_batch(), policy, critic, reference=reference, reward_kl=RewardKL(0.3, estimator)
+        make_batch(), policy, critic, reference=reference, reward_beta=0.3, kl_estimator=estimator
     )
     kls = [
         [
@@ -334,7 +335,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     critic.values = original
     _, ppo = gradients(policy, critic, config, batch)
     centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
-    precompute(centered, policy, temperature=1.0, keep_old=True)
+    precompute(centered, policy, LossConfig(), keep_old=True)
     accumulate(
         policy, centered.minibatches[0], config, correct_sampling=False, validate="full"
     )  # on top of PPO's: twice the gradient, where both are one
@@ -352,7 +353,7 @@ def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
     with torch.no_grad():
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
     batch = make_batch(mask_truncated=True, budget=14)
-    precompute(batch, policy, temperature=1.0, keep_old=True, reference=reference)
+    precompute(batch, policy, LossConfig(), keep_old=True, reference=reference)
     pairs = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
     differences = [(ref - old).double() for ref, old in pairs]
     d = torch.cat([x for i, x in enumerate(differences) if i not in CUT])

@@ -111,10 +111,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
         rollout, torch.linspace(-1, 1, 12), group_size=4, minibatches=1, budget=60, device="cpu"
     )
     assert len(batch.micro_batches) > 1
-    precompute(
-        batch, policy, temperature=0.8, keep_old=True, reference=reference,
-        exact=estimator == "exact",
-    )  # fmt: skip
+    precompute(batch, policy, config, keep_old=True, reference=reference)
     groups = [range(i, i + 4) for i in range(0, 12, 4)]
     whole = MicroBatch.pack(rollout, batch.advantages, groups, "cpu")
     target = whole.packed.target_ids[:, None]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo_fast import LossConfig
 from grpo_fast.attention import pack_groups
 from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
-from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.rollout import Rollout
 from grpo_fast.rollout.vllm.teacher import TeacherServer
-from grpo_fast.train.config import CriticConfig
+from grpo_fast.train.config import CriticConfig, DistillConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.ranks.distributed import sum_, together
@@ -24,25 +25,17 @@ from grpo_fast.train.update.critic import Critic
 from grpo_fast.train.update.micro_batch import MicroBatch
 
 
-class RewardKL(NamedTuple):
-    """A KL to the reference that is subtracted from the reward of every token."""
-
-    beta: float
-    estimator: str
-
-
 @torch.no_grad()
 def precompute(
     batch: StepBatch,
     policy: Policy,
+    loss: LossConfig,
     *,
-    temperature: float,
     keep_old: bool,
     reference: Reference | None = None,
-    exact: bool = False,
     critic: Critic | None = None,
-    reward_kl: RewardKL | None = None,
-    teacher: float = 0.0,
+    reward_beta: float | None = None,
+    distill: DistillConfig | None = None,
     server: TeacherServer | None = None,
 ) -> None:
     """Compute, with the current weights, the tensors that stay fixed over all updates on a batch:
@@ -51,17 +44,19 @@ def precompute(
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
             they are the new ones, and the ratio is exactly 1.
-        teacher: adds this many times log q − log p of every token to its advantage, q the
-            reference's.
-        server: says log q in the reference's place, of the likeliest ids too unless `teacher`.
-        exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
+        reward_beta: weight of the KL to the reference that is taken off every token's reward.
+        distill: by advantage it adds `coef`·(log q − log p) of every token, q the reference's.
+        server: says log q in the reference's place, of the likeliest ids too for a loss.
     """
     if batch.has_fixed:
         return
-    following = None
+    following, temperature = None, float(loss.temperature)
+    by_advantage = distill is not None and distill.form == "advantage"
+    by_loss = distill is not None and not by_advantage
+    keep_old = keep_old or by_advantage or reward_beta is not None
     with together(in_step=policy.is_sharded):
         for micro in batch.micro_batches:
-            if reference is not None and exact:
+            if reference is not None and (by_loss or loss.kl_estimator in EXACT):
                 micro.ref_hidden = reference.hidden(micro.packed)
             elif reference is not None:
                 micro.ref_logps = reference.logps(micro.packed, temperature, micro.support)
@@ -71,16 +66,20 @@ def precompute(
                 micro.old_logps = policy.logps(micro.packed, temperature, hidden, micro.support)
             if server is not None:
                 said = asked_of(server, batch.rollout, micro)
-                micro.ref_logps, micro.teacher = (said[:, 0, 1], None) if teacher else (None, said)
+                if by_advantage:
+                    micro.ref_logps = said[:, 0, 1]
+                else:
+                    micro.teacher = said
             if critic is not None:
                 micro.old_values = critic.values(micro.packed, hidden)
         if critic is not None and critic.config.bootstrap:
             following = values_after_the_end(batch, critic)
     if critic is not None:
         following = None if following is None else sum_(following)
-        estimate_advantages(batch, token_rewards(batch, reward_kl), following, critic.config)
-    elif teacher:
-        batch.set("token_advantages", teacher_advantages(batch, teacher))
+        rewards = token_rewards(batch, reward_beta, loss.kl_estimator)
+        estimate_advantages(batch, rewards, following, critic.config)
+    elif distill is not None and by_advantage:
+        batch.set("token_advantages", teacher_advantages(batch, distill.coef))
     batch.has_fixed = True
 
 
@@ -100,13 +99,13 @@ def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
     ]
 
 
-def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
+def token_rewards(batch: StepBatch, beta: float | None, estimator: str) -> list[Tensor]:
     """−β·kl_t of each token and its own reward; a completion's reward is its last token's."""
     rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
-    if kl is not None:
-        estimate = KL_ESTIMATORS[kl.estimator]
+    if beta is not None:
+        estimate = KL_ESTIMATORS[estimator]
         logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
-        rewards = [-kl.beta * estimate(ref - old)[0] for ref, old in logps]
+        rewards = [-beta * estimate(ref - old)[0] for ref, old in logps]
     own = batch.token_rewards or [None] * len(rewards)
     for reward, score, each in zip(rewards, batch.advantages, own, strict=True):
         if each is None or score.isnan():  # a lost sample is NaN, once

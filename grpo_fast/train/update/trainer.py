@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from grpo_fast.objective.kl import EXACT
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
@@ -31,7 +30,7 @@ from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
-from grpo_fast.train.update.precompute import RewardKL, precompute
+from grpo_fast.train.update.precompute import precompute
 from grpo_fast.train.update.step import Step, Updates
 from grpo_fast.train.update.variance import gradient_variance
 
@@ -150,18 +149,11 @@ class Trainer:
 
     def precompute(self, batch: StepBatch) -> None:
         """Old and reference logps, values: with the current weights, unless the batch has them."""
-        loss, in_reward = self.loss_config, self.config.kl.into == "reward"
-        distill = self.config.distill
-        by_advantage = distill is not None and distill.form == "advantage"
-        by_loss = distill is not None and not by_advantage
         precompute(
-            batch, self.policy, temperature=float(loss.temperature),
-            keep_old=self.updates_per_step > 1 or in_reward or by_advantage,
-            reference=self.reference if self.reads_reference else None,
-            exact=loss.kl_estimator in EXACT or by_loss, critic=self.critic,
-            teacher=distill.coef if distill is not None and by_advantage else 0.0,
-            server=self.teacher,
-            reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
+            batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
+            reference=self.reference if self.reads_reference else None, critic=self.critic,
+            reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
+            distill=self.config.distill, server=self.teacher,
         )  # fmt: skip
 
     def finish(self, step: Step) -> None:

@@ -20,15 +20,8 @@ from grpo_fast.rollout.own.model import positions
 class RewardModel:
     """Callable as a reward function: the model's score of each completion behind its prompt.
 
-    Texts are scored in batches of like length; padding does not change a score beyond rounding. A
-    text with more tokens than the model has positions for has no score (NaN).
-
-    Args:
-        path: a folder or hub id with a tokenizer.
-        batch_size: texts at a time.
-        device: "auto" is the GPU where there is one.
-
-    Raises ValueError for no such model, one with missing weights, or not with exactly one output.
+    A text with more tokens than the model has positions for has no score (NaN). Raises ValueError
+    for no model at `path`, one with missing weights, or not with exactly one output.
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:

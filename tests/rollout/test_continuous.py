@@ -18,6 +18,7 @@ from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_model
 from tests.train.resuming import config_of
+from tests.train.tiny_steps import logits_of, taken
 
 PROMPTS = [[3, 4, 5, 6], [7, 8]]
 SMALL = ContinuousOptions(page_size=32, pages=64, max_batch_tokens=64, timeout=60)
@@ -43,12 +44,9 @@ def test_logps_are_the_policys_and_completions_end_with_their_eos(policy):
     assert {one.weight_version for one in found} == {4} and found[0].kept is None
     for n, one in enumerate(found):
         prompt = PROMPTS[n // 4]
-        with policy.generation():
-            z = policy.lm(torch.tensor([prompt + one.ids]), use_cache=False).logits[0] / 0.8
-        rows = z[len(prompt) - 1 : -1]
+        rows = logits_of(policy, prompt, one.ids) / 0.8
         rows = rows.masked_fill(rows < rows.topk(9).values[:, -1:], -torch.inf)
-        own = rows.log_softmax(-1).gather(-1, torch.tensor(one.ids)[:, None])[:, 0]
-        torch.testing.assert_close(one.logps, own, rtol=0, atol=2e-5)
+        torch.testing.assert_close(one.logps, taken(rows, one.ids), rtol=0, atol=2e-5)
         assert (one.finish_reason == "eos") == (one.ids[-1] == 1)
         assert 1 not in one.ids[:-1] and (one.finish_reason == "eos" or len(one.ids) == 8)
     assert policy.lm.config._attn_implementation == "grpo_packed"
@@ -89,8 +87,7 @@ def test_greedy_is_the_most_likely_token(policy):
     (one,) = engine_of(policy).generate(
         PROMPTS[:1], Sampling(max_new_tokens=1, temperature=0), group_size=1, seed=0
     )
-    with policy.generation():
-        logits = policy.lm(torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1]
+    logits = logits_of(policy, PROMPTS[0], one.ids)[0]
     assert one.ids == [int(logits.argmax())]
     assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
 

@@ -27,9 +27,8 @@ from grpo_fast.train.runs.storage import stored_names
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from tests.command_line import ROOT, invoke, refused
-from tests.tiny import tiny_folder
 from tests.train.resuming import Leave, config_of, run
-from tests.train.tiny_runs import questions
+from tests.train.tiny_runs import adapted
 
 SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
@@ -134,15 +133,7 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
 
 
 def test_an_adapter(tmp_path, monkeypatch):
-    folder, data = tiny_folder(tmp_path / "tiny", "llama"), questions(tmp_path / "data", 8, 8)
-    words = [
-        f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
-        f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2",
-        "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false", "rollout.group_size=4",
-        "advantages=gae", "advantage_options={}", "critic={kind: model}", "minibatches=2",
-        "log.completions_every=1",
-        "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]", *KL, "kl.into=reward",
-    ]  # fmt: skip
+    words = [*adapted(tmp_path), *KL, "log.completions_every=1"]
     check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
     [saved] = checkpoints_in(tmp_path / "left-0")
     names = stored_names(saved / "weights")

@@ -8,49 +8,27 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.memory_options import apply_options, freeze, tile_mlps
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update import optimizer
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, build_adam
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
+from tests.train.tiny_steps import accumulate, batch_of, rollout_of
+
+SHAPES = [(11, (9, 1, 4)), (5, (3, 7, 2))]
 
 
-def a_rollout(seed=0):
-    """Two groups of three completions of 1 to 9 tokens after prompts of 11 and 5."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(n):
-        return torch.randint(2, 13, (n,), generator=generator).tolist()
-
-    prompts = [p for n in (11, 5) for p in [ids(n)] * 3]
-    completions = [ids(n) for n in (9, 1, 4, 3, 7, 2)]
-    logps = [torch.randn(len(c), generator=generator) - 3 for c in completions]
-    return Rollout(
-        prompt_ids=prompts, completion_ids=completions, sampling_logps=logps, truncated=[False] * 6
-    )
-
-
-def loss_and_gradients(policy, seed=0):
-    rollout = a_rollout(seed)
-    batch = StepBatch(
-        rollout,
-        torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]),
-        group_size=3,
-        minibatches=1,
-        budget=10**6,
-        device="cpu",
-    )
+def loss_and_gradients(policy):
+    batch = batch_of(rollout_of(SHAPES), torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]))
     for micro in batch.micro_batches:
-        micro.old_logps = micro.sampling_logps
+        generator = torch.Generator().manual_seed(0)
+        micro.old_logps = torch.randn(len(micro.packed.target_ids), generator=generator) - 3
     policy.model.train()
     config = LossConfig(loss_type="grpo", compute_entropy=True)
-    seen = accumulate(policy, batch.minibatches[0], config, correct_sampling=False, validate="full")
+    seen = accumulate(policy, batch.minibatches[0], config)
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     return seen.result()["loss"], gradients
 
@@ -139,10 +117,7 @@ def test_a_reference_copy_keeps_its_own_tiled_mlps():
     for module, twin in zip(policy.model.modules(), reference.copy.model.modules(), strict=True):
         if "forward" in vars(twin):
             assert owner(twin) is twin and owner(module) is module
-    rollout = a_rollout()
-    batch = StepBatch(
-        rollout, torch.zeros(6), group_size=3, minibatches=1, budget=10**6, device="cpu"
-    )
+    batch = batch_of(rollout_of(SHAPES), torch.zeros(6))
     before = reference.logps(batch.micro_batches[0].packed, 1.0)
     with torch.no_grad():
         policy.lm.model.layers[0].mlp.down_proj.weight.zero_()

@@ -21,9 +21,9 @@ from grpo_fast.train.config.recipes import parse_config
 from grpo_fast.train.loop import train
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.update import micro_batch
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder, tiny_model
+from tests.train.tiny_runs import steps_of
+from tests.train.tiny_steps import accumulate, batch_of
 
 RECORDED = Path(__file__).parents[1] / "integrations" / "recorded" / "verifiers-0.4.0.jsonl"
 
@@ -85,15 +85,9 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
             node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
     path, policy = written(tmp_path / "t.jsonl", traces), tiny()
     collected = collector(policy, path).next(1, Clock())
-    batch = StepBatch(
-        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=budget,
-        device="cpu",
-    )  # fmt: skip
+    batch = batch_of(collected.rollout, collected.advantages, group_size=2, budget=budget)
     totals = batch.totals[0]
-    accumulate(
-        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full",
-        totals=totals,
-    )  # fmt: skip
+    accumulate(policy, batch.minibatches[0], LossConfig(), totals=totals)
     found = {n: p.grad.clone() for n, p in policy.lm.named_parameters() if p.grad is not None}
     policy.lm.zero_grad()
     policy.lm.set_attn_implementation("eager")
@@ -118,11 +112,6 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     flat = sum(len(b.ids) - 1 for t in load_traces(path) for b in t.branches)
     assert rows < flat if budget == 1000 else rows <= flat
     assert totals.items == count == 88
-
-
-def steps_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def test_a_run_trains_on_traces(tmp_path):
@@ -159,10 +148,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
     collected = collector(policy, RECORDED).next(1, Clock())
-    batch = StepBatch(
-        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=1000,
-        device="cpu",
-    )  # fmt: skip
+    batch = batch_of(collected.rollout, collected.advantages, group_size=2)
     (micro,) = batch.micro_batches
     assert isinstance(micro.support, Support)
     tree = policy.logps(micro.packed, 1.0, support=micro.support)

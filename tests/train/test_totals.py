@@ -10,10 +10,10 @@ import torch
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
-from grpo_fast.train.update.gradients import accumulate
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
+from tests.train.tiny_steps import accumulate
 
 NO_VERDICT = 2
 
@@ -77,9 +77,7 @@ def test_a_step_without_a_token_that_counts_moves_nothing():
 def gradients(policy, micro_batches, config, **options):
     """The metrics of these micro-batches, and their gradient."""
     policy.model.zero_grad()
-    seen = accumulate(
-        policy, micro_batches, config, correct_sampling=False, validate="full", **options
-    )
+    seen = accumulate(policy, micro_batches, config, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
     return seen.result(), torch.cat([x.flatten() for x in found])
 

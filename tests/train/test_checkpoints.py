@@ -27,7 +27,7 @@ from grpo_fast.train.runs.storage import stored_names
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from tests.command_line import ROOT, invoke, refused
-from tests.train.resuming import Leave, config_of, run
+from tests.train.resuming import Leave, run
 from tests.train.tiny_runs import adapted
 
 SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
@@ -332,11 +332,6 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     (alien / "letter.txt").write_text("dear")
     with pytest.raises(OutputFolderError, match="occupied"):
         run(alien, "resume=auto")
-
-
-def test_moments_that_no_file_can_hold_are_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match=r"optim\.states: expected full beside checkpoint\.every"):
-        config_of(tmp_path, "optim.states=8bit", "checkpoint.every=1")
 
 
 def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):

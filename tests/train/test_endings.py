@@ -156,18 +156,6 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("grpo_fast.train.loop.train", seen.append)
-    monkeypatch.chdir(tmp_path)
-    for folder in ("sort", "sort-2"):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        (tmp_path / "runs" / folder / "metrics.jsonl").write_text("")
-    invoke("train", "sort")
-    invoke("train", "sort", "resume=auto")
-    assert [config.output_dir for config in seen] == ["runs/sort-3", "runs/sort"]
-
-
 def test_the_audit_follows_every_prompt(tmp_path, monkeypatch):
     options = ["rollout.dynamic={rounds: 1}", "rollout.group_size=2", "minibatches=2"]
     counted = Leave(monkeypatch, None)

@@ -163,9 +163,3 @@ def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
     refused("expected room for .* 1000 tokens", folders[1], short)
     padded.lm.resize_token_embeddings(320)
     refused("expected a head of 320 rows", folders[1], padded)
-
-
-@pytest.mark.parametrize("kind", ["none", "synced"])
-def test_a_path_needs_a_frozen_reference(kind):
-    with pytest.raises(ValueError, match=f"path: expected .*frozen.*{kind}"):
-        ReferenceConfig(kind=kind, path="somewhere")

@@ -49,8 +49,18 @@ def steps(folder, *overrides):
         ["model.gradient_checkpointing=true", "critic.kind=model"],
     ],
 )
-def test_every_step_says_what_its_values_are_worth(tmp_path, overrides):
+def test_every_step_says_what_its_values_are_worth(tmp_path, monkeypatch, overrides):
+    """Values are fp32, also under autocast."""
+    kinds, original = set(), Critic.values
+
+    def recorded(self, *arguments):
+        values = original(self, *arguments)
+        kinds.add(values.dtype)
+        return values
+
+    monkeypatch.setattr(Critic, "values", recorded)
     first = steps(tmp_path / "a", *PPO, *overrides)
+    assert kinds == {torch.float32}
     for row in first:
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
         assert {f"value/{x}" for x in ("loss", "mean", "error", "clip_ratio")} <= row.keys()
@@ -262,20 +272,6 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
     assert len({tuple(a) for a, _ in passes}) == 4
     steps(tmp_path / "b", *PPO, *PASSES, "steps=2", "seed=1")
     assert parts[8:] != parts[:8]
-
-
-def test_a_critics_values_are_fp32_under_autocast(tmp_path, monkeypatch):
-    kinds = set()
-    original = Critic.values
-
-    def recorded(self, *arguments):
-        values = original(self, *arguments)
-        kinds.add(values.dtype)
-        return values
-
-    monkeypatch.setattr(Critic, "values", recorded)
-    steps(tmp_path / "a", *PPO, "model.autocast=bfloat16", "steps=1")
-    assert kinds == {torch.float32}
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():

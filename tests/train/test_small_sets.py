@@ -58,6 +58,7 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     )
     assert third.output.splitlines()[0].endswith("goes to runs/sort-3")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
+    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # of the first, which has ended
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
     assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied", "--name")

@@ -81,14 +81,10 @@ def test_what_has_no_number_is_not_logged(tmp_path, fake):
 def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     words = ["log.trackers=[tensorboard, wandb]", f"output_dir={tmp_path}/run"]
-    expected = (
-        "log.trackers: expected trackers whose packages are installed, got tensorboard, wandb"
-    )
+    expected = "expected trackers whose packages are installed, got tensorboard, wandb"
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="log.trackers.0: .*got 'tensorbord'; nearest:"):
-        load_recipe("sort", ["log.trackers=[tensorbord]"])
 
 
 def test_tensorboard_reads_what_a_run_wrote(tmp_path):

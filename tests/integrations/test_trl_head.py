@@ -218,15 +218,8 @@ def sft(path: str, output: Any, **options: Any) -> Any:
     from datasets import Dataset
 
     text = [{"prompt": p, "completion": " The answer is 42."} for p in cases.prompts(8)]
-    return make(
-        trl.SFTTrainer,
-        trl.SFTConfig,
-        path,
-        output,
-        Dataset.from_list(text),
-        max_length=64,
-        **options,
-    )
+    data, options = Dataset.from_list(text), {"max_length": 64, **options}
+    return make(trl.SFTTrainer, trl.SFTConfig, path, output, data, **options)
 
 
 def dpo(path: str, output: Any, **options: Any) -> Any:
@@ -242,12 +235,8 @@ def dpo(path: str, output: Any, **options: Any) -> Any:
 def make(cls: type, config: type, path: str, output: Any, data: Any, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    settings = {
-        "output_dir": str(output), "max_steps": 2, "per_device_train_batch_size": 4,
-        "report_to": [], "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd",
-        "learning_rate": 0.1, "save_strategy": "no", "disable_tqdm": True,
-        "lr_scheduler_type": "constant", "gradient_checkpointing": False, **options,
-    }  # fmt: skip
+    settings = {"output_dir": str(output), "max_steps": 2, "learning_rate": 0.1, **options}
+    settings = cases.SETTINGS | settings
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     more = {name: settings.pop(name) for name in ("teacher_model",) if name in settings}

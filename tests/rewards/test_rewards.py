@@ -115,14 +115,9 @@ def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
     assert score("gsm8k_correct", "#### 1080", "1,080") == 1.0
-    assert (score("gsm8k_correct", "#### 19", "18"), score("gsm8k_format", "#### 19", "18")) == (
-        0.0,
-        1.0,
-    )
-    assert (
-        score("gsm8k_correct", "it is 18", "18"),
-        score("gsm8k_correct_lenient", "it is 18", "18"),
-    ) == (0.0, 1.0)
+    assert score("gsm8k_correct", "#### 19", "18") == 0 < score("gsm8k_format", "#### 19", "18")
+    assert score("gsm8k_correct", "it is 18", "18") == 0.0
+    assert score("gsm8k_correct_lenient", "it is 18", "18") == 1.0
     assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
     with pytest.raises(ValueError, match="answers: expected a number"):
         score("gsm8k_correct", "#### 1", "one")
@@ -153,10 +148,8 @@ def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
     assert result.total.tolist() == [2.5, 0.5, 0.0] and result.total.dtype == torch.float32
-    assert {n: v.tolist() for n, v in result.per_fn.items()} == {
-        "gsm8k_correct": [1, 0, 0],
-        "gsm8k_format": [1, 1, 0],
-    }
+    assert result.per_fn["gsm8k_correct"].tolist() == [1, 0, 0]
+    assert result.per_fn["gsm8k_format"].tolist() == [1, 1, 0]
     assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
     assert rewards([], [], []).total.shape == (0,)
 
@@ -219,6 +212,8 @@ def test_set_refuses_bad_arguments():
         build_rewards([spec("exact_match", math.nan)])
     with pytest.raises(ValueError, match="lists of one length, got 1, 2, 1"):
         build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
+    with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
+        build_rewards([spec("exact_match")])(["p"], ["a"], ["x"], {"level": [1, 2]})
     with pytest.raises(ValueError, match="max_failures"):
         one(REWARDS["exact_match"], max_failures=2)
 

@@ -111,14 +111,6 @@ def test_weights_of_the_same_version_are_sent_once(policy, server):
     assert server.calls["/init_weight_transfer_engine"] == 1
 
 
-def test_weights_of_another_run_are_not_taken_for_these(policy, server):
-    engine_of(policy, server).update(policy, 1)
-    spoil(policy)
-    engine = engine_of(policy, server)
-    engine.update(policy, 1)
-    assert difference(policy, generate(policy, engine)) < 1e-5
-
-
 def test_sampling_is_stopped_while_weights_are_exchanged(policy, server):
     order = []
     server.answer = lambda path, body: order.append(path) or StandIn.answer(server, path, body)
@@ -389,8 +381,11 @@ def test_the_timeout_is_of_the_whole_transfer(policy, server, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- busy
-@pytest.mark.parametrize("after", [b"", b"Retry-After: 0\r\n", b"Retry-After: soon\r\n"])
-@pytest.mark.parametrize("path", [GENERATE, UPDATE, "/weight_info", "/health"])
+@pytest.mark.parametrize(
+    ("path", "after"),
+    [(GENERATE, b""), (UPDATE, b"Retry-After: 0\r\n"), ("/weight_info", b"Retry-After: soon\r\n"),
+     ("/health", b"")],
+)  # fmt: skip
 def test_a_busy_server_is_asked_again(policy, server, path, after, monkeypatch, caplog):
     monkeypatch.setattr(http, "WAIT_S", (0.05, 30.0))
     busy = Raw(lambda put: put(b"HTTP/1.1 429 Too Many Requests\r\n" + after + b"\r\n"))
@@ -508,16 +503,8 @@ def test_a_server_that_is_not_there(policy, server):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"urls": ["127.0.0.1:8000"]}, "expected http://host:port"),
-        ({"urls": ["ftp://127.0.0.1:8000"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:x"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:8000/v1"]}, "expected http://host:port"),
-        ({"urls": ["http://me:word@127.0.0.1:8000"]}, "expected http://host:port"),
         ({"urls": "http://127.0.0.1:8000"}, "in a list"),
         ({"urls": [None]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:0"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:65536"]}, "expected http://host:port"),
         ({"urls": ["http://10.0.0.7:8000"]}, "address: expected .* that 10.0.0.7 can reach"),
         ({"address": ""}, "at least 1 character"),
         ({"timeout": 0}, "greater than 0"),
@@ -529,7 +516,8 @@ def test_options_that_are_refused(given, message):
         VLLMOptions(**given)
 
 
-SECRETS = [
+REFUSED = [
+    "SECRET:8000", "ftp://SECRET:8000", "http://SECRET", "http://SECRET:0", "http://SECRET:65536",
     "http://user:SECRET@h:1", "http://:SECRET@127.0.0.1:1", "http://SECRET@127.0.0.1:1",
     "http://127.0.0.1:1#SECRET", "http://127.0.0.1:1?key=SECRET", "http://127.0.0.1:1/SECRET",
     "http://127.0.0.1:1/;SECRET", "http://127.0.0.1:SECRET", "http://127.0.0.1:1 SECRET",
@@ -537,8 +525,8 @@ SECRETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", SECRETS)
-def test_a_url_that_is_refused_is_not_shown(tmp_path, url):
+@pytest.mark.parametrize("url", REFUSED)
+def test_a_url_that_is_refused_is_not_shown(url):
     """Nor is one that is no list."""
     for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
         with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:

@@ -127,16 +127,10 @@ def test_the_kl_in_the_reward(estimator):
     with torch.no_grad():
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
     critic = make_critic(policy, gamma=1.0, lam=1.0, whiten=False, bootstrap=False)
-    batch = fixed(
-        make_batch(), policy, critic, reference=reference, reward_kl=RewardKL(0.3, estimator)
-    )
-    kls = [
-        [
-            0.3 * KL_BY_HAND[estimator](r - o)
-            for r, o in zip(ref.tolist(), old.tolist(), strict=True)
-        ]
-        for ref, old in zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
-    ]
+    kl = RewardKL(0.3, estimator)
+    batch = fixed(make_batch(), policy, critic, reference=reference, reward_kl=kl)
+    pairs_of = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    kls = [[0.3 * KL_BY_HAND[estimator](d) for d in (ref - old).tolist()] for ref, old in pairs_of]
     assert sum(abs(x) for row in kls for x in row) > 0.1
     _, returns = oracle(critic, batch, kls, gamma=1, lam=1, bootstrap=False)
     check(batch, returns=returns)
@@ -159,9 +153,8 @@ def test_whitening_is_over_the_whole_batch_after_masking():
         got = fixed(batch, policy, make_critic(policy)).of_each("token_advantages")
         torch.testing.assert_close(torch.cat(got).double(), expected, rtol=1e-4, atol=1e-5)
     # The values are regressed to returns that no whitening touches.
-    torch.testing.assert_close(
-        torch.cat(batch.of_each("returns")), torch.cat(raw.of_each("returns")), rtol=1e-5, atol=1e-5
-    )
+    mine, theirs = (torch.cat(each.of_each("returns")) for each in (batch, raw))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_values_metrics():
@@ -181,13 +174,10 @@ AGGREGATIONS = ["sequence_mean", "token_mean_global", "fixed_length", "sequence_
 
 
 def weight_by_hand(aggregation, length, tokens, completions, longest=9):
-    return {
-        "sequence_mean": 1 / (completions * length),
-        "token_mean_global": 1 / tokens,
-        "token_mean_local": 1 / tokens,
-        "fixed_length": 1 / (completions * longest),
-        "sequence_sum": 1 / completions,
-    }[aggregation]
+    counted = {"sequence_mean": completions * length, "token_mean_global": tokens,
+               "token_mean_local": tokens, "fixed_length": completions * longest,
+               "sequence_sum": completions}  # fmt: skip
+    return 1 / counted[aggregation]
 
 
 def test_tokens_without_a_verdict_are_not_regressed():
@@ -226,9 +216,8 @@ def test_the_value_heads_gradient(loss, aggregation):
     twin.set_attn_implementation("eager")
     tokens = sum(batch.rollout.lengths)
     total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
-    for i, (old, returns) in enumerate(
-        zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
-    ):
+    known = zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
+    for i, (old, returns) in enumerate(known):
         ids = batch.rollout.prompt_ids[i] + batch.rollout.completion_ids[i]
         first, n = len(batch.rollout.prompt_ids[i]) - 1, len(old)
         with torch.no_grad():
@@ -258,9 +247,8 @@ def test_the_value_heads_gradient(loss, aggregation):
 def test_gradients_however_the_step_is_packed(kind, aggregation):
     policy = tiny_policy()
     critic = make_critic(policy, kind=kind)
-    config = LossConfig(
-        loss_type="grpo", aggregation=aggregation, max_completion_length=9, entropy_coef=0.1
-    )
+    options = {"aggregation": aggregation, "max_completion_length": 9, "entropy_coef": 0.1}
+    config = LossConfig(loss_type="grpo", **options)
     seen, whole = gradients(policy, critic, config, fixed(make_batch(), policy, critic))
     assert any(name.startswith("own.") for name in whole) == (kind == "model")
     assert "own.lm_head.weight" not in whole
@@ -316,10 +304,8 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     # On top of PPO's: twice the gradient, where both are one.
     accumulate(policy, centered.minibatches[0], config)
     for name, parameter in policy.model.named_parameters():
-        scale = ppo[name].abs().max().item()
-        torch.testing.assert_close(
-            parameter.grad, 2 * ppo[name], rtol=1e-4, atol=2e-6 * scale + 1e-8
-        )
+        atol = 2e-6 * ppo[name].abs().max().item() + 1e-8
+        torch.testing.assert_close(parameter.grad, 2 * ppo[name], rtol=1e-4, atol=atol)
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():

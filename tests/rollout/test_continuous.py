@@ -84,9 +84,8 @@ def test_the_batches_are_asked_for_in_the_words_of_the_installed_transformers(
 
 
 def test_greedy_is_the_most_likely_token(policy):
-    (one,) = engine_of(policy).generate(
-        PROMPTS[:1], Sampling(max_new_tokens=1, temperature=0), group_size=1, seed=0
-    )
+    greedy = Sampling(max_new_tokens=1, temperature=0)
+    (one,) = engine_of(policy).generate(PROMPTS[:1], greedy, group_size=1, seed=0)
     logits = logits_of(policy, PROMPTS[0], one.ids)[0]
     assert one.ids == [int(logits.argmax())]
     assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
@@ -151,12 +150,9 @@ def finished(name, ids=(5,), logprobs=(-1.0,), error=None):
         (Manager([finished("r0")], running=False), RuntimeError, "its thread has ended"),
         (Manager([finished("r0")]), TimeoutError, "no completion in 0.01 seconds"),
         (Manager([finished("r1", error="no room"), finished("r0")]), RuntimeError, "no room"),
-        (
-            Manager([finished("r0"), finished("r1", logprobs=[float("nan")])]),
-            NonFiniteLogits, "NaN",
-        ),
+        (Manager([finished("r1", logprobs=[torch.nan]), finished("r0")]), NonFiniteLogits, "NaN"),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_is_said_and_never_waited_for(policy, monkeypatch, manager, error, says):
     context = "continuous_batching_context_manager"
     monkeypatch.setattr(policy.lm, context, lambda **_: manager, raising=False)

@@ -76,23 +76,16 @@ def test_every_family_samples_what_it_samples_in_transformers(family, monkeypatc
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group_size": 1},
-        {"max_new_tokens": 1},
-        {"temperature": 0.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
-        {"top_k": 9, "top_p": 0.8},
-        {"batch_size": 5},  # groups cut apart
-        {"batch_size": 1},
-        {"prompts": PROMPTS[:1]},
-        {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
-    ],
-    ids=str,
-)
+OPTIONS = [
+    {"group_size": 1}, {"max_new_tokens": 1}, {"temperature": 0.0}, {"top_p": 0.7},
+    {"temperature": 0.6, "top_k": 5}, {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
+    {"top_k": 9, "top_p": 0.8}, {"batch_size": 1}, {"prompts": PROMPTS[:1]},
+    {"batch_size": 5},  # groups cut apart
+    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(policy, monkeypatch, options):
     assert_same(*both(policy, monkeypatch, **options))
 
@@ -219,9 +212,8 @@ def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
         raise ValueError("s_aux: not supported by packed attention")
 
     monkeypatch.setattr("grpo_fast.rollout.own.cache.packed_attention", refuses)
-    found = hf.TransformersEngine(policy).generate(
-        PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0
-    )
+    engine = hf.TransformersEngine(policy)
+    found = engine.generate(PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0)
     assert len(found) == 6 and "s_aux: not supported" in caplog.text
 
 

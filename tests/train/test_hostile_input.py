@@ -93,9 +93,8 @@ def test_layers_of_a_recipe_are_bounded_under_each_name(tmp_path, model_type):
 )
 def test_a_kernel_from_the_hub_is_not_followed(run, field, monkeypatch):
     change_json(run / "model" / "config.json", **field)
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded")
-    )
+    load = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
     assert refused(invoke("eval", str(run), "n=2"), "expected one of transformers' own")
     assert refused(invoke("plan", str(run / "model"), "gpu=8"), "expected one of transformers' own")
 

@@ -218,13 +218,12 @@ def test_training_on_a_file_from_a_causal_model(tmp_path):
 
 def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
     summary = train(tmp_path / "a", "steps=20")
-    examples = load_examples(
-        SimpleNamespace(task="sort", digits=4, symbols=10, n_test=64), split="test", seed=9
-    )
+    data = SimpleNamespace(task="sort", digits=4, symbols=10, n_test=64)
+    examples = load_examples(data, split="test", seed=9)
     pairs = [*pairs_of(examples, [*map(str, range(10)), "="], seed="test")]
-    score = RewardModel(str(tmp_path / "a" / "model"))
-    chosen = score(prompts=[p.prompt for p in pairs], completions=[p.chosen for p in pairs])
-    rejected = score(prompts=[p.prompt for p in pairs], completions=[p.rejected for p in pairs])
+    score, prompts = RewardModel(str(tmp_path / "a" / "model")), [pair.prompt for pair in pairs]
+    chosen = score(prompts=prompts, completions=[pair.chosen for pair in pairs])
+    rejected = score(prompts=prompts, completions=[pair.rejected for pair in pairs])
     right = [float(c > r) for c, r in zip(chosen, rejected, strict=True)]
     share = sum(right) / 64
     assert summary["eval_accuracy"] == share and 0.5 < share < 1 and summary["eval_n"] == 64

@@ -85,9 +85,8 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
     change(run, model={**settings, "trust_remote_code": True})
     plant_model_code(run / "model", tmp_path)
-    words = (
-        ("eval", str(run), "n=2") if is_run else ("eval", str(run / "model"), "task=sort", "n=2")
-    )
+    asked = [str(run)] if is_run else [str(run / "model"), "task=sort"]
+    words = ("eval", *asked, "n=2")
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
     # This class is not known to packed attention; that it was imported is the point.

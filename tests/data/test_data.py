@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,9 +28,8 @@ def load(split="train", seed=0, **fields):
 
 def write_lines(path: Path, *lines) -> Path:
     texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(
-        b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts)
-    )
+    raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    path.write_bytes(b"".join(text + b"\n" for text in raw))
     return path
 
 
@@ -38,14 +38,10 @@ def write_lines(path: Path, *lines) -> Path:
 def test_gsm8k_counts_of_the_real_files():
     """79 + 14 gold answers with commas, 3 + 2 negative, none decimal; none of them lost."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
-        raw = [
-            json.loads(line)["answer"].rpartition("####")[2].strip()
-            for line in (GSM8K / f"{split}.jsonl").open()
-        ]
-        assert (sum("," in g for g in raw), sum(g.startswith("-") for g in raw)) == (
-            commas,
-            negative,
-        )
+        answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").open()]
+        raw = [answer.rpartition("####")[2].strip() for answer in answers]
+        assert sum("," in g for g in raw) == commas
+        assert sum(g.startswith("-") for g in raw) == negative
         examples = load(split, task="gsm8k", path=str(GSM8K))
         assert len(examples) == count
         assert sorted(e.answer for e in examples) == sorted(g.replace(",", "") for g in raw)
@@ -189,9 +185,8 @@ def test_fields_and_templates(tmp_path):
 
 
 def test_one_file_is_split_the_same_for_every_seed(tmp_path):
-    path = write_lines(
-        tmp_path / "d.jsonl", *({"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50))
-    )
+    lines = [{"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50)]
+    path = write_lines(tmp_path / "d.jsonl", *lines)
     data = dict(task="jsonl", path=str(path), n_test=12)
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
@@ -226,7 +221,7 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
         load(task="chess")
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
         load("dev", task="sort")
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DatasetError, match="needs the package `datasets`"):
         load(task="gsm8k", name="openai/gsm8k")
 
@@ -238,14 +233,15 @@ def test_hub_rows(monkeypatch):
         asked.append((repository, config, split))
         return [{"question": f"{split} q", "answer": "#### 1"}]
 
-    monkeypatch.setitem(
-        __import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
-    )
-    empty = SimpleNamespace(
-        load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split)
-    )
+    def without_a_test(*asked, split):
+        return [] if split == "test" else load_dataset(*asked, split)
+
+    def installed(patch, load_dataset):
+        patch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+    installed(monkeypatch, load_dataset)
     with monkeypatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "datasets", empty)
+        installed(patch, without_a_test)
         for split in ("train", "test"):
             with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
                 load(split, task="gsm8k", name="a/b")
@@ -291,17 +287,14 @@ def test_arithmetic():
 def test_the_test_split_follows_the_prompts_that_there_are():
     assert len(SortTask(split="test", seed=0)) == 256
     assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
-    small = {"seed": 0, "digits": 3, "symbols": 2}
-    test, train = (
-        [example.prompt for example in SortTask(split=split, n_test=7, **small)[:50]]
-        for split in ("test", "train")
-    )
-    assert len(set(test)) == 7 and not set(test) & set(train) and len(set(train)) == 1
-    test, train = (
-        {example.prompt for example in SortTask(split=split, n_test=8, **small)[:200]}
-        for split in ("test", "train")
-    )
-    assert test == train and len(test) == 8
+
+    def prompts(split, n_test):
+        task = SortTask(split=split, seed=0, digits=3, symbols=2, n_test=n_test)
+        return {example.prompt for example in task[:200]}
+
+    test, train = prompts("test", 7), prompts("train", 7)
+    assert len(test) == 7 and len(train) == 1 and not test & train
+    assert prompts("test", 8) == prompts("train", 8) and len(prompts("test", 8)) == 8
 
 
 def test_generated_tasks_refuse_what_cannot_be():
@@ -327,9 +320,8 @@ def test_bpe_round_trip_and_reload(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(odd)["input_ids"] == tokenizer(odd)["input_ids"] and loaded.padding_side == "left"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    assert (
-        loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "S\nQ\n"
-    )
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert loaded.apply_chat_template(messages, **options) == "S\nQ\n"
     assert build_bpe_tokenizer(texts, 300).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ValueError, match="vocab_size: expected at least 258"):
         build_bpe_tokenizer(texts, 200)

@@ -11,6 +11,7 @@ from grpo_fast.train.runs.audit import audit
 from grpo_fast.train.runs.fingerprints import check_resumed
 from tests.tiny import tiny_folder
 from tests.train.resuming import run
+from tests.train.tiny_runs import questions
 
 REWARD = "def score(completions):\n    return [float(len(text)) for text in completions]\n"
 
@@ -20,11 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 @pytest.fixture
 def words(tmp_path):
     """A run with files of its own for all that may change."""
-    rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(8)]
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train", "test"):
-        write(data / f"{name}.jsonl", [{**row, "question": name + row["question"]} for row in rows])
+    data = questions(tmp_path / "data", 8, 8)
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")
     return [

@@ -77,12 +77,12 @@ def test_a_divergence_that_does_not_vanish_or_never_speaks(monkeypatch):
     made, plain = selftest.problem(torch.float32, CPU), selftest.linear_divergence
     assert selftest.own_divergence(made, "torch") == 0
     for add, factor in ((1e-6, 1.0), (0.0, 0.0)):
-        monkeypatch.setattr(
-            selftest, "linear_divergence",
-            lambda *a, add=add, factor=factor, **k: (out := plain(*a, **k))._replace(
-                values=out.values * factor + add
-            ),
-        )  # fmt: skip
+
+        def other(*given, add=add, factor=factor, **options):
+            out = plain(*given, **options)
+            return out._replace(values=out.values * factor + add)
+
+        monkeypatch.setattr(selftest, "linear_divergence", other)
         assert selftest.own_divergence(made, "torch") > 0
 
 

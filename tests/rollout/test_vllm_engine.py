@@ -62,13 +62,12 @@ class StandIn:
         self.calls.append(f"wake {' '.join(tags)}")
 
     def generate(self, prompts, parameters, use_tqdm):
-        engine = TransformersEngine(self.own)
+        sample = TransformersEngine(self.own).generate
         assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
-            found = engine.generate(
-                [prompt["prompt_token_ids"]], sampling, group_size=wanted.n, seed=wanted.seed
-            )
+            ids = [prompt["prompt_token_ids"]]
+            found = sample(ids, sampling, group_size=wanted.n, seed=wanted.seed)
             yield SimpleNamespace(outputs=[self.output(*one) for one in enumerate(found)])
 
     def output(self, index, one):

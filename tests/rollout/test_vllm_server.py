@@ -42,11 +42,9 @@ def engine(policy: Policy, server: StandIn) -> VLLMServers:
     return made
 
 
-def generate(policy, engine, prompts=PROMPTS, *, seed=1, group_size=3, places=None, **options):
-    sampling = Sampling(**{"max_new_tokens": 6, **options})
-    return rollouts.generate(
-        policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine, places=places
-    )
+def generate(policy, engine, prompts=PROMPTS, *, seed=1, places=None, **options):
+    asked = {"group_size": 3, "seed": seed, "engine": engine, "places": places}
+    return rollouts.generate(policy, prompts, Sampling(max_new_tokens=6, **options), **asked)
 
 
 def spoil(policy: Policy) -> None:

@@ -87,10 +87,9 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path):
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
     assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # what the loss corrects
-    asked = [
-        [json.loads(line)["prompt"] for line in x["prompts"].splitlines()] for x in (found, plain)
-    ]
-    assert asked[0] == asked[1] and len(asked[0]) == 6
+    asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
+                     for x in (found, plain))  # fmt: skip
+    assert asked == others and len(asked) == 6
     # Step 1 is sampled as ever, step 2 from the same random numbers with other weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
@@ -196,13 +195,13 @@ def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch
 
 
 def test_a_failure_in_the_thread_ends_the_step(tmp_path, apart, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no answer within 5 s")
-
     generate = Apart.generate
-    monkeypatch.setattr(
-        Apart, "generate",
-        lambda self, *a, **k: (broken if self.version == 1 else generate)(self, *a, **k),
-    )  # fmt: skip
+
+    def broken(self, *arguments, **options):
+        if self.version == 1:
+            raise RuntimeError("no answer within 5 s")
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(Apart, "generate", broken)
     with pytest.raises(RuntimeError, match="no answer within 5 s"):
         run(tmp_path / "run", *AHEAD)

@@ -39,12 +39,9 @@ def fp64_policy(family="llama", **options):
     return Policy(model, build_symbol_tokenizer(SYMBOLS))
 
 
-OPTIONS = [
-    {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "checkpoint_offload": True},
-    {"tiled_mlp": 7},
-    {"tiled_mlp": 5, "gradient_checkpointing": True, "checkpoint_offload": True},
-]
+CHECKPOINTING = {"gradient_checkpointing": True}
+OFFLOAD = {**CHECKPOINTING, "checkpoint_offload": True}
+OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])

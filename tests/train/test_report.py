@@ -66,9 +66,8 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
     report = opened(tmp_path / "a", config(), stream=io.StringIO())
     report.log(1, {"loss": torch.tensor(0.5), "kl": math.nan, "reward": math.inf, "num_tokens": 7})
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # not closed yet
-    assert [json.loads(line) for line in lines] == [
-        {"step": 1, "loss": 0.5, "kl": None, "reward": None, "num_tokens": 7.0}
-    ]
+    expected = {"step": 1, "loss": 0.5, "kl": None, "reward": None, "num_tokens": 7.0}
+    assert [json.loads(line) for line in lines] == [expected]
     assert read_metrics(tmp_path / "a")[0]["kl"] is None
     report.close()
     report.close()

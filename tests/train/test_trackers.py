@@ -62,9 +62,8 @@ def test_a_run_goes_to_its_tracker(tmp_path, fake):
     assert made.config["optim.lr"] == 1e-3 and made.config["model.config.hidden_size"] == 32
     assert made.config["model.path"] == "None"
     assert [step for step, _ in made.rows] == [0, 1, 2, 3] and made.finished == 1
-    assert all(
-        isinstance(v, float) and math.isfinite(v) for _, row in made.rows for v in row.values()
-    )
+    values = [value for _, row in made.rows for value in row.values()]
+    assert all(isinstance(value, float) and math.isfinite(value) for value in values)
     assert "eval_reward" in made.rows[0][1] and "rewards/sort_positions/mean" in made.rows[1][1]
 
 

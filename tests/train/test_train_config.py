@@ -97,9 +97,8 @@ def test_loss_settings_are_the_losses_own():
     settings["corrections"] = [dict(x) for x in settings["corrections"]]
     assert LossConfig(**settings) == LossConfig()
     config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
-    assert (
-        config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7
-    )
+    loss = config.loss_config()
+    assert loss.temperature == 0.9 and loss.max_completion_length == 7
     assert parse_config({**MINIMAL, "loss": {"temperature": 1.2}}).loss_config().temperature == 1.2
 
 

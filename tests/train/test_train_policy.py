@@ -32,9 +32,8 @@ def test_self_check_passes_and_logps_are_the_models_own(family):
     assert self_check(policy) < 1e-4
     rollout, batch = a_batch()
     got = policy.logps(batch.packed).split([4, 6, 1])
-    for prompt, completion, logps in zip(
-        rollout.prompt_ids, rollout.completion_ids, got, strict=True
-    ):
+    texts = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    for (prompt, completion), logps in zip(texts, got, strict=True):
         own = taken(logits_of(policy, prompt, completion), completion)
         torch.testing.assert_close(logps, own, rtol=0, atol=1e-4)
 
@@ -95,16 +94,14 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
         for p in policy.trainable():
             p.add_(0.1 * torch.ones_like(p))
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
-    torch.testing.assert_close(
-        reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6
-    )
-    assert (policy.logps(batch.packed) - base.logps(batch.packed)).abs().max() > 1e-3
+    found, start = reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach()
+    torch.testing.assert_close(found, start, rtol=0, atol=1e-6)
+    moved = policy.logps(batch.packed)
+    assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
-    torch.testing.assert_close(
-        merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4
-    )
-    policy.logps(batch.packed)  # still usable after the save
+    torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
+    torch.testing.assert_close(policy.logps(batch.packed), moved)  # usable after the save
     with pytest.raises(ValueError, match="expected a peft model"):
         base.without_adapter()
 
@@ -152,11 +149,8 @@ def test_packing():
     rollout, batch = a_batch()
     packed = batch.packed
     assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
-    assert (
-        packed.cu_seqlens.tolist() == [0, 4, 10, 11]
-        and len(batch) == 3
-        and batch.chosen == [0, 1, 2]
-    )
+    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11]
+    assert len(batch) == 3 and batch.chosen == [0, 1, 2]
     assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
     masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
     assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
@@ -181,10 +175,8 @@ def test_a_step_in_micro_batches(shared, budget, minibatches):
     for batch in step.micro_batches:
         assert batch.trunk_tokens <= budget or len(batch) == 1
         assert batch.advantages.tolist() == [float(i) for i in batch.chosen]
-        for i, targets, logps in zip(
-            batch.chosen, batch.packed.split(batch.packed.target_ids),
-            batch.packed.split(batch.sampling_logps), strict=True,
-        ):  # fmt: skip
+        parts = map(batch.packed.split, (batch.packed.target_ids, batch.sampling_logps))
+        for i, targets, logps in zip(batch.chosen, *parts, strict=True):
             assert targets.tolist() == step.rollout.completion_ids[i] and (logps == i).all()
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
 

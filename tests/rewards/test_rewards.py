@@ -20,16 +20,12 @@ from grpo_fast.rewards import (
 )
 from grpo_fast.rewards.calling import parameters_of
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
-from tests.reward_specs import spec
+from tests.reward_specs import own, spec
 
 
 def score(name, completion, answer, prompt=""):
     given = {"prompts": [prompt], "completions": [completion], "answers": [answer]}
     return REWARDS[name](**parameters_of(REWARDS[name]).select(given))[0]
-
-
-def one(function, weight=1.0, **keywords):
-    return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
 # --------------------------------------------------------------------------------------- Extraction
@@ -160,7 +156,7 @@ def test_raising_costs_only_the_samples_that_raise(caplog):
             raise RuntimeError("boom \x1b[31m")
         return [1.0] * len(completions)
 
-    rewards = one(touchy)
+    rewards = own(touchy)
     result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
     assert result.total.isnan().tolist() == [False, True, False, False]
     assert result.failures == {"f": 1} and rewards.failed_total == {"f": 1}
@@ -173,7 +169,7 @@ def test_a_coroutine_is_awaited_inside_a_loop_too():
         return [True, 0.5]
 
     async def inside_a_loop():
-        return one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
+        return own(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
 
     assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
 
@@ -195,7 +191,7 @@ def test_run_ends_above_the_threshold_only():
         bad = next(failing)
         return [math.nan] * bad + [1.0] * (4 - bad)
 
-    rewards = one(sometimes, max_failures=0.5)
+    rewards = own(sometimes, max_failures=0.5)
     with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
@@ -215,7 +211,7 @@ def test_set_refuses_bad_arguments():
     with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
         build_rewards([spec("exact_match")])(["p"], ["a"], ["x"], {"level": [1, 2]})
     with pytest.raises(ValueError, match="max_failures"):
-        one(REWARDS["exact_match"], max_failures=2)
+        own(REWARDS["exact_match"], max_failures=2)
 
 
 def test_scorers():

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from json import dumps
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -407,11 +408,8 @@ def test_a_busy_server_is_waited_for_as_long_as_it_says(policy, server, monkeypa
 
 
 # --------------------------------------------------------------------------------- refusals
-class Options:
-    ahead = 0
-
-    def __init__(self, **given):
-        self.vllm = VLLMOptions(**given)
+def options_of(**given):
+    return SimpleNamespace(ahead=0, vllm=VLLMOptions(**given))
 
 
 @pytest.mark.parametrize("path", ["/weight_info", "/server_info"])
@@ -419,20 +417,20 @@ class Options:
 def test_a_server_without_the_paths_is_told_how_to_start(policy, server, path, status):
     server.faults[path] = [status]
     with pytest.raises(ValueError, match=f"{status} told to say.*VLLM_SERVER_DEV_MODE=1"):
-        build(policy, Options(urls=[server.url]))
+        build(policy, options_of(urls=[server.url]))
 
 
 def test_raw_log_probabilities_are_refused(policy, server):
     server.mode = "raw_logprobs"
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
-        build(policy, Options(urls=[server.url]))
+        build(policy, options_of(urls=[server.url]))
 
 
 def test_a_server_of_another_dtype_is_said(policy, server, caplog):
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert not caplog.text
     server.dtype = "torch.bfloat16"
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
     assert "--dtype float32" in caplog.text
 
@@ -440,7 +438,7 @@ def test_a_server_of_another_dtype_is_said(policy, server, caplog):
 def test_a_server_of_another_model_is_left_as_it_is(policy, server):
     other = Policy(tiny_model("llama", vocab_size=15), policy.tokenizer)
     with pytest.raises(ValueError, match=r"embed_tokens is \[13, 32\] there, \[15, 32\] here"):
-        build(other, Options(urls=[server.url]))
+        build(other, options_of(urls=[server.url]))
     changing = {"/pause", "/init_weight_transfer_engine", "/start_weight_update", UPDATE}
     assert not changing & server.calls.keys()
 
@@ -494,7 +492,7 @@ def test_the_shapes_of_a_servers_model(changed, message):
 def test_a_server_that_is_not_there(policy, server):
     server.stop()
     with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
-        build(policy, Options(urls=[server.url], patience=0.1))
+        build(policy, options_of(urls=[server.url], patience=0.1))
     server.start()
 
 
@@ -568,9 +566,9 @@ def test_an_address_that_is_not_of_this_machine(policy, server, address):
 
 def test_another_machine_is_said(policy, server, monkeypatch, caplog):
     monkeypatch.setattr(VLLMServers, "check", lambda self: None)
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert not caplog.text
-    build(policy, Options(urls=["http://10.0.0.7:8000"], address="10.0.0.1"))
+    build(policy, options_of(urls=["http://10.0.0.7:8000"], address="10.0.0.1"))
     assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
 
 

@@ -202,7 +202,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks):
 
 def test_trackers_are_rank_0s(ranks):
     for [seen] in ranks(2, ["track"]):
-        assert seen == ["config", [1, {"reward": 0.5}], "finished"]
+        assert seen == [[[[1, {"reward": 0.5}]], 1]]
 
 
 @pytest.mark.parametrize("dead", [0, 1])

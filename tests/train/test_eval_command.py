@@ -12,6 +12,7 @@ from grpo_fast.train.evaluation.command import compare_models, run_eval
 from grpo_fast.train.evaluation.settings import Source, complete, data_of, is_model, parse_settings
 from tests.command_line import RECIPE as RECIPE_FILE
 from tests.command_line import invoke, refused, write_recipe
+from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
 
 RECIPE = """
@@ -34,7 +35,7 @@ def recipe(tmp_path):
     """A recipe of three test questions."""
     for name, count in (("train", 2), ("test", 3)):
         lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        write_lines(tmp_path / f"{name}.jsonl", *lines)
     path = tmp_path / "own.yaml"
     path.write_text(RECIPE.replace("DATA", str(tmp_path)))
     return str(path)

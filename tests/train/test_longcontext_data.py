@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples
 from grpo_fast.data.prompts import question_key
-from tests.data.test_data import GSM8K, needs_gsm8k
+from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 
 
 def words(text):
@@ -30,10 +29,8 @@ def twins(tmp_path):
     """Five questions: the third is the second in other blanks, the test asks the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "test.jsonl").write_text(
-        json.dumps({"question": "Three and three?", "answer": "#### 6"}) + "\n"
-    )
+    write_lines(tmp_path / "train.jsonl", *lines)
+    write_lines(tmp_path / "test.jsonl", {"question": "Three and three?", "answer": "#### 6"})
     return tmp_path
 
 

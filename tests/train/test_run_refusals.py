@@ -27,9 +27,9 @@ def no_model(monkeypatch):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 
-def texts_recipe(folder, *prompts, n_test=1):
-    lines = [json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts]
-    (folder / "d.jsonl").write_text("".join(lines))
+def texts_recipe(folder, lines, n_test=1):
+    """A recipe of these lines of a file."""
+    (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
@@ -49,11 +49,11 @@ def test_output_folders(tmp_path, recipe, no_model, place):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     """Of the test split or the training split, wherever it lies: not in the middle of the run."""
-    prompts = ["1 2 3"] * 2
-    prompts[which] = "0123456789" * 12
+    lines = [{"prompt": "1 2 3", "answer": "1"} for _ in range(2)]
+    lines[which]["prompt"] = "0123456789" * 12
     generate = "transformers.GenerationMixin.generate"
     monkeypatch.setattr(generate, lambda *_, **__: pytest.fail("asked the model"))
-    result = invoke("train", texts_recipe(tmp_path, *prompts), "rollout.prompts_per_step=1")
+    result = invoke("train", texts_recipe(tmp_path, lines), "rollout.prompts_per_step=1")
     said = "expected at most 64 tokens (max_position_embeddings of the model), got 120 in '0123"
     assert refused(result, said)
     assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ import pytest
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
+from tests.data.test_data import write_lines
 from tests.train.tiny_runs import TINY_SORT
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -24,8 +25,8 @@ def train(folder, *words):
 def test_words_of_a_file_are_symbols(tmp_path):
     """A symbol tokenizer takes any jsonl: its words, those of the test prompts too."""
     lines = [{"prompt": f"say w{i}", "answer": f"w{i} w0"} for i in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines[:5]))
-    (tmp_path / "test.jsonl").write_text(json.dumps(lines[5]) + "\n")
+    write_lines(tmp_path / "train.jsonl", *lines[:5])
+    write_lines(tmp_path / "test.jsonl", lines[5])
     rewards = "rewards=[{name: exact_match}]"
     data = f"data={{task: jsonl, path: {tmp_path}}}"
     words = ["rollout.max_new_tokens=4", "log.save_model=true"]

@@ -9,6 +9,7 @@ from typing import Any
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
+from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
@@ -26,7 +27,7 @@ def questions(folder: Path, train: int = 30, test: int = 10) -> str:
     ]  # fmt: skip
     for name, part in (("train", lines[:train]), ("test", lines[train:])):
         if part:
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in part))
+            write_lines(folder / f"{name}.jsonl", *part)
     return str(folder)
 
 

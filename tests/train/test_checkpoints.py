@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -105,8 +106,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
     check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
 
 
-@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
-def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
+def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
     """A dropout or an engine would draw from them. What a step drew before is drawn again."""
     loss, decode = gradients.policy_loss, hf.decode
 
@@ -124,10 +124,10 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
                "steps=2", *PASSES]  # fmt: skip
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *options)
-    for place in range(2):
-        left = tmp_path / f"left-{place}"
+    for share, later in itertools.product((0.1, 0.45, 0.8), (0, 3)):
+        left = tmp_path / f"left-{share}-{later}"
         torch.manual_seed(99)
-        left_at(left, monkeypatch, 3 * place + round(share * counted.passes), *options)
+        left_at(left, monkeypatch, later + round(share * counted.passes), *options)
         torch.manual_seed(99)
         same(run(left, "resume=auto", *options), whole)
 

@@ -66,7 +66,7 @@ def adapted(folder: Path) -> list[str]:
         "rollout.prompts_per_step=2", "rollout.group_size=4", "steps=2", "eval.n=2",
         "eval.samples=1", "eval.k=[]", "log.progress=false", "advantages=gae",
         "advantage_options={}", "critic.kind=model", "minibatches=2", "kl.into=reward",
-        "rewards=[{name: 'tests.train.tiny_runs:characters'}]",
+        "rewards=[{name: 'tests.train.tiny_runs:characters', in_process: true}]",
     ]  # fmt: skip
 
 

@@ -195,7 +195,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
         ("train", "model={path: x, lora: {}} loss.beta=0.1 reference.kind=synced", "frozen"),
-        *(("train", f"reference.kind={kind} reference.path=x", f"frozen, got {kind}")
+        *(("train", f"reference.kind={kind} reference.path=x", f"frozen beside it, got {kind}")
           for kind in ("none", "synced")),
         ("train", "rollout.replay_support=on", "expected one of auto, off, got True"),
         ("train", "optim.states=8bit checkpoint.every=1", "expected full beside checkpoint.every"),

@@ -7,12 +7,16 @@ rewards, sums of metrics) shows, where one process shows none. `two_ranks` runs 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import transformers
 
-from tests.train.ranks import Ranks
+from tests.command_line import ROOT
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
@@ -32,7 +36,7 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 OTHERS += [f"openrlhf-{name}" for name in two_openrlhf.OPTIONS]
 pytestmark = pytest.mark.slow
-Results = list[dict[str, Any]]
+Ranks = list[dict[str, Any]]
 # What TRL's own resumed run dies of on the oldest versions, before ours is begun: transformers 5.17
 # loads what lies on "cpu:0", which torch 2.11 knows only as "cpu"; peft wants a later transformers.
 NOT_RESUMED = (
@@ -42,19 +46,27 @@ NOT_RESUMED = (
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Results:
-    """The results of both ranks, which run everything once."""
+def ranks(tmp_path_factory) -> Ranks:
+    """The results of both ranks, which torchrun starts once."""
     folder = tmp_path_factory.mktemp("two")
     trl_cases.folder(folder / "model")
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
-    try:
-        found = started(2, [f"{two_ranks.__name__}:results_of", str(folder)], timeout=600)
-    finally:
-        started.kill()
-    return [each[0] for each in found]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.integrations.two_ranks", str(folder)]
+    log, env = folder / "log", os.environ | {"OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output) as run,
+    ):
+        try:
+            run.wait(timeout=600)
+        finally:
+            run.terminate()  # torchrun ends its processes
+    paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(path.exists() for path in paths), log.read_text()[-3000:]
+    return [json.loads(path.read_text()) for path in paths]
 
 
-def both(ranks: Results, case: str) -> Results:
+def both(ranks: Ranks, case: str) -> Ranks:
     """This case on each rank: two processes, one set of weights, that of the other side."""
     for found in ranks:
         if case not in found and "missing" in found:

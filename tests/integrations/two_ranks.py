@@ -1,12 +1,20 @@
-"""Other people's trainers over two processes: a job of `tests.train.ranks`."""
+"""Other people's trainers over two processes, started by test_two_processes with torchrun.
+
+Each rank writes FOLDER/rank<r>.json: case → result, or what went wrong in it.
+"""
 
 from __future__ import annotations
 
-import os
+import datetime
+import json
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import distributed
 
 from tests.integrations import two_openrlhf, two_plain, two_trl, two_verl
 
@@ -15,14 +23,16 @@ from tests.integrations import two_openrlhf, two_plain, two_trl, two_verl
 SECTIONS = (two_trl, two_verl, two_openrlhf, two_plain)
 
 
-def results_of(folder: str) -> dict[str, Any]:
-    """Case → its result on this rank, or what went wrong in it."""
-    as_torchrun = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    os.environ |= as_torchrun
-    found: dict[str, Any] = {}
-    for section in SECTIONS:
-        collect(section.cases(Path(folder)), found)
-    return found
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, found = distributed.get_rank(), {}
+    try:
+        for section in SECTIONS:
+            collect(section.cases(folder), found)
+    finally:
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
 
 
 def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
@@ -44,3 +54,7 @@ def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any
 def is_missing(error: Exception) -> bool:
     """Whether a trainer is not installed, and its section has no results."""
     return isinstance(error, ModuleNotFoundError) and "make trainers" in str(error)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -5,6 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_fast.rewards import RewardSet, WeightedReward
+
+
+def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
+    """The set of this function, called f."""
+    return RewardSet([WeightedReward("f", weight, function)], **keywords)
+
 
 def spec(
     name: str,

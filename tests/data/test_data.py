@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +22,14 @@ needs_gsm8k = pytest.mark.skipif(
 )
 
 
-def source(**fields):
-    return SimpleNamespace(**fields)
+def load(split="train", seed=0, **fields):
+    return load_examples(SimpleNamespace(**fields), split=split, seed=seed)
 
 
 def write_lines(path: Path, *lines) -> Path:
     texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(
-        b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts)
-    )
+    raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    path.write_bytes(b"".join(text + b"\n" for text in raw))
     return path
 
 
@@ -38,15 +38,11 @@ def write_lines(path: Path, *lines) -> Path:
 def test_gsm8k_counts_of_the_real_files():
     """79 + 14 gold answers with commas, 3 + 2 negative, none decimal; none of them lost."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
-        raw = [
-            json.loads(line)["answer"].rpartition("####")[2].strip()
-            for line in (GSM8K / f"{split}.jsonl").open()
-        ]
-        assert (sum("," in g for g in raw), sum(g.startswith("-") for g in raw)) == (
-            commas,
-            negative,
-        )
-        examples = load_examples(source(task="gsm8k", path=str(GSM8K)), split=split, seed=0)
+        answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").open()]
+        raw = [answer.rpartition("####")[2].strip() for answer in answers]
+        assert sum("," in g for g in raw) == commas
+        assert sum(g.startswith("-") for g in raw) == negative
+        examples = load(split, task="gsm8k", path=str(GSM8K))
         assert len(examples) == count
         assert sorted(e.answer for e in examples) == sorted(g.replace(",", "") for g in raw)
         assert not any("." in e.answer or "," in e.answer for e in examples)
@@ -56,11 +52,8 @@ def test_gsm8k_counts_of_the_real_files():
 
 @needs_gsm8k
 def test_gsm8k_train_file_uses_its_sibling_as_test():
-    by_folder = load_examples(source(task="gsm8k", path=str(GSM8K)), split="test", seed=0)
-    assert (
-        load_examples(source(task="gsm8k", path=str(GSM8K / "train.jsonl")), split="test", seed=9)
-        == by_folder
-    )
+    by_folder = load("test", task="gsm8k", path=str(GSM8K))
+    assert load("test", task="gsm8k", path=str(GSM8K / "train.jsonl"), seed=9) == by_folder
 
 
 def test_gold_answer():
@@ -114,33 +107,30 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path):
 def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     """One line repeated, or two equal files: trained on all the same, and said."""
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
-    one_file = source(task="jsonl", path=str(path))
-    found = load_examples(one_file, split="train", seed=0)
+    one_file = dict(task="jsonl", path=str(path))
+    found = load(**one_file)
     assert {e.prompt for e in found} == {"p"}
     assert "every training prompt is a test prompt" in caplog.text
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
-    both = source(task="jsonl", path=str(tmp_path))
-    assert len(load_examples(both, split="train", seed=0)) == lines
-    assert len(load_examples(both, split="test", seed=0)) == 1
+    both = dict(task="jsonl", path=str(tmp_path))
+    assert len(load(**both)) == lines
+    assert len(load("test", **both)) == 1
     write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
     caplog.clear()
     with pytest.raises(DatasetError, match=f"got none after data.shots = {lines}$"):
-        load_examples(source(task="jsonl", path=str(tmp_path), shots=lines), split="train", seed=0)
+        load(task="jsonl", path=str(tmp_path), shots=lines)
     assert not caplog.text
 
 
 def test_a_test_split_of_all_the_lines(tmp_path):
     lines = [{"prompt": f"p{i}", "answer": "1"} for i in range(3)]
     path = str(write_lines(tmp_path / "d.jsonl", *lines))
-    train, test = (
-        load_examples(source(task="jsonl", path=path, n_test=3), split=split, seed=0)
-        for split in ("train", "test")
-    )
+    train, test = (load(split, task="jsonl", path=path, n_test=3) for split in ("train", "test"))
     assert sorted(e.prompt for e in train) == [e.prompt for e in test] == ["p0", "p1", "p2"]
-    partly = source(task="jsonl", path=path, n_test=2)
-    assert len(load_examples(partly, split="train", seed=0)) == 1
+    partly = dict(task="jsonl", path=path, n_test=2)
+    assert len(load(**partly)) == 1
     with pytest.raises(DatasetError, match="n_test: expected at most the 3 lines of .* got 4"):
-        load_examples(source(task="jsonl", path=path, n_test=4), split="test", seed=0)
+        load("test", task="jsonl", path=path, n_test=4)
 
 
 def test_the_symbols_of_a_file_are_its_words(tmp_path):
@@ -150,7 +140,7 @@ def test_the_symbols_of_a_file_are_its_words(tmp_path):
     ]
     write_lines(tmp_path / "train.jsonl", *lines)
     write_lines(tmp_path / "test.jsonl", {"prompt": "only here", "answer": "x"})
-    found = task_symbols(source(task="jsonl", path=str(tmp_path)))
+    found = task_symbols(SimpleNamespace(task="jsonl", path=str(tmp_path)))
     assert found == sorted(["b", "a", "?", "so", "c", "d", "7", "only", "here", "x"])
     tokenizer = build_symbol_tokenizer(found)
     assert tokenizer.decode(tokenizer("a b here")["input_ids"]) == "a b here"
@@ -160,9 +150,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
     path.chmod(0)
     with pytest.raises(DatasetError, match="found nothing at .*d.jsonl/x.jsonl"):
-        load_examples(source(task="jsonl", path=f"{path}/x.jsonl"), split="train", seed=0)
+        load(task="jsonl", path=f"{path}/x.jsonl")
     with pytest.raises(DatasetError, match="found nothing at"):
-        load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
+        load(task="jsonl", path="x" * 5000)
     unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
     with pytest.raises(DatasetError, match="data.path: expected a readable .jsonl file, .*Errno"):
         read_examples(unreadable)
@@ -195,19 +185,18 @@ def test_fields_and_templates(tmp_path):
 
 
 def test_one_file_is_split_the_same_for_every_seed(tmp_path):
-    path = write_lines(
-        tmp_path / "d.jsonl", *({"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50))
-    )
-    data = source(task="jsonl", path=str(path), n_test=12)
-    test = load_examples(data, split="test", seed=1)
-    train = {seed: load_examples(data, split="train", seed=seed) for seed in (1, 2)}
-    assert test == load_examples(data, split="test", seed=2) and len(test) == 12
+    lines = [{"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50)]
+    path = write_lines(tmp_path / "d.jsonl", *lines)
+    data = dict(task="jsonl", path=str(path), n_test=12)
+    test = load("test", seed=1, **data)
+    train = {seed: load(seed=seed, **data) for seed in (1, 2)}
+    assert test == load("test", seed=2, **data) and len(test) == 12
     # Also where a prompt occurs twice in the file.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
-    assert train[1] == load_examples(data, split="train", seed=1)
+    assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
     with pytest.raises(DatasetError, match="data.n_test: expected at most the 50 lines"):
-        load_examples(source(task="jsonl", path=str(path), n_test=51), split="test", seed=0)
+        load("test", task="jsonl", path=str(path), n_test=51)
 
 
 def test_shots_come_from_train_and_leave_it(tmp_path):
@@ -215,30 +204,26 @@ def test_shots_come_from_train_and_leave_it(tmp_path):
     folder.mkdir()
     write_lines(folder / "train.jsonl", *({"prompt": f"p{i}", "answer": str(i)} for i in range(5)))
     write_lines(folder / "test.jsonl", {"prompt": "t", "answer": "1"})
-    data = source(task="jsonl", path=str(folder), shots=2, prompt_template="Q: {question} A:")
-    assert (
-        load_examples(data, split="test", seed=0)[0].prompt == "Q: p0 A: 0\n\nQ: p1 A: 1\n\nQ: t A:"
-    )
-    assert sorted(e.answer for e in load_examples(data, split="train", seed=0)) == ["2", "3", "4"]
+    data = dict(task="jsonl", path=str(folder), shots=2, prompt_template="Q: {question} A:")
+    assert load("test", **data)[0].prompt == "Q: p0 A: 0\n\nQ: p1 A: 1\n\nQ: t A:"
+    assert sorted(e.answer for e in load(**data)) == ["2", "3", "4"]
 
 
 def test_sources_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="found nothing at"):
-        load_examples(source(task="jsonl", path=str(tmp_path / "no.jsonl")), split="train", seed=0)
+        load(task="jsonl", path=str(tmp_path / "no.jsonl"))
     with pytest.raises(DatasetError, match="the file is empty"):
-        load_examples(
-            source(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl"))), split="train", seed=0
-        )
+        load(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl")))
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
-        load_examples(source(task="gsm8k"), split="train", seed=0)
+        load(task="gsm8k")
     known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
     with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
-        load_examples(source(task="chess"), split="train", seed=0)
+        load(task="chess")
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
-        load_examples(source(task="sort"), split="dev", seed=0)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+        load("dev", task="sort")
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DatasetError, match="needs the package `datasets`"):
-        load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
+        load(task="gsm8k", name="openai/gsm8k")
 
 
 def test_hub_rows(monkeypatch):
@@ -248,19 +233,20 @@ def test_hub_rows(monkeypatch):
         asked.append((repository, config, split))
         return [{"question": f"{split} q", "answer": "#### 1"}]
 
-    monkeypatch.setitem(
-        __import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
-    )
-    empty = SimpleNamespace(
-        load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split)
-    )
+    def without_a_test(*asked, split):
+        return [] if split == "test" else load_dataset(*asked, split)
+
+    def installed(patch, load_dataset):
+        patch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+    installed(monkeypatch, load_dataset)
     with monkeypatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "datasets", empty)
+        installed(patch, without_a_test)
         for split in ("train", "test"):
             with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
-                load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
+                load(split, task="gsm8k", name="a/b")
     asked.clear()
-    train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
+    train = load(task="gsm8k", name="openai/gsm8k")
     assert train[0].prompt == "train q"
     assert set(asked) == {("openai/gsm8k", "main", split) for split in ("train", "test")}
 
@@ -269,13 +255,13 @@ def test_hub_rows(monkeypatch):
 # Small spaces, where prompts collide.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
-    data = source(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
-    test, train = (load_examples(data, split=s, seed=3) for s in ("test", "train"))
+    data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
+    test, train = (load(s, seed=3, **data) for s in ("test", "train"))
     assert len(test) == 100 and len(train) == 3000
     prompts = [e.prompt for e in test]
     assert len(set(prompts)) == 100
     assert not set(prompts) & {e.prompt for e in train}
-    known = set(task_symbols(data))
+    known = set(task_symbols(SimpleNamespace(**data)))
     for prompt, answer, solution, _ in [*test, *train[:200]]:
         numbers = prompt.removesuffix(" =").split()
         assert len(numbers) == digits and set(numbers) <= known
@@ -295,23 +281,20 @@ def test_arithmetic():
     for prompt, answer, *_ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
         left, right = prompt.replace(" ", "").removesuffix("=").split("+")
         assert int(left) + int(right) == int(answer.replace(" ", ""))
-    assert set(task_symbols(source(task="arithmetic"))) == {*"0123456789+="}
+    assert set(task_symbols(SimpleNamespace(task="arithmetic"))) == {*"0123456789+="}
 
 
 def test_the_test_split_follows_the_prompts_that_there_are():
     assert len(SortTask(split="test", seed=0)) == 256
     assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
-    small = {"seed": 0, "digits": 3, "symbols": 2}
-    test, train = (
-        [example.prompt for example in SortTask(split=split, n_test=7, **small)[:50]]
-        for split in ("test", "train")
-    )
-    assert len(set(test)) == 7 and not set(test) & set(train) and len(set(train)) == 1
-    test, train = (
-        {example.prompt for example in SortTask(split=split, n_test=8, **small)[:200]}
-        for split in ("test", "train")
-    )
-    assert test == train and len(test) == 8
+
+    def prompts(split, n_test):
+        task = SortTask(split=split, seed=0, digits=3, symbols=2, n_test=n_test)
+        return {example.prompt for example in task[:200]}
+
+    test, train = prompts("test", 7), prompts("train", 7)
+    assert len(test) == 7 and len(train) == 1 and not test & train
+    assert prompts("test", 8) == prompts("train", 8) and len(prompts("test", 8)) == 8
 
 
 def test_generated_tasks_refuse_what_cannot_be():
@@ -334,9 +317,8 @@ def test_bpe_round_trip_and_reload(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(odd)["input_ids"] == tokenizer(odd)["input_ids"] and loaded.padding_side == "left"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    assert (
-        loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "S\nQ\n"
-    )
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert loaded.apply_chat_template(messages, **options) == "S\nQ\n"
     assert build_bpe_tokenizer(texts, 300).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ValueError, match="vocab_size: expected at least 258"):
         build_bpe_tokenizer(texts, 200)
@@ -345,8 +327,8 @@ def test_bpe_round_trip_and_reload(tmp_path):
 def test_symbol_tokenizer(tmp_path):
     from transformers import AutoTokenizer
 
-    data = source(task="sort", symbols=30)
-    tokenizer = build_symbol_tokenizer(task_symbols(data))
+    data = dict(task="sort", symbols=30)
+    tokenizer = build_symbol_tokenizer(task_symbols(SimpleNamespace(**data)))
     assert len(tokenizer) == 33
     tokenizer.save_pretrained(tmp_path)
     for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
@@ -360,4 +342,4 @@ def test_symbol_tokenizer(tmp_path):
         with pytest.raises(ValueError, match="symbols: expected different"):
             build_symbol_tokenizer(wrong)
     with pytest.raises(DatasetError, match="data.path .* or data.name .* got neither"):
-        task_symbols(source(task="gsm8k"))
+        task_symbols(SimpleNamespace(task="gsm8k"))

@@ -147,6 +147,11 @@ def tokenizer_with_bos() -> Any:
     return tokenizer
 
 
+def as_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(made, add_special_tokens=False)["input_ids"]
+
+
 def policy_with_bos(seed: int = 0) -> Policy:
     tokenizer = tokenizer_with_bos()
     return Policy(tiny_model("llama", vocab_size=len(tokenizer), seed=seed), tokenizer)

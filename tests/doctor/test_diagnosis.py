@@ -8,14 +8,8 @@ import torch
 from grpo_fast.doctor import causes
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
-from tests.doctor.faulty import (
-    MESSAGES,
-    PROMPTS,
-    SAMPLING,
-    FaultyEngine,
-    found_by,
-    policy_with_bos,
-)  # fmt: skip
+from tests.doctor import faulty
+from tests.doctor.faulty import MESSAGES, PROMPTS, SAMPLING, FaultyEngine, found_by, policy_with_bos
 
 CUT = SAMPLING.model_copy(update={"top_p": 0.8})
 LONGER = {"max_new_tokens": 30}
@@ -43,11 +37,7 @@ def without_bos(_):
 def templated(policy):
     def read(tokens):
         text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
-        message = [{"role": "user", "content": text}]
-        made = policy.tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True
-        )
-        return policy.tokenizer(made, add_special_tokens=False)["input_ids"]
+        return faulty.as_chat(policy.tokenizer, [{"role": "user", "content": text}])
 
     return read
 

@@ -62,14 +62,8 @@ def one_early(logps):
 
 
 def with_system(policy):
-    messages = {"role": "system", "content": "You are a helpful assistant."}
-    made = [
-        policy.tokenizer.apply_chat_template(
-            [messages, *chat], tokenize=False, add_generation_prompt=True
-        )
-        for chat in MESSAGES
-    ]
-    sent = iter([policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in made])
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    sent = iter([faulty.as_chat(policy.tokenizer, [system, *chat]) for chat in MESSAGES])
     return lambda tokens: next(sent)
 
 
@@ -160,15 +154,12 @@ def test_a_model_in_bf16_by_other_kernels_is_told_by_its_correlation(policy):
 def test_an_adapter_that_is_not_loaded():
     from peft import LoraConfig, get_peft_model
 
-    tokenizer = tokenizer_with_bos()
-    model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    base = Policy(tiny_model("llama", vocab_size=len(tokenizer),
-                             eos_token_id=tokenizer.eos_token_id), tokenizer)  # fmt: skip
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    base, other = policy_of("llama"), policy_of("llama")
+    adapted = get_peft_model(other.lm, LoraConfig(target_modules=["q_proj", "v_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    policy = Policy(adapted, tokenizer)
+    policy = Policy(adapted, base.tokenizer)
     assert found_by(policy, FaultyEngine())[1] == []
     found, names = found_by(policy, FaultyEngine(keeps=base))
     assert names == [causes.ADAPTER] and found.left < 2e-5

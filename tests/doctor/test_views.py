@@ -111,9 +111,8 @@ def test_a_number_is_fitted_and_the_end_of_a_range_is_no_finding():
     def found(best):
         return fitted(Toy(best), View(1.0), "temperature", float, 0.25, 4.0)
 
-    assert found(0.9).temperature == 0.9 and found(0.8537).temperature == pytest.approx(
-        0.8537, 1e-4
-    )
+    assert found(0.9).temperature == 0.9
+    assert found(0.8537).temperature == pytest.approx(0.8537, 1e-4)
     assert [found(x) for x in (0.1, 0.25, 4.0, 7.0)] == [None] * 4
 
 

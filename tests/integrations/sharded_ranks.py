@@ -103,15 +103,10 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
         ends = []
         for config in (None, DistributedConfig(fsdp_size=world)):
             trainer = trl_cases.trainer(
-                FastGRPOTrainer,
-                str(folder / name),
-                folder,
-                loading={"distributed_config": config},
+                FastGRPOTrainer, str(folder / name), folder, num_iterations=2, beta=0.02,
+                max_steps=3, loading={"distributed_config": config},
                 completions=trl_cases.Injected(200, seed=rank),
-                num_iterations=2,
-                beta=0.02,
-                max_steps=3,
-            )
+            )  # fmt: skip
             trainer.train()
             assert trainer.fast_path.items() >= PACKED.items(), trainer.fast_path
             weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}

@@ -28,9 +28,8 @@ def test_policy_loss_of_every_family(family):
         old, _, mask = grpo_reference.token_logps(model, batch)
         ref = grpo_reference.token_logps(reference, batch)[0]
     old = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(
-        causal_lm.policy_logps(reference, batch)[mask], ref[mask], rtol=1e-4, atol=1e-5
-    )
+    found = causal_lm.policy_logps(reference, batch)[mask]
+    torch.testing.assert_close(found, ref[mask], rtol=1e-4, atol=1e-5)
     expected, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, beta=0.1)
     expected.backward()
     gradients = [p.grad for p in model.parameters()]
@@ -42,9 +41,8 @@ def test_policy_loss_of_every_family(family):
     for name, value in metrics.items():
         torch.testing.assert_close(out.metrics[name], value, rtol=1e-4, atol=1e-5)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(
-            parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max())
-        )
+        atol = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=atol)
 
 
 def test_a_head_with_an_unknown_rule_is_refused():
@@ -117,9 +115,8 @@ def test_the_model_inside_wrappers():
     wrapper.module = model
     assert causal_lm.unwrapped(wrapper) is model
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    )
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
     assert causal_lm.unwrapped(adapted) is model
     batch = grpo_reference.rows(2)
     causal_lm.policy_loss(adapted, batch, torch.tensor([1.0, -1.0]), LossConfig()).loss.backward()
@@ -138,15 +135,11 @@ def test_gradients_through_ddp(one_process):
     """DDP's hooks fire once per parameter, also for the head, read outside the model's forward."""
     for family in ("qwen2", "llama"):  # tied and untied
         model = tiny_model(family, num_hidden_layers=1)
-        twin, batch, advantages = (
-            copy.deepcopy(model),
-            grpo_reference.rows(2),
-            torch.tensor([1.0, -0.5]),
-        )
+        twin, given = copy.deepcopy(model), (grpo_reference.rows(2), torch.tensor([1.0, -0.5]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(2):  # an unfinished reduction shows in the second step
-            causal_lm.policy_loss(wrapped, batch, advantages, LossConfig()).loss.backward()
-            causal_lm.policy_loss(twin, batch, advantages, LossConfig()).loss.backward()
+            causal_lm.policy_loss(wrapped, *given, LossConfig()).loss.backward()
+            causal_lm.policy_loss(twin, *given, LossConfig()).loss.backward()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
 
@@ -199,18 +192,16 @@ def reference_loop(
         rewards = reward(labels[:, prompts.shape[1] :])
         advantages = grpo_reference.group_advantages(rewards, group_size)
         model.train()
+        batch = {"input_ids": ids, "labels": labels}
         with torch.no_grad():
-            old = grpo_reference.token_logps(model, {"input_ids": ids, "labels": labels})[0]
+            old = grpo_reference.token_logps(model, batch)[0]
         for _ in range(inner_iterations):
-            loss, _, metrics = grpo_reference.grpo(
-                model, {"input_ids": ids, "labels": labels}, advantages, old, None
-            )
+            loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, None)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            history.append(
-                {"reward": float(rewards.mean())} | {k: float(v) for k, v in metrics.items()}
-            )
+            metrics["reward"] = rewards.mean()
+            history.append({name: float(value) for name, value in metrics.items()})
     return history
 
 
@@ -254,17 +245,27 @@ def arguments(folder, **changes):
 
 def examples(model) -> list[dict[str, torch.Tensor]]:
     batch = grpo_reference.rows(8, vocabulary=61)
-    batch["labels"][
-        [0, 1, 4, 5], 8:
-    ] = -100  # the first micro-batch of a step has far fewer tokens than the second
+    # The first micro-batch of a step has far fewer tokens than the second.
+    batch["labels"][[0, 1, 4, 5], 8:] = -100
     advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
     with torch.no_grad():
         old = grpo_reference.token_logps(model, batch)[0]
     old = old + 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
-    return [
-        {k: v[i] for k, v in {**batch, "advantages": advantages, "old_logps": old}.items()}
-        for i in range(8)
-    ]
+    batch |= {"advantages": advantages, "old_logps": old}
+    return [{name: column[i] for name, column in batch.items()} for i in range(8)]
+
+
+def tutorial_step(model, rows) -> torch.Tensor:
+    """A step of SGD on these rows; the loss, the gradients kept."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    given = batch["advantages"], batch["old_logps"], None
+    loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.05 * p.grad
+    return loss
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
@@ -274,22 +275,13 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     # As some models say of themselves; the loss is not theirs here.
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
-    trainer = hf_trainer(
-        model, arguments(tmp_path), train_dataset=data, eval_dataset=data[:2], loss_config=config
-    )
+    rows = {"train_dataset": data, "eval_dataset": data[:2]}
+    trainer = hf_trainer(model, arguments(tmp_path), loss_config=config, **rows)
     order = list(range(8))
     trainer._get_train_sampler = lambda *_: order
     trainer.train()
-    for step in (order[:4], order[4:]):
-        batch = {k: torch.stack([data[i][k] for i in step]) for k in data[0]}
-        loss, *_ = grpo_reference.grpo(
-            twin, batch, batch["advantages"], batch["old_logps"], None, by_token=True
-        )
-        twin.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for p in twin.parameters():
-                p -= 0.05 * p.grad
+    for step in (data[:4], data[4:]):
+        tutorial_step(twin, step)
     for x, y in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
     logs = trainer.state.log_history[0]

@@ -58,17 +58,9 @@ def models():
 
 
 def tutorial_step(
-    model,
-    reference,
-    batch,
-    optimizer,
-    *,
-    group_size,
-    inner_iterations,
-    max_grad_norm,
-    advantages=grpo_reference.group_advantages,
-    **loss_options,
-) -> dict:
+    model, reference, batch, optimizer, *, group_size, inner_iterations, max_grad_norm,
+    advantages=grpo_reference.group_advantages, **loss_options,
+) -> dict:  # fmt: skip
     """Old and reference logps once, then μ updates; the means of the metrics."""
     advantages = advantages(batch["rewards"], group_size)
     with torch.no_grad():
@@ -76,9 +68,8 @@ def tutorial_step(
         ref = None if reference is None else grpo_reference.token_logps(reference, batch)[0]
     seen = []
     for _ in range(inner_iterations):
-        loss, _, metrics = grpo_reference.grpo(
-            model, batch, advantages, old, ref, beta=0.05, **loss_options
-        )
+        given = model, batch, advantages, old, ref
+        loss, _, metrics = grpo_reference.grpo(*given, beta=0.05, **loss_options)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -98,18 +89,14 @@ def sgd(model) -> torch.optim.Optimizer:
 def test_training_step_equals_the_tutorial(stand_in, models, inner_iterations, with_reference):
     model, reference = copy.deepcopy(models[0]), models[1] if with_reference else None
     config = CONFIG if with_reference else CONFIG.replace(beta=0.0)
-    module = stand_in(
-        model, config, group_size=4, inner_iterations=inner_iterations, reference=reference
-    )
+    options = {"group_size": 4, "inner_iterations": inner_iterations}
+    module = stand_in(model, config, reference=reference, **options)
     twin = copy.deepcopy(model)
     module.optimizer, optimizer = sgd(model), sgd(twin)
     for index in (0, 1):
         batch = grpo_reference.rows(8, seed=index)
         module.training_step(batch, index)
-        expected = tutorial_step(
-            twin, reference, batch, optimizer, group_size=4, inner_iterations=inner_iterations,
-            max_grad_norm=1.0,
-        )  # fmt: skip
+        expected = tutorial_step(twin, reference, batch, optimizer, max_grad_norm=1.0, **options)
         for name, value in expected.items():
             assert module.logged[index][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -127,15 +114,11 @@ def test_rollout_gets_the_loaders_batch(stand_in, models):
         seen.append(prompts)
         return grpo_reference.rows(4)
 
-    module = stand_in(
-        copy.deepcopy(models[0]), LossConfig(loss_type="grpo"), group_size=4, rollout=rollout
-    )
+    config = LossConfig(loss_type="grpo")
+    module = stand_in(copy.deepcopy(models[0]), config, group_size=4, rollout=rollout)
     loss = module.training_step("prompts", 0)
     assert seen == ["prompts"] and not loss.requires_grad
-    assert not any(
-        torch.equal(a, b)
-        for a, b in zip(module.model.parameters(), models[0].parameters(), strict=True)
-    )
+    assert not any(map(torch.equal, module.model.parameters(), models[0].parameters()))
 
 
 class Together:

@@ -17,20 +17,13 @@ PolicyLoss = importlib.import_module("grpo_fast.integrations.openrlhf").PolicyLo
 NAMES = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 CLIP = {"clip_eps_low": 0.1, "clip_eps_high": 0.25}
 # Every correction that OpenRLHF allows, with a band that keeps some units and drops some.
+BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
     {"is_correction_level": level, "is_correction_gating": gating, "is_correction_threshold": band}
-    for level, (gating, band) in itertools.product(
-        ("token", "seq"), (("ratio", (0.8, 1.2)), ("binary_kl", (0.0, 0.02)), ("tv", [0.0, 0.06]))
-    )
-]
-CORRECTIONS += [
-    {
-        "is_correction_level": "token",
-        "is_correction_mode": "clip",
-        "is_correction_threshold": (0.8, 1.2),
-    }
-]
+    for level in ("token", "seq") for gating, band in BANDS.items()
+]  # fmt: skip
+CORRECTIONS += [{**CORRECTIONS[1], "is_correction_mode": "clip"}]
 
 
 def batch(seed: int = 0, step: float = 0.4, empty_row: bool = True) -> dict:
@@ -57,28 +50,22 @@ def run(loss, data: dict, **counts) -> tuple:
 
 
 def compare(options: dict, data: dict, **counts) -> tuple:
-    mine, expected = (
-        run(PolicyLoss(**options), data, **counts),
-        run(theirs(**options), data, **counts),
-    )
+    mine, expected = (run(cls(**options), data, **counts) for cls in (PolicyLoss, theirs))
     assert len(mine) == len(expected) == 6
     for name, a, b in zip((*NAMES, "gradient"), mine, expected, strict=True):
         assert (a is None) == (b is None), name
         if b is not None:
-            torch.testing.assert_close(
-                a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            named = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=named)
     return expected
 
 
 def test_the_same_constructor_and_call():
-    for method in ("__init__", "forward"):
-        mine, expected = (
-            inspect.signature(getattr(cls, method)).parameters for cls in (PolicyLoss, theirs)
-        )
-        assert {n: p.default for n, p in mine.items()} == {
-            n: p.default for n, p in expected.items()
-        }
+    def defaults(method):
+        return {n: p.default for n, p in inspect.signature(method).parameters.items()}
+
+    assert defaults(PolicyLoss.__init__) == defaults(theirs.__init__)
+    assert defaults(PolicyLoss.forward) == defaults(theirs.forward)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: "-".join(map(str, c.values())))
@@ -86,18 +73,12 @@ def test_the_same_constructor_and_call():
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
 def test_every_option(correction, policy_loss_type, dual_clip):
     """With the call's counts and the batch's, by token and sequence, small and large steps."""
+    kind = {"policy_loss_type": policy_loss_type, "dual_clip": dual_clip}
+    counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
     for token_level, step in itertools.product((True, False), (0.4, 3.0)):
-        options = {
-            **CLIP,
-            **correction,
-            "policy_loss_type": policy_loss_type,
-            "dual_clip": dual_clip,
-            "token_level_loss": token_level,
-        }
+        options = {**CLIP, **correction, **kind, "token_level_loss": token_level}
         compare(options, batch(step=step))
-        compare(
-            options, batch(step=step), dp_size=4, batch_num_tokens=211.0, global_batch_size=24.0
-        )
+        compare(options, batch(step=step), **counts)
 
 
 def test_the_data_reaches_every_branch():
@@ -130,10 +111,8 @@ def test_every_log_ratio_beyond_the_clamp(shift, dual_clip):
 def test_masked_slots_are_inert():
     data, options = batch(), {**CLIP, "is_correction_level": "seq", "dual_clip": 2.0}
     expected = run(PolicyLoss(**options), data)
-    dirty = {
-        k: v if k == "action_mask" else torch.where(data["action_mask"], v, torch.nan)
-        for k, v in data.items()
-    }
+    mask = data["action_mask"]
+    dirty = {k: v if v is mask else torch.where(mask, v, torch.nan) for k, v in data.items()}
     for a, b in zip(run(PolicyLoss(**options), dirty), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     nothing = {**data, "action_mask": torch.zeros(6, 9, dtype=torch.bool)}

@@ -69,11 +69,8 @@ def close(names, expected):
 
 def test_traces_of_verifiers():
     model, advantages = tiny_model("llama"), [1.0, -1.0, -0.5, 0.5]
-    names = run_example(
-        verifiers,
-        NAMES | {"pack_traces": verifiers.pack_traces, "model": model, "traces": records(),
-                 "advantages": advantages},
-    )  # fmt: skip
+    given = {"model": model, "traces": records(), "advantages": advantages}
+    names = run_example(verifiers, NAMES | given | {"pack_traces": verifiers.pack_traces})
     names["found"] = [p.grad.clone() for p in model.parameters()]
     pack = names["batch"].pack
     nodes = [node for record in records() for node in record["nodes"]]
@@ -84,17 +81,13 @@ def test_traces_of_verifiers():
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
-            chosen = [record["nodes"][i] for i in path]
-            mask = [
-                m and i not in shared for i, n in zip(path, chosen, strict=True) for m in n["mask"]
-            ]
-            samples.append(([t for n in chosen for t in n["token_ids"]], mask))
-            old += [
-                x
-                for i, n in zip(path, chosen, strict=True)
-                if i not in shared
-                for x in n["logprobs"]
-            ]
+            ids, mask = [], []
+            for i in path:
+                node = record["nodes"][i]
+                ids += node["token_ids"]
+                mask += [m and i not in shared for m in node["mask"]]
+                old += [] if i in shared else node["logprobs"]
+            samples.append((ids, mask))
             worth += [advantage] * sum(mask)
     close(names, flattened(model, samples, torch.tensor(worth), torch.tensor(old)))
 
@@ -112,17 +105,15 @@ def test_sampling_masks_and_routes_come_over_the_wire():
     node = traces[1]["nodes"][3]
     sampled = [t for t, m in zip(node["token_ids"], node["mask"], strict=True) if m]
     sets = [sorted({t, 7, 9}) for t in sampled]
-    node["sampling_mask"] = {
-        "ids": wire(sum(sets, []), "int32"),
-        "counts": wire([len(s) for s in sets], "int32"),
-    }
+    ids, sizes = sum(sets, []), [len(s) for s in sets]
+    node["sampling_mask"] = {"ids": wire(ids, "int32"), "counts": wire(sizes, "int32")}
     batch = verifiers.pack_traces(traces, advantages=[1, -1])
     counts = batch.support.offsets.diff().tolist()
     of_node = [n for n in counts if n]
-    assert of_node == [len(s) for s in sets] and len(counts) == len(batch.pack.target_ids)
+    assert of_node == sizes and len(counts) == len(batch.pack.target_ids)
     place = counts.index(of_node[0])
     assert batch.pack.target_ids[place : place + len(sampled)].tolist() == sampled
-    assert batch.support.ids.tolist() == sum(sets, [])
+    assert batch.support.ids.tolist() == ids
     model.set_attn_implementation(register())
     hidden = model.model(**batch.pack.model_inputs).last_hidden_state[0]
     config = LossConfig()
@@ -202,9 +193,8 @@ def test_samples_of_trl():
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
     prompt = torch.randint(2, 61, (9,), generator=generator)
     turn = torch.randint(2, 61, (6,), generator=generator)
-    for n, (start, length) in enumerate(
-        ((prompt, 7), (prompt, 3), (torch.cat([prompt, turn]), 5), (torch.cat([prompt, turn]), 8))
-    ):
+    second = torch.cat([prompt, turn])
+    for n, (start, length) in enumerate(((prompt, 7), (prompt, 3), (second, 5), (second, 8))):
         ids = torch.cat([start, torch.randint(2, 61, (length,), generator=generator)])
         mask = (torch.arange(len(ids)) >= 9).long()
         mask[11:13] *= n % 2
@@ -212,10 +202,8 @@ def test_samples_of_trl():
         row.add({"input_ids": ids, "completion_mask": mask, "old_log_probs": logps * mask,
                  "advantage": 0.5 - n % 2, "group_id": 0})  # fmt: skip
     model = tiny_model("llama")
-    names = run_example(
-        trl_trees,
-        NAMES | {"pack_samples": trl_trees.pack_samples, "model": model, "samples": row.samples},
-    )
+    given = {"pack_samples": trl_trees.pack_samples, "model": model, "samples": row.samples}
+    names = run_example(trl_trees, NAMES | given)
     names["found"] = [p.grad.clone() for p in model.parameters()]
     batch, theirs = names["batch"], row.pack()
     assert torch.equal(batch.old_logps, theirs["old_log_probs"])
@@ -231,7 +219,5 @@ def test_samples_of_trl():
     row.samples[2]["old_log_probs"] = row.samples[2]["old_log_probs"][:-1]
     with pytest.raises(ValueError, match=r"samples\[2\]: expected old_log_probs for each of 20"):
         trl_trees.pack_samples(row.samples)
-    assert (
-        re.search(r"TRL.*1\.16", trl_trees.__doc__)
-        and pack_tree(samples).lengths == batch.pack.lengths
-    )
+    assert re.search(r"TRL.*1\.16", trl_trees.__doc__)
+    assert pack_tree(samples).lengths == batch.pack.lengths

@@ -104,11 +104,8 @@ def test_in_16_bits():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("distill")
-    return tuple(
-        cases.folder(base / name, hidden_size=width)
-        for name, width in (("student", 16), ("teacher", 32))
-    )
+    base, widths = tmp_path_factory.mktemp("distill"), {"student": 16, "teacher": 32}
+    return tuple(cases.folder(base / name, hidden_size=n) for name, n in widths.items())
 
 
 def compare(one: Any, other: Any, tolerance: float) -> None:
@@ -130,9 +127,8 @@ def lora() -> dict[str, Any]:
 def test_runs(folders, tmp_path, options, monkeypatch):
     options = options() if callable(options) else options
     calls, function = [], ours.divergence_loss
-    monkeypatch.setattr(
-        ours, "divergence_loss", lambda *a, **k: calls.append(1) or function(*a, **k)
-    )
+    counted = lambda *a, **k: calls.append(1) or function(*a, **k)  # noqa: E731
+    monkeypatch.setattr(ours, "divergence_loss", counted)
     one, other = (cases.distillation(folders, tmp_path, **options) for _ in range(2))
     start = {n: x.clone() for n, x in other.model.state_dict().items()}
     head.use_fast_head(other)

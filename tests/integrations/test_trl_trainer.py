@@ -55,9 +55,8 @@ def gradients(
     trainer.model.zero_grad(set_to_none=True)
     loss = trainer._compute_loss(model or trainer.model, batch)
     loss.backward()
-    return loss.item(), {
-        n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
-    }
+    found = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss.item(), {name: gradient.clone() for name, gradient in found.items()}
 
 
 def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
@@ -70,9 +69,8 @@ def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
 # ------------------------------------------------------------------------------------------ packing
 def test_a_shared_prompt_is_packed_once():
     batch = micro_batch()
-    ids, mask = (
-        torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask")
-    )
+    pairs = ([batch[f"prompt_{x}"], batch[f"completion_{x}"]] for x in ("ids", "mask"))
+    ids, mask = (torch.cat(pair, 1) for pair in pairs)
     result = packed.pack_padded(ids, mask, batch["completion_mask"])
     # Rows 0 and 2 share [11, 12, 13]; row 1 has a prompt of its own; row 3 scores nothing and is
     # left out.
@@ -92,9 +90,10 @@ PACKED = {"forward": "packed", "loss": "single pass"}
 @pytest.mark.parametrize("empty", ["completions", "prompt"])
 def test_fast_path_is_true_of_what_is_empty(model_path, tmp_path, monkeypatch, empty, loss_type):
     batch = micro_batch()
-    batch["completion_mask" if empty == "completions" else "prompt_mask"][
-        0 if empty == "prompt" else slice(None)
-    ] = 0
+    if empty == "prompt":
+        batch["prompt_mask"][0] = 0
+    else:
+        batch["completion_mask"][:] = 0
     theirs = gradients(build(model_path, tmp_path, trl.GRPOTrainer, loss_type=loss_type), batch)
     ours = build(model_path, tmp_path, loss_type=loss_type)
     before, padded = dict(ours.fast_path), []
@@ -184,12 +183,10 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monke
     assert set(seen["old_logps"].tolist()) <= set(batch["old_per_token_logps"].flatten().tolist())
 
 
-# ------------------------------------------------------------------------------------------- what
-# TRL keeps
+# --------------------------------------------------------------------------------- what TRL keeps
 def test_refusals_name_their_option(model_path, tmp_path):
-    prefix = importlib.import_module("peft").PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=2
-    )
+    peft = importlib.import_module("peft")
+    prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     for settings, reason in (
         ({"peft_config": prefix}, "peft: prompt learning"),
         ({"torch_compile": True}, "torch_compile"),
@@ -202,14 +199,8 @@ def test_refusals_name_their_option(model_path, tmp_path):
 def test_a_head_that_is_no_plain_linear_layer_is_left_alone(model_path, tmp_path):
     trainer = build(model_path, tmp_path)
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
-    assert (
-        options_module.forward_reason(trainer, trainer.model)
-        == "lm_head: Linear4bit is no plain linear layer"
-    )
-
-
-def test_tensor_parallelism_is_named(model_path, tmp_path):
-    trainer = build(model_path, tmp_path)
+    reason = options_module.forward_reason(trainer, trainer.model)
+    assert reason == "lm_head: Linear4bit is no plain linear layer"
     trainer.model._tp_size = 2  # transformers' mark
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
 
@@ -231,23 +222,17 @@ def test_attention_dropout_names_what_switches_it_off(tmp_path):
 
 
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
         ("llama", {"attention_dropout": 0.1}, "disable_dropout"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type",
-        ),
+        ("llama", {"rope_parameters": DYNAMIC}, "rope_type"),
         ("gpt2", GPT2, "disable_dropout"),
-        (
-            "gpt2",
-            {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-            "gpt2: packed logps differ",
-        ),
+        ("gpt2", {**GPT2, **NO_DROPOUT}, "gpt2: packed logps differ"),
     ],
     ids=["dropout", "rope", "dropout_module", "positions"],
 )
@@ -263,9 +248,8 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
     """A release or subclass that computes something else is seen by the probe, before step 1."""
     original = trl.GRPOTrainer._compute_loss
-    monkeypatch.setattr(
-        trl.GRPOTrainer, "_compute_loss", lambda self, m, i: 1.01 * original(self, m, i)
-    )
+    louder = lambda self, *given: 1.01 * original(self, *given)  # noqa: E731
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", louder)
     theirs = build(model_path, tmp_path, trl.GRPOTrainer)
     ours = build(model_path, tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -314,14 +298,11 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     real = batch["attention_mask"].bool()
     ours, theirs = (t.model(**batch).logits[real] for t in (trainer, plain))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # of other kernels on a CPU
-    generated = [
-        t.model.generate(**batch, max_new_tokens=3, do_sample=False) for t in (trainer, plain)
-    ]
-    assert torch.equal(*generated)
+    greedy = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(*(t.model.generate(**batch, **greedy) for t in (trainer, plain)))
     trainer.save_model(tmp_path / "saved")
-    saved = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved"
-    )
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    saved = auto.from_pretrained(tmp_path / "saved")
     assert saved.config._attn_implementation == "sdpa"
 
 

@@ -11,11 +11,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+
+from tests.command_line import ROOT
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
@@ -51,11 +52,10 @@ def ranks(tmp_path_factory) -> Ranks:
     trl_cases.folder(folder / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.integrations.two_ranks", str(folder)]
-    root, log = Path(__file__).resolve().parents[2], folder / "log"
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    log, env = folder / "log", os.environ | {"OMP_NUM_THREADS": "1"}
     with (
         log.open("w") as output,
-        subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=output) as run,
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output) as run,
     ):
         try:
             run.wait(timeout=600)
@@ -145,6 +145,5 @@ def test_their_own_code_gives_the_same_with_our_loss(ranks, case):
     assert len({result["tokens"] for result in results}) == 2
     for result in results:
         assert result["wrapped"].startswith("FSDP" if "verl" in case else "Distributed")
-        trl_cases.compare_logs(
-            *([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6
-        )
+        logs = ([{"step": 0} | row for row in log] for log in result["logs"])
+        trl_cases.compare_logs(*logs, LOGS, 1e-6)

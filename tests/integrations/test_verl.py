@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_fast import TeacherTopK, linear_divergence
+from tests.command_line import ROOT
 from tests.integrations import trainer_packages
 from tests.tiny import tiny_model
 
@@ -24,13 +23,8 @@ losses = importlib.import_module("grpo_fast.integrations.verl.table")
 head = importlib.import_module("grpo_fast.integrations.verl.head")
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+         "seq-mean-token-mean")  # fmt: skip
 CLIPPED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
 # The distances that dppo clips: small enough that some tokens are beyond.
 CONFIGS = {
@@ -40,14 +34,8 @@ CONFIGS = {
 
 
 def actor(loss_mode: str = "vanilla", info: dict | None = None, **changes):
-    fields = {
-        **CLIPPED,
-        "clip_ratio_c": 2.0,
-        "tau_pos": 1.3,
-        "tau_neg": 1.7,
-        **CONFIGS.get(loss_mode, {}),
-        **changes,
-    }
+    fields = {**CLIPPED, "clip_ratio_c": 2.0, "tau_pos": 1.3, "tau_neg": 1.7}
+    fields |= CONFIGS.get(loss_mode, {}) | changes
     config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, **fields)
     config.global_batch_info.update(info or {})
     if loss_mode == "dro":
@@ -88,21 +76,16 @@ def compare(name: str, data: dict, mode: str, config) -> None:
     torch.testing.assert_close(mine[1], theirs[1], **TOLERANCE)
     assert list(mine[2]) == list(theirs[2])
     for key, value in theirs[2].items():
-        assert isinstance(mine[2][key], float) and math.isclose(
-            mine[2][key], value, rel_tol=1e-5, abs_tol=1e-6
-        ), key
+        assert isinstance(mine[2][key], float), key
+        assert mine[2][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_loss_gradient_and_metrics(name, mode):
     """With and without the whole step's counts and the rollout's weights."""
-    whole_step = {
-        "dp_size": 4,
-        "batch_num_tokens": 230,
-        "global_batch_size": 24,
-        "loss_scale_factor": 128,
-    }
+    whole_step = {"dp_size": 4, "batch_num_tokens": 230, "global_batch_size": 24}
+    whole_step["loss_scale_factor"] = 128
     for info in ({}, whole_step, {**whole_step, "dp_size": 1, "loss_scale_factor": None}):
         for weights in (False, True) if name != "dro" else (False,):
             compare(name, batch(weights=weights), mode, actor(name, info))
@@ -125,33 +108,27 @@ def test_on_policy_and_far_off_policy(name, step):
 def test_advantages_per_token(name):
     """GAE's advantages: both signs inside one completion."""
     data = batch(weights=name != "dro", seed=5)
-    data["advantages"] = torch.randn(
-        data["advantages"].shape, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
     compare(name, data, "seq-mean-token-mean", actor(name))
 
 
 def test_the_data_reaches_every_branch():
     """Otherwise the comparisons above would agree on nothing."""
+
+    def share(name, data, metric):
+        metrics = run(core.get_policy_loss_fn(name), data, "token-mean", actor(name))[2]
+        return metrics[f"actor/{metric}"]
+
     for name in ("vanilla", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "gspo"):
-        clipped = run(core.get_policy_loss_fn(name), batch(), "token-mean", actor(name))[2][
-            "actor/pg_clipfrac"
-        ]
-        assert 0.02 < clipped < 0.9, (name, clipped)
+        assert 0.02 < share(name, batch(), "pg_clipfrac") < 0.9, name
     for name in ("vanilla", "dppo_kl"):
-        capped = run(
-            core.get_policy_loss_fn(name), batch(step=4.0, seed=3), "token-mean", actor(name)
-        )
-        assert 0.02 < capped[2]["actor/pg_clipfrac_lower"] < 0.9, name
+        assert 0.02 < share(name, batch(step=4.0, seed=3), "pg_clipfrac_lower") < 0.9, name
 
 
 def test_both_clip_ratios_from_one():
-    compare(
-        "vanilla",
-        batch(),
-        "token-mean",
-        actor(clip_ratio=0.05, clip_ratio_low=None, clip_ratio_high=None),
-    )
+    config = actor(clip_ratio=0.05, clip_ratio_low=None, clip_ratio_high=None)
+    compare("vanilla", batch(), "token-mean", config)
 
 
 def test_masks_of_every_dtype_and_what_they_hide():
@@ -174,31 +151,24 @@ def test_no_active_token_is_zero_and_not_nan():
 
 
 def refused(pattern: str, name: str = "vanilla", mode: str = "token-mean", config=None, **changes):
+    config = config or actor(name)
     with pytest.raises(ValueError, match=pattern):
-        ours.policy_loss(name)(
-            **{**batch(), **changes}, loss_agg_mode=mode, config=config or actor(name)
-        )
+        ours.policy_loss(name)(**{**batch(), **changes}, loss_agg_mode=mode, config=config)
 
 
 def test_refusals_name_the_option():
     refused("loss_agg_mode: expected one of", mode="token-median")
     refused("loss_agg_mode: expected one of", name="sapo", mode="token-median")
     refused("global_batch_info: expected .* got \\['rank'\\]", config=actor(info={"rank": 1}))
-    refused("batch_num_tokens: expected .* dp_size = 2", config=actor(info={"dp_size": 2}))
-    refused(
-        "global_batch_size: expected .* dp_size = 2",
-        mode=MODES[2],
-        config=actor(info={"dp_size": 2}),
-    )
+    two = actor(info={"dp_size": 2})
+    refused("batch_num_tokens: expected .* dp_size = 2", config=two)
+    refused("global_batch_size: expected .* dp_size = 2", mode=MODES[2], config=two)
     refused("policy_loss.dro_beta: expected a number > 0", name="dro", config=actor())
     refused("is_weights: .*None beside dro", name="dro", rollout_is_weights=torch.ones(6, 9))
     refused("clip_ratio_c: expected a number > 1", config=actor(clip_ratio_c=1.0))
     refused("clip_ratio_low: expected", name="cispo", config=actor(clip_ratio_low=-0.1))
-    refused(
-        "clip_ratio_c: expected a number > 0",
-        name="dppo_tv",
-        config=actor("dppo_tv", clip_ratio_c=0.0),
-    )
+    uncapped = actor("dppo_tv", clip_ratio_c=0.0)
+    refused("clip_ratio_c: expected a number > 0", name="dppo_tv", config=uncapped)
     single_zero = torch.ones(6, 9)
     single_zero[0, batch()["response_mask"][0].nonzero()[0]] = 0
     refused("advantages: .*one for a completion .geo_mean", name="geo_mean", advantages=single_zero)
@@ -214,11 +184,8 @@ def test_register_and_undo():
     before = dict(core.POLICY_LOSS_REGISTRY)
     with ours.register() as handle:
         assert handle.names == [f"fast_{name}" for name in losses.LOSSES]
-        compare_with = core.get_policy_loss_fn("fast_gspo")
-        assert torch.equal(
-            run(compare_with, batch(), "token-mean", actor())[0],
-            run(ours.policy_loss("gspo"), batch(), "token-mean", actor())[0],
-        )
+        both = core.get_policy_loss_fn("fast_gspo"), ours.policy_loss("gspo")
+        assert torch.equal(*(run(loss, batch(), "token-mean", actor())[0] for loss in both))
     assert before == core.POLICY_LOSS_REGISTRY
     handle = ours.register(prefix="")
     assert core.get_policy_loss_fn("vanilla") is not before["vanilla"]
@@ -277,17 +244,11 @@ def test_in_verls_worker_loss(name):
             object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
             values = log_probs.values().clone().requires_grad_()
             output = torch.nested.nested_tensor_from_jagged(values, log_probs.offsets())
-            loss, metrics = ppo_loss(
-                config, {"log_probs": output, "entropy": -output.detach()}, data
-            )
+            outputs = {"log_probs": output, "entropy": -output.detach()}
+            loss, metrics = ppo_loss(config, outputs, data)
             loss.backward()
-            results.append(
-                (
-                    loss.detach(),
-                    values.grad,
-                    {k: getattr(v, "values", v) for k, v in metrics.items()},
-                )
-            )
+            metrics = {k: getattr(v, "values", v) for k, v in metrics.items()}
+            results.append((loss.detach(), values.grad, metrics))
     (theirs, their_gradient, their_metrics), (mine, gradient, metrics) = results
     torch.testing.assert_close(mine, theirs, **TOLERANCE)
     torch.testing.assert_close(gradient, their_gradient, **TOLERANCE)
@@ -306,14 +267,10 @@ print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearFor
 
 def test_plugin_in_a_worker_process():
     """verl imports the plugin in the middle of its own import, as in a Ray worker."""
-    env = {
-        "VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin",
-        "GRPO_FAST_VERL_HEAD": "1",
-    }
-    root = Path(__file__).resolve().parents[2]
+    plugin = {"VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin"}
     result = subprocess.run(
-        [sys.executable, "-c", WORKER], env=os.environ | env, capture_output=True, text=True,
-        cwd=root, timeout=120,
+        [sys.executable, "-c", WORKER], env={**os.environ, **plugin, "GRPO_FAST_VERL_HEAD": "1"},
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert result.stdout.split() == [ours.__name__, head.__name__], result.stderr[-2000:]
 
@@ -335,17 +292,14 @@ def test_head_equals_verls(shape, temperature):
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
     results = []
-    hidden, weight = (
-        torch.randn(*shape, 16, generator=random),
-        torch.randn(67, 16, generator=random) * 0.4,
-    )
+    hidden = torch.randn(*shape, 16, generator=random)
+    weight = torch.randn(67, 16, generator=random) * 0.4
     ids = torch.randint(0, 67, shape, generator=random)
     slopes = torch.randn(2, *shape, generator=random)
     for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        log_probs, entropy = build(chunk_size=4, impl_backend="torch")(
-            *leaves, ids, temperature=temperature
-        )
+        made = build(chunk_size=4, impl_backend="torch")
+        log_probs, entropy = made(*leaves, ids, temperature=temperature)
         ((slopes[0] * log_probs).sum() + (slopes[1] * entropy).sum()).backward()
         results.append([log_probs.detach(), entropy.detach(), *(x.grad for x in leaves)])
     for mine, theirs in zip(*results, strict=True):
@@ -356,10 +310,8 @@ def test_head_equals_verls(shape, temperature):
 def test_head_under_autocast_projects_in_bf16_as_verls():
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(9, 32, generator=random),
-        torch.randn(67, 32, generator=random) * 0.4,
-    )
+    hidden = torch.randn(9, 32, generator=random)
+    weight = torch.randn(67, 32, generator=random) * 0.4
     ids, results = torch.randint(0, 67, (9,), generator=random), []
     for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
         leaf = hidden.clone().requires_grad_()
@@ -376,12 +328,10 @@ def test_head_under_autocast_projects_in_bf16_as_verls():
 @pytest.fixture
 def patched_model():
     """A tiny model whose class verl's `use_fused_kernels` has patched; given back afterwards."""
-    patch = importlib.import_module(
-        "verl.models.transformers.monkey_patch"
-    ).patch_forward_with_backends
+    verl = importlib.import_module("verl.models.transformers.monkey_patch")
     model = tiny_model("qwen2", num_hidden_layers=1)
     before = type(model).forward
-    patch(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    verl.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
     yield model
     type(model).forward = before
 
@@ -395,19 +345,15 @@ def test_fast_head_in_verls_forward(patched_model):
         model.zero_grad()
         out = model(input_ids=ids, temperature=0.8, return_dict=True, use_cache=False)
         (out.log_probs[:, :-1].sum() + 0.1 * out.entropy.sum()).backward()
-        return [
-            out.log_probs.detach(),
-            out.entropy.detach(),
-            *(p.grad.clone() for p in model.parameters()),
-        ]
+        gradients = [p.grad.clone() for p in model.parameters()]
+        return [out.log_probs.detach(), out.entropy.detach(), *gradients]
 
     calls = []
     forward = head.FastLinearForPPO.forward
     theirs = once()
     with pytest.MonkeyPatch.context() as patch, head.use_fast_head(model):
-        patch.setattr(
-            head.FastLinearForPPO, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k)
-        )
+        counted = lambda *a, **k: calls.append(1) or forward(*a, **k)  # noqa: E731
+        patch.setattr(head.FastLinearForPPO, "forward", counted)
         mine = once()
         assert calls == [1]
     assert "forward" not in vars(model)
@@ -438,9 +384,8 @@ def test_forward_kl_topk_leaves_the_tail_out(chunked):
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))
     top, ids = torch.randn(11, 40, generator=g).log_softmax(-1).topk(5)
-    nested = [
-        torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged) for x in (top, ids)
-    ]
+    parts = ([x[:4], x[4:]] for x in (top, ids))
+    nested = [torch.nested.as_nested_tensor(x, layout=torch.jagged) for x in parts]
     settings = SimpleNamespace(use_chunked_topk=chunked, log_prob_min_clamp=None)
     config = SimpleNamespace(distillation_loss=settings)
     logits = (hidden @ weight.T)[None]

@@ -17,6 +17,11 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
+SETTINGS = {  # of every TRL trainer here
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "report_to": [],
+    "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "save_strategy": "no",
+    "disable_tqdm": True, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
+}  # fmt: skip
 TIMES = ("step_time", "runtime", "per_second", "total_flos")
 
 
@@ -30,22 +35,18 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
             if a[key] is None or b[key] is None:
                 assert a[key] is b[key], key
             else:
-                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=near_zero), (
-                    key,
-                    a["step"],
-                )
+                wanted = pytest.approx(a[key], rel=tolerance, abs=near_zero)
+                assert b[key] == wanted, (key, a["step"])
 
 
 def prompts(count: int) -> list[str]:
     """The beginnings of GSM8K questions; made-up ones where the data set is absent."""
     if not GSM8K.exists():
-        return [
-            f"Janet has {3 * i + 1} apples and buys {i + 2} more."[: 20 + i] for i in range(count)
-        ]
+        texts = (f"Janet has {3 * i + 1} apples and buys {i + 2} more." for i in range(count))
+        return [text[: 20 + i] for i, text in enumerate(texts)]
     lines = GSM8K.read_text().splitlines()[:count]
-    return [
-        json.loads(line)["question"][: PROMPT_CHARACTERS - 3 * i] for i, line in enumerate(lines)
-    ]
+    questions = (json.loads(line)["question"] for line in lines)
+    return [text[: PROMPT_CHARACTERS - 3 * i] for i, text in enumerate(questions)]
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
@@ -82,12 +83,8 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class Injected:
     """Completions by a seeded generator in place of sampling, the same for every trainer."""
 
-    def __init__(self, vocabulary: int, seed: int = 0, sampling: bool = False) -> None:
-        self.random, self.vocabulary, self.sampling = (
-            torch.Generator().manual_seed(seed),
-            vocabulary,
-            sampling,
-        )
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self.random, self.vocabulary = torch.Generator().manual_seed(seed), vocabulary
 
     def __call__(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list[list[int]], list | None]:
         completions = []
@@ -110,17 +107,14 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
     evaluation, peft_config = options.pop("evaluation", False), options.pop("peft_config", None)
     dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
     rows, more = options.pop("data", None), options.pop("more", {})
-    defaults = {
-        "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
-        "max_steps": 2, "max_completion_length": COMPLETION, "learning_rate": 0.05, "optim": "sgd",
-        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "bf16": False, "disable_tqdm": True, "seed": 7, "use_cpu": True, "max_grad_norm": 0.0,
-        "gradient_checkpointing": False, "per_device_eval_batch_size": 4,
+    settings = SETTINGS | {
+        "output_dir": str(output), "num_generations": 4, "max_steps": 2, "learning_rate": 0.05,
+        "max_completion_length": COMPLETION, "seed": 7, "max_grad_norm": 0.0, **options,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
     data = Dataset.from_list(rows or [{"prompt": prompt} for prompt in prompts(8)])
     made = cls(
-        model=model, reward_funcs=reward, args=GRPOConfig(**{**defaults, **options}),
+        model=model, reward_funcs=reward, args=GRPOConfig(**settings),
         train_dataset=data, eval_dataset=data.select(range(2)) if evaluation else None,
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
         peft_config=peft_config, **more,
@@ -136,12 +130,9 @@ def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **optio
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer
 
-    settings = {
-        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "report_to": [],
-        "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1,
-        "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False, "max_completion_length": COMPLETION, **options,
+    settings = SETTINGS | {
+        "output_dir": str(output), "max_steps": 3, "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1, "max_completion_length": COMPLETION, **options,
     }  # fmt: skip
     peft_config = settings.pop("peft_config", None)
     models = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in folders]

@@ -90,18 +90,9 @@ def lightning_case(name: str, folder: Path) -> Result:
     trainer, logged = in_lightning(name, model, copy.deepcopy(reference), folder)
     optimizer, expected = test_lightning.sgd(twin), []
     for step in range(STEPS):
-        expected.append(
-            test_lightning.tutorial_step(
-                twin,
-                reference,
-                both(step),
-                optimizer,
-                group_size=4,
-                inner_iterations=2,
-                max_grad_norm=1.0,
-                **LIGHTNING[name][1],
-            )  # fmt: skip
-        )
+        given = twin, reference, both(step), optimizer
+        options = {"group_size": 4, "inner_iterations": 2, **LIGHTNING[name][1]}
+        expected.append(test_lightning.tutorial_step(*given, max_grad_norm=1.0, **options))
     return {
         "wrapped": type(trainer.strategy).__name__,
         "processes": trainer.world_size,
@@ -123,21 +114,12 @@ def hf_case(folder: Path) -> Result:
     trainer.train()
     expected = []
     for step in (data[:4], data[4:]):  # accelerate deals the rows out, one to each rank by turns
-        batch = {k: torch.stack([row[k] for row in step]) for k in data[0]}
-        advantages = batch.pop("advantages")
-        loss, *_ = grpo_reference.grpo(
-            twin, batch, advantages, batch["old_logps"], None, by_token=True
-        )
-        twin.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 100.0)
-        tokens = float((batch["labels"][:, 1:] != -100).sum())
+        loss = examples.tutorial_step(twin, step)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
+        tokens = float(sum((row["labels"][1:] != -100).sum() for row in step))
         expected.append(
             {"loss": float(loss), "grad_norm": float(norm), "active_tokens": tokens / 2}
         )
-        with torch.no_grad():
-            for p in twin.parameters():
-                p -= 0.05 * p.grad
     return {
         "wrapped": type(trainer.model_wrapped).__name__,
         "processes": trainer.accelerator.num_processes,

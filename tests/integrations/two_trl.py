@@ -154,13 +154,10 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
     """TRL's trainer, and TRL's trainer with our head."""
-    pair = []
-    for is_ours in (False, True):
-        pair.append(
-            build(GRPOTrainer, folder, output, {"loss_type": "dapo", "beta": 0.05, **MOVING})
-        )
-        if is_ours:
-            use_fast_head(pair[1])
+    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
+    for prepare in (lambda trainer: trainer, use_fast_head):
+        pair.append(build(GRPOTrainer, folder, output, options))
+        prepare(pair[-1])
         pair[-1].train()
     return compared(*pair)
 

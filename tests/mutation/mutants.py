@@ -78,8 +78,7 @@ SUITES: dict[str, str] = {
     "ranks_dealt": "train/test_ranks.py -k rank_0_reads",
     "ranks_apart": "train/test_ranks.py -k 'differently or other_data'",
     "checkpoint_warm": "train/test_checkpoints.py -k 'warm and start'",
-    "checkpoint_loop": "train/test_checkpoints.py "
-    "-k 'passes or configuration or schedule or remembered'",
+    "checkpoint_loop": "train/test_checkpoints.py -k 'passes or configuration or remembered'",
     "ranks_mu": "train/test_ranks.py -k 'does and mu and not 4'",
     "ranks_few": "train/test_ranks.py -k 'does and few and not 4'",
     "ranks_local": "train/test_ranks.py -k 'does and local'",

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards import build_rewards, check_examples, isolated
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -158,12 +157,13 @@ def test_many_answers_that_hang_have_their_own_time():
 
 
 def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
-    waited = []
-    real = IsolatedReward.__call__.__globals__["_Worker"].receive
-    monkeypatch.setattr(
-        "grpo_fast.rewards.isolated._Worker.receive",
-        lambda self, number, limit: waited.append(limit) or real(self, number, limit),
-    )
+    waited, real = [], isolated._Worker.receive
+
+    def recorded(self, number, limit):
+        waited.append(limit)
+        return real(self, number, limit)
+
+    monkeypatch.setattr(isolated._Worker, "receive", recorded)
     ask(build(timeout=7.0), GOOD, GOOD, GOOD)
     build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
     assert waited[1] == 21.0 and waited[-1] == 7.0

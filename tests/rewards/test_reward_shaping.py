@@ -66,11 +66,7 @@ def test_other_tags_at_another_price():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        (
-            "overlong",
-            {"max_length": 10, "buffer": 11},
-            "buffer: expected a number above 0, at most max_length = 10",
-        ),
+        ("overlong", {"max_length": 10, "buffer": 11}, "above 0, at most max_length = 10"),
         ("overlong", {"max_length": 10, "buffer": 0}, "buffer: expected a number above 0"),
         ("length_penalty", {"scale": -1}, "scale: expected a number above 0, got -1"),
     ],

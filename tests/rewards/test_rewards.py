@@ -20,16 +20,12 @@ from grpo_fast.rewards import (
 )
 from grpo_fast.rewards.calling import parameters_of
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
-from tests.reward_specs import spec
+from tests.reward_specs import own, spec
 
 
 def score(name, completion, answer, prompt=""):
     given = {"prompts": [prompt], "completions": [completion], "answers": [answer]}
     return REWARDS[name](**parameters_of(REWARDS[name]).select(given))[0]
-
-
-def one(function, weight=1.0, **keywords):
-    return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
 # --------------------------------------------------------------------------------------- Extraction
@@ -115,14 +111,9 @@ def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
     assert score("gsm8k_correct", "#### 1080", "1,080") == 1.0
-    assert (score("gsm8k_correct", "#### 19", "18"), score("gsm8k_format", "#### 19", "18")) == (
-        0.0,
-        1.0,
-    )
-    assert (
-        score("gsm8k_correct", "it is 18", "18"),
-        score("gsm8k_correct_lenient", "it is 18", "18"),
-    ) == (0.0, 1.0)
+    assert score("gsm8k_correct", "#### 19", "18") == 0 < score("gsm8k_format", "#### 19", "18")
+    assert score("gsm8k_correct", "it is 18", "18") == 0.0
+    assert score("gsm8k_correct_lenient", "it is 18", "18") == 1.0
     assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
     with pytest.raises(ValueError, match="answers: expected a number"):
         score("gsm8k_correct", "#### 1", "one")
@@ -153,10 +144,8 @@ def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
     assert result.total.tolist() == [2.5, 0.5, 0.0] and result.total.dtype == torch.float32
-    assert {n: v.tolist() for n, v in result.per_fn.items()} == {
-        "gsm8k_correct": [1, 0, 0],
-        "gsm8k_format": [1, 1, 0],
-    }
+    assert result.per_fn["gsm8k_correct"].tolist() == [1, 0, 0]
+    assert result.per_fn["gsm8k_format"].tolist() == [1, 1, 0]
     assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
     assert rewards([], [], []).total.shape == (0,)
 
@@ -167,7 +156,7 @@ def test_raising_costs_only_the_samples_that_raise(caplog):
             raise RuntimeError("boom \x1b[31m")
         return [1.0] * len(completions)
 
-    rewards = one(touchy)
+    rewards = own(touchy)
     result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
     assert result.total.isnan().tolist() == [False, True, False, False]
     assert result.failures == {"f": 1} and rewards.failed_total == {"f": 1}
@@ -180,7 +169,7 @@ def test_a_coroutine_is_awaited_inside_a_loop_too():
         return [True, 0.5]
 
     async def inside_a_loop():
-        return one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
+        return own(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
 
     assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
 
@@ -202,7 +191,7 @@ def test_run_ends_above_the_threshold_only():
         bad = next(failing)
         return [math.nan] * bad + [1.0] * (4 - bad)
 
-    rewards = one(sometimes, max_failures=0.5)
+    rewards = own(sometimes, max_failures=0.5)
     with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
@@ -219,8 +208,10 @@ def test_set_refuses_bad_arguments():
         build_rewards([spec("exact_match", math.nan)])
     with pytest.raises(ValueError, match="lists of one length, got 1, 2, 1"):
         build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
+    with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
+        build_rewards([spec("exact_match")])(["p"], ["a"], ["x"], {"level": [1, 2]})
     with pytest.raises(ValueError, match="max_failures"):
-        one(REWARDS["exact_match"], max_failures=2)
+        own(REWARDS["exact_match"], max_failures=2)
 
 
 def test_scorers():

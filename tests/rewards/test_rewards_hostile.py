@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from grpo_fast.rewards import RewardError, RewardSet, WeightedReward, build_rewards, import_function
-from tests.reward_specs import spec
+from grpo_fast.rewards import RewardError, build_rewards, import_function
+from tests.reward_specs import own, spec
 
 # One function, told by the prompt what to do, so that one worker serves all cases.
 MODULE = r"""
@@ -179,10 +179,6 @@ def odd(request, module):
 
 def ask(function, what, n):
     return own(function, max_failures=1.0)([what] * n, ["a"] * n, ["x"] * n)
-
-
-def own(function, **keywords):
-    return RewardSet([WeightedReward("f", 1.0, function)], **keywords)
 
 
 # ---------------------------------------------------------------------------------- What it returns

@@ -89,11 +89,8 @@ def isolated(tmp_path, monkeypatch):
 
 
 def ask(reward, *completions, prompt="p"):
-    return reward(
-        prompts=[prompt] * len(completions),
-        completions=list(completions),
-        answers=["x"] * len(completions),
-    )
+    n = len(completions)
+    return reward(prompts=[prompt] * n, completions=list(completions), answers=["x"] * n)
 
 
 def alive(pid: int) -> bool:

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards
-from tests.reward_specs import spec
+from grpo_fast.rewards import build_rewards
+from tests.reward_specs import own, spec
 
 MODULE = r"""
 import os
@@ -27,10 +27,6 @@ def wanders(*, prompts, completions, answers):
         raise ValueError("in between")
     return [float(os.getcwd() != here)] * len(completions)
 """
-
-
-def own(function, **keywords):
-    return RewardSet([WeightedReward("f", 1.0, function)], **keywords)
 
 
 def test_folder_and_gradients_are_as_they_were(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_model
 from tests.train.resuming import config_of
+from tests.train.tiny_steps import logits_of, taken
 
 PROMPTS = [[3, 4, 5, 6], [7, 8]]
 SMALL = ContinuousOptions(page_size=32, pages=64, max_batch_tokens=64, timeout=60)
@@ -43,12 +44,9 @@ def test_logps_are_the_policys_and_completions_end_with_their_eos(policy):
     assert {one.weight_version for one in found} == {4} and found[0].kept is None
     for n, one in enumerate(found):
         prompt = PROMPTS[n // 4]
-        with policy.generation():
-            z = policy.lm(torch.tensor([prompt + one.ids]), use_cache=False).logits[0] / 0.8
-        rows = z[len(prompt) - 1 : -1]
+        rows = logits_of(policy, prompt, one.ids) / 0.8
         rows = rows.masked_fill(rows < rows.topk(9).values[:, -1:], -torch.inf)
-        own = rows.log_softmax(-1).gather(-1, torch.tensor(one.ids)[:, None])[:, 0]
-        torch.testing.assert_close(one.logps, own, rtol=0, atol=2e-5)
+        torch.testing.assert_close(one.logps, taken(rows, one.ids), rtol=0, atol=2e-5)
         assert (one.finish_reason == "eos") == (one.ids[-1] == 1)
         assert 1 not in one.ids[:-1] and (one.finish_reason == "eos" or len(one.ids) == 8)
     assert policy.lm.config._attn_implementation == "grpo_packed"
@@ -86,11 +84,9 @@ def test_the_batches_are_asked_for_in_the_words_of_the_installed_transformers(
 
 
 def test_greedy_is_the_most_likely_token(policy):
-    (one,) = engine_of(policy).generate(
-        PROMPTS[:1], Sampling(max_new_tokens=1, temperature=0), group_size=1, seed=0
-    )
-    with policy.generation():
-        logits = policy.lm(torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1]
+    greedy = Sampling(max_new_tokens=1, temperature=0)
+    (one,) = engine_of(policy).generate(PROMPTS[:1], greedy, group_size=1, seed=0)
+    logits = logits_of(policy, PROMPTS[0], one.ids)[0]
     assert one.ids == [int(logits.argmax())]
     assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
 
@@ -154,12 +150,9 @@ def finished(name, ids=(5,), logprobs=(-1.0,), error=None):
         (Manager([finished("r0")], running=False), RuntimeError, "its thread has ended"),
         (Manager([finished("r0")]), TimeoutError, "no completion in 0.01 seconds"),
         (Manager([finished("r1", error="no room"), finished("r0")]), RuntimeError, "no room"),
-        (
-            Manager([finished("r0"), finished("r1", logprobs=[float("nan")])]),
-            NonFiniteLogits, "NaN",
-        ),
+        (Manager([finished("r1", logprobs=[torch.nan]), finished("r0")]), NonFiniteLogits, "NaN"),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_is_said_and_never_waited_for(policy, monkeypatch, manager, error, says):
     context = "continuous_batching_context_manager"
     monkeypatch.setattr(policy.lm, context, lambda **_: manager, raising=False)

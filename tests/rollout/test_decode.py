@@ -16,6 +16,7 @@ from grpo_fast.rollout.own import decode
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model
+from tests.train.tiny_steps import logits_of, taken
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
 EOS = 1
@@ -75,23 +76,16 @@ def test_every_family_samples_what_it_samples_in_transformers(family, monkeypatc
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group_size": 1},
-        {"max_new_tokens": 1},
-        {"temperature": 0.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
-        {"top_k": 9, "top_p": 0.8},
-        {"batch_size": 5},  # groups cut apart
-        {"batch_size": 1},
-        {"prompts": PROMPTS[:1]},
-        {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
-    ],
-    ids=str,
-)
+OPTIONS = [
+    {"group_size": 1}, {"max_new_tokens": 1}, {"temperature": 0.0}, {"top_p": 0.7},
+    {"temperature": 0.6, "top_k": 5}, {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
+    {"top_k": 9, "top_p": 0.8}, {"batch_size": 1}, {"prompts": PROMPTS[:1]},
+    {"batch_size": 5},  # groups cut apart
+    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(policy, monkeypatch, options):
     assert_same(*both(policy, monkeypatch, **options))
 
@@ -171,13 +165,9 @@ def test_16_bits(how, monkeypatch):
     sampling = Sampling(max_new_tokens=8)
     monkeypatch.setitem(hf._unsuited, policy.lm, None)
     found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
-    wide = model.float()
+    wide = Policy(model.float(), policy.tokenizer)
     for n, one in enumerate(found):
-        prompt = PROMPTS[n // 2]
-        with policy.generation(), torch.autocast("cpu", enabled=False):
-            logits = wide(torch.tensor([prompt + one.ids]), use_cache=False).logits[0]
-        own = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        own = own.gather(-1, torch.tensor(one.ids)[:, None])[:, 0]
+        own = taken(logits_of(wide, PROMPTS[n // 2], one.ids), one.ids)
         assert one.logps.dtype == torch.float32
         torch.testing.assert_close(one.logps, own, rtol=0, atol=0.25)
 
@@ -222,9 +212,8 @@ def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
         raise ValueError("s_aux: not supported by packed attention")
 
     monkeypatch.setattr("grpo_fast.rollout.own.cache.packed_attention", refuses)
-    found = hf.TransformersEngine(policy).generate(
-        PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0
-    )
+    engine = hf.TransformersEngine(policy)
+    found = engine.generate(PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0)
     assert len(found) == 6 and "s_aux: not supported" in caplog.text
 
 

@@ -64,18 +64,16 @@ def test_temperature_enters_the_logps():
     logits = torch.tensor([[1.0, 2.0, 0.5]])
     sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))
     token = sampler(torch.zeros(1, 1), logits.clone()).argmax(-1)
-    assert sampler.logps.item() == pytest.approx(
-        (logits / 0.5).log_softmax(-1)[0, token].item(), abs=1e-6
-    )
+    expected = (logits / 0.5).log_softmax(-1)[0, token].item()
+    assert sampler.logps.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_completions_end_at_the_first_eos(policy):
     rollout = generate(policy, PROMPTS, seed=2, group_size=40)
     eos = policy.tokenizer.eos_token_id
     assert any(rollout.truncated) and not all(rollout.truncated)
-    for ids, cut, logps in zip(
-        rollout.completion_ids, rollout.truncated, rollout.sampling_logps, strict=True
-    ):
+    fields = rollout.completion_ids, rollout.truncated, rollout.sampling_logps
+    for ids, cut, logps in zip(*fields, strict=True):
         assert cut == (eos not in ids) and len(logps) == len(ids)
         assert eos not in ids[:-1] and (cut or ids[-1] == eos)
         assert not cut or len(ids) == 12
@@ -88,9 +86,7 @@ def test_the_seed_decides_and_the_batch_size_does_not(policy):
     other = generate(policy, PROMPTS, seed=(3, 2))
     pieces = generate(policy, PROMPTS, seed=(3, 1), batch_size=5)
     assert first.completion_ids == again.completion_ids != other.completion_ids
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.sampling_logps, again.sampling_logps, strict=True)
-    )
+    assert all(map(torch.equal, first.sampling_logps, again.sampling_logps))
     assert pieces.completion_ids == first.completion_ids
     assert seed_of(3, 1) != seed_of(31) and 0 <= seed_of("x") < 2**63
 
@@ -98,9 +94,8 @@ def test_the_seed_decides_and_the_batch_size_does_not(policy):
 def test_chat_messages_and_empty_prompts(policy):
     messages = [{"role": "user", "content": "1 2"}]
     rollout = generate(policy, [messages], seed=0, group_size=1)
-    assert rollout.prompts == ["1 2\n"] and rollout.prompt_ids == [
-        policy.tokenizer("1 2")["input_ids"]
-    ]
+    assert rollout.prompts == ["1 2\n"]
+    assert rollout.prompt_ids == [policy.tokenizer("1 2")["input_ids"]]
     with pytest.raises(ValueError, match="at least one token"):
         generate(policy, [""], seed=0)
 

@@ -62,13 +62,12 @@ class StandIn:
         self.calls.append(f"wake {' '.join(tags)}")
 
     def generate(self, prompts, parameters, use_tqdm):
-        engine = TransformersEngine(self.own)
+        sample = TransformersEngine(self.own).generate
         assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
-            found = engine.generate(
-                [prompt["prompt_token_ids"]], sampling, group_size=wanted.n, seed=wanted.seed
-            )
+            ids = [prompt["prompt_token_ids"]]
+            found = sample(ids, sampling, group_size=wanted.n, seed=wanted.seed)
             yield SimpleNamespace(outputs=[self.output(*one) for one in enumerate(found)])
 
     def output(self, index, one):
@@ -154,19 +153,16 @@ def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
             generate(policy, engine)
 
 
-def test_completions_by_other_weights_are_refused(policy, vllm):
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [({"version": "2"}, StaleWeights, "by the weights 3, got some by .2"),
+     ({"logp": float("nan")}, NonFiniteLogits, "")],
+)  # fmt: skip
+def test_completions_that_cannot_be_are_refused(policy, vllm, fault, error, said):
     engine = VLLMEngine(policy, llm := StandIn(), 0)
     with awake(engine, policy, 3):
-        llm.version = "2"
-        with pytest.raises(StaleWeights, match="by the weights 3, got some by .2"):
-            generate(policy, engine)
-
-
-def test_log_probabilities_that_are_no_numbers(policy, vllm):
-    engine = VLLMEngine(policy, llm := StandIn(), 0)
-    with awake(engine, policy, 3):
-        llm.logp = float("nan")
-        with pytest.raises(NonFiniteLogits):
+        vars(llm).update(fault)
+        with pytest.raises(error, match=said):
             generate(policy, engine)
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from json import dumps
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -42,11 +43,9 @@ def engine(policy: Policy, server: StandIn) -> VLLMServers:
     return made
 
 
-def generate(policy, engine, prompts=PROMPTS, *, seed=1, group_size=3, places=None, **options):
-    sampling = Sampling(**{"max_new_tokens": 6, **options})
-    return rollouts.generate(
-        policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine, places=places
-    )
+def generate(policy, engine, prompts=PROMPTS, *, seed=1, places=None, **options):
+    asked = {"group_size": 3, "seed": seed, "engine": engine, "places": places}
+    return rollouts.generate(policy, prompts, Sampling(max_new_tokens=6, **options), **asked)
 
 
 def spoil(policy: Policy) -> None:
@@ -109,14 +108,6 @@ def test_weights_of_the_same_version_are_sent_once(policy, server):
     begun = [f"/{x}_weight_update" for x in ("start", "finish")]
     assert [server.calls[path] for path in (UPDATE, *begun)] == [2, 2, 2]
     assert server.calls["/init_weight_transfer_engine"] == 1
-
-
-def test_weights_of_another_run_are_not_taken_for_these(policy, server):
-    engine_of(policy, server).update(policy, 1)
-    spoil(policy)
-    engine = engine_of(policy, server)
-    engine.update(policy, 1)
-    assert difference(policy, generate(policy, engine)) < 1e-5
 
 
 def test_sampling_is_stopped_while_weights_are_exchanged(policy, server):
@@ -389,8 +380,11 @@ def test_the_timeout_is_of_the_whole_transfer(policy, server, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- busy
-@pytest.mark.parametrize("after", [b"", b"Retry-After: 0\r\n", b"Retry-After: soon\r\n"])
-@pytest.mark.parametrize("path", [GENERATE, UPDATE, "/weight_info", "/health"])
+@pytest.mark.parametrize(
+    ("path", "after"),
+    [(GENERATE, b""), (UPDATE, b"Retry-After: 0\r\n"), ("/weight_info", b"Retry-After: soon\r\n"),
+     ("/health", b"")],
+)  # fmt: skip
 def test_a_busy_server_is_asked_again(policy, server, path, after, monkeypatch, caplog):
     monkeypatch.setattr(http, "WAIT_S", (0.05, 30.0))
     busy = Raw(lambda put: put(b"HTTP/1.1 429 Too Many Requests\r\n" + after + b"\r\n"))
@@ -414,11 +408,8 @@ def test_a_busy_server_is_waited_for_as_long_as_it_says(policy, server, monkeypa
 
 
 # --------------------------------------------------------------------------------- refusals
-class Options:
-    ahead = 0
-
-    def __init__(self, **given):
-        self.vllm = VLLMOptions(**given)
+def options_of(**given):
+    return SimpleNamespace(ahead=0, vllm=VLLMOptions(**given))
 
 
 @pytest.mark.parametrize("path", ["/weight_info", "/server_info"])
@@ -426,20 +417,20 @@ class Options:
 def test_a_server_without_the_paths_is_told_how_to_start(policy, server, path, status):
     server.faults[path] = [status]
     with pytest.raises(ValueError, match=f"{status} told to say.*VLLM_SERVER_DEV_MODE=1"):
-        build(policy, Options(urls=[server.url]))
+        build(policy, options_of(urls=[server.url]))
 
 
 def test_raw_log_probabilities_are_refused(policy, server):
     server.mode = "raw_logprobs"
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
-        build(policy, Options(urls=[server.url]))
+        build(policy, options_of(urls=[server.url]))
 
 
 def test_a_server_of_another_dtype_is_said(policy, server, caplog):
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert not caplog.text
     server.dtype = "torch.bfloat16"
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
     assert "--dtype float32" in caplog.text
 
@@ -447,7 +438,7 @@ def test_a_server_of_another_dtype_is_said(policy, server, caplog):
 def test_a_server_of_another_model_is_left_as_it_is(policy, server):
     other = Policy(tiny_model("llama", vocab_size=15), policy.tokenizer)
     with pytest.raises(ValueError, match=r"embed_tokens is \[13, 32\] there, \[15, 32\] here"):
-        build(other, Options(urls=[server.url]))
+        build(other, options_of(urls=[server.url]))
     changing = {"/pause", "/init_weight_transfer_engine", "/start_weight_update", UPDATE}
     assert not changing & server.calls.keys()
 
@@ -501,23 +492,15 @@ def test_the_shapes_of_a_servers_model(changed, message):
 def test_a_server_that_is_not_there(policy, server):
     server.stop()
     with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
-        build(policy, Options(urls=[server.url], patience=0.1))
+        build(policy, options_of(urls=[server.url], patience=0.1))
     server.start()
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"urls": ["127.0.0.1:8000"]}, "expected http://host:port"),
-        ({"urls": ["ftp://127.0.0.1:8000"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:x"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:8000/v1"]}, "expected http://host:port"),
-        ({"urls": ["http://me:word@127.0.0.1:8000"]}, "expected http://host:port"),
         ({"urls": "http://127.0.0.1:8000"}, "in a list"),
         ({"urls": [None]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:0"]}, "expected http://host:port"),
-        ({"urls": ["http://127.0.0.1:65536"]}, "expected http://host:port"),
         ({"urls": ["http://10.0.0.7:8000"]}, "address: expected .* that 10.0.0.7 can reach"),
         ({"address": ""}, "at least 1 character"),
         ({"timeout": 0}, "greater than 0"),
@@ -529,7 +512,8 @@ def test_options_that_are_refused(given, message):
         VLLMOptions(**given)
 
 
-SECRETS = [
+REFUSED = [
+    "SECRET:8000", "ftp://SECRET:8000", "http://SECRET", "http://SECRET:0", "http://SECRET:65536",
     "http://user:SECRET@h:1", "http://:SECRET@127.0.0.1:1", "http://SECRET@127.0.0.1:1",
     "http://127.0.0.1:1#SECRET", "http://127.0.0.1:1?key=SECRET", "http://127.0.0.1:1/SECRET",
     "http://127.0.0.1:1/;SECRET", "http://127.0.0.1:SECRET", "http://127.0.0.1:1 SECRET",
@@ -537,8 +521,8 @@ SECRETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", SECRETS)
-def test_a_url_that_is_refused_is_not_shown(tmp_path, url):
+@pytest.mark.parametrize("url", REFUSED)
+def test_a_url_that_is_refused_is_not_shown(url):
     """Nor is one that is no list."""
     for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
         with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:
@@ -582,9 +566,9 @@ def test_an_address_that_is_not_of_this_machine(policy, server, address):
 
 def test_another_machine_is_said(policy, server, monkeypatch, caplog):
     monkeypatch.setattr(VLLMServers, "check", lambda self: None)
-    build(policy, Options(urls=[server.url]))
+    build(policy, options_of(urls=[server.url]))
     assert not caplog.text
-    build(policy, Options(urls=["http://10.0.0.7:8000"], address="10.0.0.1"))
+    build(policy, options_of(urls=["http://10.0.0.7:8000"], address="10.0.0.1"))
     assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
 
 

@@ -24,14 +24,10 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, impatient: None):
+def policy(tmp_path: Path):
+    """That of the servers: other random weights than the run's."""
     config = config_of(tmp_path)
-    tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
-    policy = load_policy(config.model, tokenizer)  # other random weights than the run's
-    made = [StandIn(policy), StandIn(policy)]
-    yield made
-    for server in made:
-        server.stop()
+    return load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):

@@ -170,10 +170,8 @@ class StandIn:
         )  # fmt: skip
         with self.lock:
             self.prompts.append(token_ids)
-            engine = TransformersEngine(self.policy)
-            found = engine.generate(
-                [token_ids], sampling, group_size=given["n"], seed=given["seed"]
-            )
+            sample = TransformersEngine(self.policy).generate
+            found = sample([token_ids], sampling, group_size=given["n"], seed=given["seed"])
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
     def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:

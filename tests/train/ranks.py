@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -75,9 +76,6 @@ def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
     return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]
 
 
-EMBEDDED = engine.BUILDERS["transformers"]
-
-
 class Apart(TransformersEngine):
     """Samples with a copy of the weights, in threads that have nothing to do with other ranks."""
 
@@ -95,10 +93,10 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
     if kind == "hsdp":
         given.append("distributed_replicas=2")
     config = load_recipe("sort", [*SMALL, *CASES[case], *given, *words, f"output_dir={folder}"])
-    own = f"{__name__}:Apart" if (case, kind) == ("apart", "ddp") else EMBEDDED
-    engine.BUILDERS["transformers"] = own
+    own = {"transformers": f"{__name__}:Apart"} if (case, kind) == ("apart", "ddp") else {}
     try:
-        summary = loop.train(config)
+        with patch.dict(engine.BUILDERS, own):
+            summary = loop.train(config)
     except Stopped as stopped:
         return {"code": stopped.code}
     except (Exception, KeyboardInterrupt) as error:
@@ -108,7 +106,7 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
     """The same; a signal comes to one rank before its forward pass of this number."""
-    seen, ask = 0, Stopping.raise_if_asked
+    seen = 0
 
     def counting(*_: Any) -> None:
         nonlocal seen
@@ -116,11 +114,8 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
         if seen == passes and distributed.rank() == rank:
             raise Stopped(signal.SIGTERM)
 
-    Stopping.raise_if_asked = counting  # type: ignore[method-assign]
-    try:
+    with patch.object(Stopping, "raise_if_asked", counting):
         return {**train(case, kind, folder, *words), "seen": seen}
-    finally:
-        Stopping.raise_if_asked = ask  # type: ignore[method-assign]
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
@@ -138,11 +133,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
-    gradients.policy_loss = failing
-    try:
+    with patch.object(gradients, "policy_loss", failing):
         return train(case, kind, folder, *words)
-    finally:
-        gradients.policy_loss = own
 
 
 def raise_together(*kinds: str | None) -> Any:
@@ -162,28 +154,14 @@ def raise_together(*kinds: str | None) -> Any:
 
 def track() -> Any:
     """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
-    from accelerate.tracking import GeneralTracker
-
-    class Listed(GeneralTracker):
-        name, requires_logging_directory, tracker = "listed", False, None
-        seen: list[Any] = []  # noqa: RUF012
-
-        def store_init_configuration(self, values: Any) -> None:
-            self.seen.append("config")
-
-        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-            self.seen.append([step, values])
-
-        def finish(self) -> None:
-            self.seen.append("finished")
+    from tests.train.test_trackers import Fake
 
     if distributed.is_main():
-        check, trackers.check_trackers = trackers.check_trackers, lambda _: None
-        mine = trackers.Trackers([Listed()], ".", {})  # type: ignore[list-item]
+        with patch.object(trackers, "check_trackers"):
+            mine = trackers.Trackers([Fake("run")], ".", {})  # type: ignore[list-item]
         mine.log(1, {"reward": 0.5})
         mine.close()
-        trackers.check_trackers = check
-    return distributed.gather(Listed.seen)[0]
+    return distributed.gather([[each.rows, each.finished] for each in Fake.made])[0]
 
 
 def shards(case: str, kind: str, folder: str) -> Any:
@@ -200,11 +178,8 @@ def shards(case: str, kind: str, folder: str) -> Any:
         return norm
 
     apply = optimizer.Optimizer.apply
-    optimizer.Optimizer.apply = looking  # type: ignore[method-assign]
-    try:
+    with patch.object(optimizer.Optimizer, "apply", looking):
         return {**train(case, kind, folder, "steps=1"), **found}
-    finally:
-        optimizer.Optimizer.apply = apply  # type: ignore[method-assign]
 
 
 def load_shards(*folders: str) -> Any:

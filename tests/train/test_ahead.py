@@ -76,21 +76,25 @@ def apart(monkeypatch):
     return built
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The result of a run that samples ahead."""
+    return run(tmp_path_factory.mktemp("ahead") / "whole", *AHEAD)
+
+
 def training_rows(found):
     return [row for row in found["metrics"] if "loss" in row]
 
 
-def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path):
-    found, plain = run(tmp_path / "ahead", *AHEAD), run(tmp_path / "plain", "rollout.top_p=0.9")
-    rows = training_rows(found)
+def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
+    plain, rows = run(tmp_path / "plain", "rollout.top_p=0.9"), training_rows(whole)
     assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
     assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # what the loss corrects
-    asked = [
-        [json.loads(line)["prompt"] for line in x["prompts"].splitlines()] for x in (found, plain)
-    ]
-    assert asked[0] == asked[1] and len(asked[0]) == 6
+    asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
+                     for x in (whole, plain))  # fmt: skip
+    assert asked == others and len(asked) == 6
     # Step 1 is sampled as ever, step 2 from the same random numbers with other weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
@@ -155,9 +159,8 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_signal_while_the_engine_samples(tmp_path, monkeypatch, apart, fails, caplog):
+def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart, fails, caplog):
     """It is waited for, and lies in the checkpoint; where it fails, its prompts are asked again."""
-    whole = run(tmp_path / "whole", *AHEAD)
     begin, settle, asked = Ahead.begin, Ahead.settle, []
 
     def begun(self, step, clock):
@@ -196,13 +199,13 @@ def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch
 
 
 def test_a_failure_in_the_thread_ends_the_step(tmp_path, apart, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no answer within 5 s")
-
     generate = Apart.generate
-    monkeypatch.setattr(
-        Apart, "generate",
-        lambda self, *a, **k: (broken if self.version == 1 else generate)(self, *a, **k),
-    )  # fmt: skip
+
+    def broken(self, *arguments, **options):
+        if self.version == 1:
+            raise RuntimeError("no answer within 5 s")
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(Apart, "generate", broken)
     with pytest.raises(RuntimeError, match="no answer within 5 s"):
         run(tmp_path / "run", *AHEAD)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from grpo_fast.train import loop
@@ -57,6 +56,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run(folder, *UNDERWAY)
     assert "+" in checkpoints_in(folder)[0].name
     return folder
+
+
+def is_refused(folder: Path, said: str, word: str = "resume=auto") -> None:
+    with pytest.raises(ValueError, match=said):
+        run(folder, *WORDS, word, "steps=3")
 
 
 def sign(checkpoint: Path) -> None:
@@ -161,19 +165,20 @@ def test_what_a_state_cannot_hold(finished, left, tmp_path, is_underway, path, v
     assert checkpoints_in(folder) == before
 
 
-def rewrite(file: Path, change: Any) -> None:
-    """Save the tensors of a file after `change(tensors)`, with what DCP says of their places."""
-    with safe_open(file, "pt") as opened:
-        about = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-    tensors = load_file(file)
-    change(tensors)
-    places = {x: about.get(x, {"saved_offsets": [0] * t.dim()}) for x, t in tensors.items()}
-    metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
-    save_file(tensors, file, metadata=metadata if about else None)
+def write_shard(
+    checkpoint: Path, tensors: Any, offsets: Any = (0, 0), number: int = 1, info: str = ""
+) -> None:
+    """A file of the weights, WEIGHT at these offsets by what DCP says of its shards; signed."""
+    places = {x: {"saved_offsets": [0] * t.dim()} for x, t in tensors.items()}
+    places[WEIGHT] = {"saved_offsets": offsets}
+    file = checkpoint / SHARD.replace("shard-00001", f"shard-{number:05d}")
+    save_file(tensors, file, metadata={"DCP_SHARDING_INFO": info or json.dumps(places)})
+    sign(checkpoint)
 
 
-WEIGHT = "policy.lm_head.weight"
-TENSORS = {
+WEIGHT, CHECKPOINT = "policy.lm_head.weight", "resume: expected a checkpoint of this configuration"
+ELSEWHERE = f"resume: expected a checkpoint.*{WEIGHT}|expected a ch"  # rows stay unfilled
+TENSORS = {  # an edit, what is said, the offsets
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT} is missing"),
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more has no place here"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*32"),
@@ -185,31 +190,19 @@ TENSORS = {
         lambda t: t.update({f"optimizer.{WEIGHT}.third": torch.ones(3)}), "third has no pl"),
     "moments of nobody": (
         lambda t: t.update({"optimizer.critic.y.step": torch.zeros(())}), "critic.y.step has no"),
+    **{f"at {offsets}": (len, ELSEWHERE, offsets) for offsets in ([1, 0], [0, 1], [10**6, 0], [0])},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_that_do_not_fit(folder, kind):
     """33, 48: nothing is filled in, and nothing is passed over."""
-    edit, said = TENSORS[kind]
-    checkpoint = checkpoints_in(folder)[0]
-    rewrite(checkpoint / SHARD, edit)
-    sign(checkpoint)
-    with pytest.raises(ValueError, match=said):
-        run(folder, *WORDS, "resume=auto", "steps=3")
-
-
-@pytest.mark.parametrize("offsets", [[1, 0], [0, 1], [10**6, 0], [0]])
-def test_chunks_that_leave_rows_out(folder, offsets):
-    """A shard that says it lies elsewhere leaves rows of the tensor unfilled."""
+    edit, said, *offsets = TENSORS[kind]
     checkpoint = checkpoints_in(folder)[0]
     tensors = load_file(checkpoint / SHARD)
-    places = {x: {"saved_offsets": [0] * t.dim()} for x, t in tensors.items()}
-    places[WEIGHT]["saved_offsets"] = offsets
-    save_file(tensors, checkpoint / SHARD, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-    sign(checkpoint)
-    with pytest.raises(ValueError, match=f"resume: expected a checkpoint.*{WEIGHT}|expected a ch"):
-        run(folder, *WORDS, "resume=auto", "steps=3")
+    edit(tensors)
+    write_shard(checkpoint, tensors, *offsets)
+    is_refused(folder, said)
 
 
 @pytest.mark.parametrize("end, start", [(3, 5), (5, 3)])
@@ -217,16 +210,10 @@ def test_shards_with_a_gap_or_twice_the_same_rows(folder, end, start):
     """The last row is there, so that the tensor has its shape; rows 3 and 4 are not, or twice."""
     checkpoint = checkpoints_in(folder)[0]
     tensors = load_file(checkpoint / SHARD)
-    parts = tensors[WEIGHT][:end].clone(), tensors[WEIGHT][start:].clone()
-    for number, (part, first) in enumerate(zip(parts, (0, start), strict=True), 1):
-        held = (tensors if number == 1 else {}) | {WEIGHT: part}
-        places = {x: {"saved_offsets": [0] * t.dim()} for x, t in held.items()}
-        places[WEIGHT] = {"saved_offsets": [first, 0]}
-        file = checkpoint / SHARD.replace("shard-00001", f"shard-{number:05d}")
-        save_file(held, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-    sign(checkpoint)
-    with pytest.raises(ValueError, match=f"{WEIGHT}: expected all of its rows once"):
-        run(folder, *WORDS, "resume=auto", "steps=3")
+    rows = tensors[WEIGHT]
+    write_shard(checkpoint, tensors | {WEIGHT: rows[:end].clone()})
+    write_shard(checkpoint, {WEIGHT: rows[start:].clone()}, [start, 0], 2)
+    is_refused(folder, f"{WEIGHT}: expected all of its rows once")
 
 
 GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
@@ -238,34 +225,28 @@ def test_bytes_that_are_no_tensors(folder, name):
     for content in GARBAGE:
         (checkpoint / name).write_bytes(content)
         sign(checkpoint)
-        with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
-            run(folder, *WORDS, "resume=auto", "steps=3")
+        is_refused(folder, CHECKPOINT)
 
 
-@pytest.mark.parametrize("info", ["[]", "{}", "[" * 10**5, '{"' + WEIGHT + '": 5}', "null", "1"])
-def test_places_that_are_none(folder, info):
+def test_places_that_are_none(folder):
     """What DCP says of its shards is JSON in the header of a file."""
     checkpoint = checkpoints_in(folder)[0]
     tensors = load_file(checkpoint / SHARD)
-    save_file(tensors, checkpoint / SHARD, metadata={"DCP_SHARDING_INFO": info})
-    sign(checkpoint)
-    words = [*WORDS, "resume=auto", "steps=3"]
-    if info == "null":  # as a file without shards, which is whole
-        assert run(folder, *words)["metrics"]
-        return
-    with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
-        run(folder, *words)
+    for info in ("[]", "{}", "[" * 10**5, '{"' + WEIGHT + '": 5}', "1"):
+        write_shard(checkpoint, tensors, info=info)
+        is_refused(folder, CHECKPOINT)
+    write_shard(checkpoint, tensors, info="null")  # as a file without shards, which is whole
+    assert run(folder, *WORDS, "resume=auto", "steps=3")["metrics"]
 
 
 def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
-    for name, edit in (
-        ("random/cpu", lambda t: t.pop("random/cpu")),
-        ("underway/more", lambda t: t.update({"underway/more": torch.ones(1)})),
-        ("underway/collected/advantages", lambda t: t.pop("underway/collected/advantages")),
-    ):
-        folder = Path(shutil.copytree(left, tmp_path / name.replace("/", "-")))
-        checkpoint = checkpoints_in(folder)[0]
-        rewrite(checkpoint / "state.safetensors", edit)
+    folder = Path(shutil.copytree(left, tmp_path / "run"))
+    checkpoint = checkpoints_in(folder)[0]
+    whole = load_file(checkpoint / "state.safetensors")
+    for name in ("random/cpu", "underway/more", "underway/collected/advantages"):
+        others = {x: t for x, t in whole.items() if x != name}
+        added = {} if name in whole else {name: torch.ones(1)}
+        save_file(others | added, checkpoint / "state.safetensors")
         sign(checkpoint)
         with pytest.raises(ValueError, match=name.rpartition("/")[2]):
             run(folder, *UNDERWAY, "resume=auto")
@@ -273,26 +254,23 @@ def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
 
 # ----------------------------------------------------------------------- files that are none
 FILES = {
-    "pickle": lambda c: (c / "weights" / "pytorch_model.bin").write_bytes(b"\x80\x02."),
-    "model code": lambda c: (c / "tokenizer" / "modeling.py").write_text("1"),
-    "config with a kernel": lambda c: (c / "config.json").write_text(
-        '{"attn_implementation": "some/kernel"}'
-    ),
+    "weights/pytorch_model.bin": b"\x80\x02.",
+    "tokenizer/modeling.py": b"1",
+    "config.json": b'{"attn_implementation": "some/kernel"}',
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_files_that_no_checkpoint_has(folder, kind, is_signed):
+def test_files_that_no_checkpoint_has(folder, name, is_signed):
     """33, 46, 47: no pickle, no code, and no config that a reader of models would obey."""
     checkpoint = checkpoints_in(folder)[0]
-    FILES[kind](checkpoint)
+    (checkpoint / name).write_bytes(FILES[name])
     if is_signed:
         sign(checkpoint)
     expected = "String should match pattern" if is_signed else "is not in the manifest"
     assert expected in str(problem_of(checkpoint))
-    with pytest.raises(ValueError, match=expected):
-        run(folder, *WORDS, f"resume={checkpoint}", "steps=3")
+    is_refused(folder, expected, f"resume={checkpoint}")
 
 
 def to_zero(path: Path) -> None:
@@ -351,8 +329,7 @@ def test_what_a_link_points_at_stays(folder, tmp_path, place):
         target.write_text("dear\n" * 999)
     before = contents(target)
     was.symlink_to(target)
-    with pytest.raises(ValueError, match="got a link"):
-        run(folder, *WORDS, "resume=auto", "steps=3")
+    is_refused(folder, "got a link")
     assert contents(target) == before
 
 
@@ -360,22 +337,14 @@ def test_what_a_link_points_at_stays(folder, tmp_path, place):
 def test_json_without_an_end(folder, name):
     """48: nested a million times, a bomb of digits, no JSON at all."""
     checkpoint = checkpoints_in(folder)[0]
-    for text in (
-        "[" * 10**6,
-        '{"a":' * 10**6,
-        "1" * 10**6,
-        "",
-        "\x00",
-        '{"format": 1e999}',
-        "null",
-    ):
+    deep = "[" * 10**6, '{"a":' * 10**6, "1" * 10**6
+    for text in (*deep, "", "\x00", '{"format": 1e999}', "null"):
         (checkpoint / name).write_text(text)
-        if name == "state.json":
-            sign(checkpoint)
-            with pytest.raises(ValueError, match=r"state\.json"):
-                run(folder, *WORDS, f"resume={checkpoint}", "steps=3")
-        else:
+        if name == "manifest.json":
             assert "cannot be read" in str(problem_of(checkpoint)), text[:20]
+            continue
+        sign(checkpoint)
+        is_refused(folder, r"state\.json", f"resume={checkpoint}")
 
 
 def test_a_manifest_that_leads_out_of_its_folder(folder):
@@ -419,8 +388,7 @@ def test_another_format_is_not_damage(folder, tmp_path):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
         (newest / "manifest.json").write_text(text)
         for word in ("resume=auto", f"resume={newest}", f"resume={folder}"):
-            with pytest.raises(ValueError, match=f"format 3, which .* got format {was} in"):
-                run(folder, *WORDS, word, "steps=3")
+            is_refused(folder, f"format 3, which .* got format {was} in", word)
         assert checkpoints_in(folder) == [newest, before]
         assert (newest / "manifest.json").read_text() == text
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), f"format {was}")
@@ -500,13 +468,42 @@ def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     run(folder, *WORDS, "resume=auto", "steps=3")
 
 
-@pytest.mark.parametrize("place", ["model", "state", "pruned"])
-def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place):
+def test_two_runs_that_start_at_once(tmp_path, monkeypatch):
+    """The other one comes between a look and the lock: it writes still, or has ended since."""
+    folder, claim, locks = tmp_path / "run", resume.claim_folder, []
+
+    def taken(place):
+        locks.append(FolderLock(claim(place)))
+        return place
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resume, "claim_folder", taken)
+        with pytest.raises(OutputFolderError, match="another process"):
+            run(folder, *WORDS)
+        locks[0].release()
+
+    def comes_too_late(place):
+        (folder / "metrics.jsonl").write_text("theirs")
+        return FolderLock(place)
+
+    monkeypatch.setattr(resume, "FolderLock", comes_too_late)
+    folder.rmdir()
+    with pytest.raises(OutputFolderError, match="occupied"):
+        run(folder, *WORDS)
+    assert contents(folder) == {folder / "metrics.jsonl": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    "place, owner, name",
+    [("model", loop, "load_policy"), ("state", Run, "_load_state"),
+     ("pruned", loop, "check_prompts")],
+)  # fmt: skip
+def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place, owner, name):
     """39: logs are cut only when the state is loaded; then the run goes on as if nothing was."""
     newest, before = checkpoints_in(folder)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "half')
-    files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files = contents(folder)
 
     def failing(*_: Any, **__: Any) -> None:
         if place == "pruned":
@@ -515,21 +512,13 @@ def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place
             raise ValueError("the model is gone")
 
     with monkeypatch.context() as patched:
-        if place == "model":
-            patched.setattr(loop, "load_policy", failing)
-        elif place == "state":
-            patched.setattr(Run, "_load_state", failing)
-        else:
-            patched.setattr(loop, "check_prompts", failing)
+        patched.setattr(owner, name, failing)
         for target in (folder, tmp_path / "new"):
-            word = f"resume={newest}"
-            with pytest.raises(
-                ValueError, match=r"the model is gone|resume: expected a checkpoint"
-            ):
-                run(target, *WORDS, word, "steps=3")
+            said = "the model is gone|resume: expected a checkpoint"
+            is_refused(target, said, f"resume={newest}")
             if place == "pruned":
                 shutil.move(tmp_path / "moved", newest)
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+    assert contents(folder) == files
     assert not (tmp_path / "new").exists()
     assert run(folder, *WORDS, "resume=auto", "steps=3")["metrics"][-1]["step"] == 3
 

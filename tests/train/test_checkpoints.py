@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,13 +28,13 @@ from grpo_fast.train.runs.storage import stored_names
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from tests.command_line import ROOT, invoke, refused
-from tests.tiny import tiny_folder
-from tests.train.resuming import Leave, config_of, result, run
-from tests.train.tiny_runs import questions
+from tests.train.resuming import Leave, run
+from tests.train.tiny_runs import adapted
 
 SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 KL = ["reference.kind=frozen", "loss.beta=0.1"]
+EVERY = ["checkpoint.every=1", "checkpoint.keep=3"]
 KINDS = {
     "plain": [],
     "passes": [*PASSES, "max_approx_kl=0.0001", "log.every_update=true"],
@@ -64,6 +67,13 @@ KINDS = {
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The folder of a run that has checkpoints of its three steps, and its result."""
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    return folder, run(folder, *EVERY)
+
+
 def left_at(folder, monkeypatch, at, *overrides, **options):
     """A run that a signal ends in place of its `at`-th forward pass."""
     leave = Leave(monkeypatch, at)
@@ -83,6 +93,7 @@ def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
     """Leave at these shares of all forward passes, one after the other in the same run."""
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *overrides, **options)
+    assert {"model/model.safetensors:lm_head.weight", "metrics", "prompts", "page"} <= whole.keys()
     total = counted.passes
     for index, share in enumerate(places):
         folder = tmp_path / f"left-{index}"
@@ -95,8 +106,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
     check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
 
 
-@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
-def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
+def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
     """A dropout or an engine would draw from them. What a step drew before is drawn again."""
     loss, decode = gradients.policy_loss, hf.decode
 
@@ -114,24 +124,16 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
                "steps=2", *PASSES]  # fmt: skip
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *options)
-    for place in range(2):
-        left = tmp_path / f"left-{place}"
+    for share, later in itertools.product((0.1, 0.45, 0.8), (0, 3)):
+        left = tmp_path / f"left-{share}-{later}"
         torch.manual_seed(99)
-        left_at(left, monkeypatch, 3 * place + round(share * counted.passes), *options)
+        left_at(left, monkeypatch, later + round(share * counted.passes), *options)
         torch.manual_seed(99)
         same(run(left, "resume=auto", *options), whole)
 
 
 def test_an_adapter(tmp_path, monkeypatch):
-    folder, data = tiny_folder(tmp_path / "tiny", "llama"), questions(tmp_path / "data", 8, 8)
-    words = [
-        f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
-        f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2",
-        "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false", "rollout.group_size=4",
-        "advantages=gae", "advantage_options={}", "critic={kind: model}", "minibatches=2",
-        "log.completions_every=1",
-        "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]", *KL, "kl.into=reward",
-    ]  # fmt: skip
+    words = [*adapted(tmp_path), *KL, "log.completions_every=1"]
     check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
     [saved] = checkpoints_in(tmp_path / "left-0")
     names = stored_names(saved / "weights")
@@ -166,16 +168,15 @@ def test_a_loop_that_a_resumed_run_cannot_take_is_named(tmp_path, monkeypatch, c
     assert "sampler: transformers' generate (slower; another attention)" in said
 
 
-def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path):
+def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path, kept):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run(tmp_path / "run", "checkpoint.every=1", "checkpoint.keep=2")
-    saved = checkpoints_in(tmp_path / "run")
-    assert [path.name for path in saved] == ["step_000003", "step_000002"]
+    saved = checkpoints_in(kept[0])
+    assert [path.name for path in saved] == ["step_000003", "step_000002", "step_000001"]
     out = tmp_path / "out"
     assert str(out) in invoke("export", str(saved[0]), str(out)).output
     last = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    final = AutoModelForCausalLM.from_pretrained(kept[0] / "model").state_dict()
     assert all(last[name].equal(final[name]) for name in final)
     assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
     assert refused(invoke("export", str(saved[0]), str(out)), "is occupied")
@@ -195,10 +196,9 @@ def test_the_best_is_kept_beside_the_last(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
-    options = ["checkpoint.every=1", "checkpoint.keep=3"]
-    whole = run(tmp_path / "run", *options)
-    newest, before, _ = checkpoints_in(tmp_path / "run")
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
+    folder = Path(shutil.copytree(kept[0], tmp_path / "run"))
+    newest, before, _ = checkpoints_in(folder)
     file = newest / ("manifest.json" if damage == "no manifest" else SHARD)
     content = bytearray(file.read_bytes())
     if damage in ("missing", "no manifest"):
@@ -206,15 +206,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
     else:
         content[-1] ^= 1
         file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
-    (tmp_path / "run" / "summary.json").unlink()
-    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+    (folder / "summary.json").unlink()
+    same(run(folder, *EVERY, "resume=auto"), kept[1])
     name = file.relative_to(newest)
     assert f"{newest} is damaged and passed over: {name}" in caplog.text
     assert (newest.parent / f"{newest.name}.aside-1").is_dir()
     assert problem_of(newest) is None and problem_of(before) is None  # it was written again
     with pytest.raises(ValueError, match="resume: expected a whole checkpoint"):
         (newest / "state.json").write_text("{}")
-        run(tmp_path / "run", *options, f"resume={newest}")
+        run(folder, *EVERY, f"resume={newest}")
 
 
 STEP = "step_000002"
@@ -229,10 +229,8 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypatch, place):
+def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
     """As after kill -9: what was half written is there, and nobody has tidied up."""
-    options = ["checkpoint.every=1", "checkpoint.keep=2"]
-    whole = run(tmp_path / "whole", *options)
 
     class Killed(BaseException):
         pass
@@ -248,17 +246,15 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, dying)
         with pytest.raises(Killed):
-            run(tmp_path / "run", *options)
+            run(tmp_path / "run", *EVERY)
     [left] = checkpoints_in(tmp_path / "run")
     assert left.name == "step_000001" and problem_of(left) is None
     assert (left.parent / f"{STEP}{checkpoint.UNFINISHED}").is_dir()
-    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+    same(run(tmp_path / "run", *EVERY, "resume=auto"), kept[1])
     assert not list(left.parent.glob(f"*{checkpoint.UNFINISHED}"))
 
 
-def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, monkeypatch):
-    options = ["checkpoint.every=1"]
-    whole = run(tmp_path / "whole", *options)
+def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, kept, monkeypatch):
     sync = checkpoint.sync
 
     def full(path):
@@ -269,9 +265,9 @@ def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "sync", full)
         with pytest.raises(CheckpointError, match="No space left on device; the newest whole one"):
-            run(tmp_path / "run", *options)
+            run(tmp_path / "run", *EVERY)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
-    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+    same(run(tmp_path / "run", *EVERY, "resume=auto"), kept[1])
 
 
 def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -302,19 +298,15 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkey
     kept = ["checkpoint.every=1", "log.every_update=true"]
     rows = run(folder, "resume=auto", constant, "steps=4", *kept)["metrics"]
     assert rows[-1]["step"] == 4
+    left_at(tmp_path / "linear", monkeypatch, 20, "optim.schedule=linear")
+    with pytest.raises(ValueError, match="steps: 3 → 4"):  # on which its rates depend
+        run(tmp_path / "linear", "resume=auto", "optim.schedule=linear", "steps=4")
 
 
-def test_a_schedule_that_depends_on_the_steps_fixes_them(tmp_path, monkeypatch):
-    left_at(tmp_path / "run", monkeypatch, 20, "optim.schedule=linear")
-    with pytest.raises(ValueError, match="steps: 3 → 4"):
-        run(tmp_path / "run", "resume=auto", "optim.schedule=linear", "steps=4")
-
-
-def test_another_runs_checkpoint_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole")
+def test_another_runs_checkpoint_goes_on_in_a_folder_of_its_own(tmp_path, kept, monkeypatch):
     left_at(tmp_path / "left", monkeypatch, 30)
     before = (tmp_path / "left" / "metrics.jsonl").read_bytes()
-    same(run(tmp_path / "new", f"resume={tmp_path / 'left'}"), whole)
+    same(run(tmp_path / "new", f"resume={tmp_path / 'left'}"), kept[1])
     assert (tmp_path / "left" / "metrics.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match="resume: expected auto, or the folder of a run"):
         run(tmp_path / "newer", f"resume={tmp_path / 'nothing'}")
@@ -342,16 +334,7 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
         run(alien, "resume=auto")
 
 
-def test_moments_that_no_file_can_hold_are_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match=r"optim\.states: expected full beside checkpoint\.every"):
-        config_of(tmp_path, "optim.states=8bit", "checkpoint.every=1")
-
-
 def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
-    import signal
-
-    import torch
-
     model, stopping = torch.nn.Linear(1, 1), Stopping()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped, stopping.listening(model):
@@ -363,14 +346,6 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
     assert (stopped.value.code, stopped.value.name) == (143, "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
     model(torch.ones(1))  # nobody listens any more
-
-
-def test_the_result_of_two_whole_runs_is_compared_in_full(tmp_path):
-    """What these tests compare holds weights, metrics, prompts and pages."""
-    found = run(tmp_path / "run", "advantages=gae", "critic={kind: model}")
-    assert found == result(tmp_path / "run")
-    assert {"model/model.safetensors:lm_head.weight", "critic/value_head.safetensors:weight",
-            "metrics", "prompts", "page"} <= found.keys()  # fmt: skip
 
 
 @pytest.mark.slow

@@ -25,17 +25,11 @@ def test_help_and_version_load_nothing_heavy():
         "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"
         "package.__path__ = [sys.argv[1]]\n"
         "from grpo_fast.cli import app\n"
-        "heavy = {'torch', 'transformers', 'matplotlib', 'datasets', 'pydantic'} & "
-        "set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'datasets', 'pydantic'}\n"
+        "assert not heavy & set(sys.modules), sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "grpo_fast")],
-        check=True,
-        env=environment,
-        timeout=60,
-    )
+    words = [sys.executable, "-c", code, str(ROOT / "grpo_fast")]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
     shown = invoke("--help").output
     assert all(word in shown for word in ("train", "eval", "plot", "--version"))
     version = invoke("--version")
@@ -45,24 +39,17 @@ def test_help_and_version_load_nothing_heavy():
 def test_train_then_eval_then_plot(recipe, tmp_path):
     result = invoke("train", recipe, "steps=1", "log.progress=false")
     assert result.exit_code == 0, result.output
-    run = tmp_path / "run"
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model"} <= {
-        p.name for p in run.iterdir()
-    }
+    run, names = tmp_path / "run", {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
+    assert names | {"model"} <= {p.name for p in run.iterdir()}
     assert "reward" in result.output and "→" in result.output
 
     result = invoke("eval", str(run), "n=4", "samples=4", f"out={tmp_path / 'e.json'}")
     assert result.exit_code == 0, result.output
-    assert (
-        "greedy (n=4 questions" in result.output
-        and "pass@4" in result.output
-        and "±" in result.output
-    )
+    assert all(said in result.output for said in ("greedy (n=4 questions", "pass@4", "±"))
     metrics = json.loads((tmp_path / "e.json").read_text())
     assert set(metrics) == {"greedy", "sampled"} and metrics["sampled"]["eval_samples"] == 4
-    assert {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"} <= set(
-        metrics["sampled"]
-    )
+    names = {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"}
+    assert names <= metrics["sampled"].keys()
 
     result = invoke("plot", str(run), str(run / "metrics.jsonl"), "-o", str(tmp_path / "both.png"))
     assert result.exit_code == 0 and (tmp_path / "both.png").is_file()
@@ -89,7 +76,6 @@ def test_eval_of_a_model_on_a_local_file(tmp_path):
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
     (tmp_path / "bad_reward.py").write_text("def bad(**columns):\n    raise RuntimeError('boom')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = invoke(
-        "train", recipe, "steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false"
-    )
+    words = ("steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false")
+    result = invoke("train", recipe, *words)
     assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr

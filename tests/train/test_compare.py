@@ -24,9 +24,8 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 @pytest.fixture(autouse=True)
 def no_panels(monkeypatch, request):
     if "numbers" not in request.node.name:
-        monkeypatch.setattr(
-            "grpo_fast.train.experiments.compare_plot.plot", lambda *arguments: arguments[-1]
-        )
+        plot = "grpo_fast.train.experiments.compare_plot.plot"
+        monkeypatch.setattr(plot, lambda *arguments: arguments[-1])
 
 
 class FakeRun:
@@ -43,11 +42,8 @@ class FakeRun:
         save_config(config, folder / "config.yaml")
         if self.fails and self.fails in config.output_dir:
             raise RuntimeError("the loss is NaN\x1b[31m")
-        extra = config.advantages == "rloo"
-        rows = [
-            {"step": step, "reward": config.seed + step + extra}
-            for step in range(1, config.steps + 1)
-        ]
+        first = config.seed + (config.advantages == "rloo")
+        rows = [{"step": n, "reward": first + n} for n in range(1, config.steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "summary.json").write_text("{}")
 
@@ -72,9 +68,7 @@ def test_every_setting_with_every_seed_and_nothing_twice(tmp_path):
             assert config.steps == 20
     again = FakeRun()
     compare("sort", GRID, seeds=3, out=tmp_path / "out", run=again, say=quiet)
-    assert sorted(again.ran) == sorted(
-        str(tmp_path / "out" / arm.name / "seed-2") for arm in found.arms
-    )
+    assert {*again.ran} == {str(tmp_path / "out" / arm.name / "seed-2") for arm in found.arms}
 
 
 def test_a_run_that_was_cut_off_begins_anew(tmp_path):
@@ -121,10 +115,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert "| advantages=rloo | 21.5 | 1 (1 failed) |" in table(found)
     arms = json.loads((tmp_path / "compare.json").read_text())["arms"]
     values = [(arm["setting"], arm["seeds"], arm["metrics"]["reward"]) for arm in arms]
-    assert values == [
-        ("advantages=centered", [0, 1], [19.5, 20.5]),
-        ("advantages=rloo", [1], [21.5]),
-    ]
+    of_centered = ("advantages=centered", [0, 1], [19.5, 20.5])
+    assert values == [of_centered, ("advantages=rloo", [1], [21.5])]
     again = FakeRun()
     compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=again, say=quiet)
     assert again.ran == list(found.failed)
@@ -135,9 +127,8 @@ def test_a_line_per_setting_and_a_row_per_key(tmp_path):
     groups = grouped(found.rows, {arm.name: arm.values for arm in found.arms})
     assert list(groups) == ["", "advantages", "loss.loss_type"]
     assert len(groups[""]) == 4 and all(len(runs) == 1 for runs in groups[""].values())
-    assert {label: len(runs) for label, runs in groups["advantages"].items()} == {
-        "centered": 2, "rloo": 2,
-    }  # fmt: skip
+    counts = {label: len(runs) for label, runs in groups["advantages"].items()}
+    assert counts == {"centered": 2, "rloo": 2}
 
 
 def test_the_band_is_one_standard_error_around_the_mean():
@@ -178,17 +169,16 @@ def test_several_recipes_side_by_side(tmp_path):
 
 
 def test_names_of_folders_stay_inside(tmp_path):
-    arms = plan_arms(
-        "sort", ["data={task: jsonl, path: ../../x},{task: jsonl, path: /etc/y}"], 1, tmp_path
-    )
+    grid = ["data={task: jsonl, path: ../../x},{task: jsonl, path: /etc/y}"]
+    arms = plan_arms("sort", grid, 1, tmp_path)
     for arm in arms:
         assert Path(arm.runs[0].output_dir).resolve().is_relative_to(tmp_path.resolve())
         assert "/" not in arm.name
 
 
 def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
-    words = [*TINY_SORT, "steps=2", "log.completions_every=0", "eval.every=0"]
-    words = [word for word in words if word != "steps=3"]
+    words = [word for word in TINY_SORT if word != "steps=3"]  # each key once
+    words += ["steps=2", "log.completions_every=0", "eval.every=0"]
     command = ["compare", "sort", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -68,7 +68,7 @@ class Walk(HTMLParser):
             self.text += data
 
 
-def collected(advantages, *, extra=()):
+def collected(advantages):
     """Two groups of two, of 1, 2, 3 and 2 tokens, sorted right but for the third."""
     tokenizer = build_symbol_tokenizer(["1", "2", "3", "="])
     texts = ["1", "1 2", "2 1", "1 2"]

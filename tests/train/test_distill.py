@@ -51,8 +51,7 @@ def test_the_teacher_alone(tmp_path, trained):
 
 
 def test_an_advantage_of_the_teacher(tmp_path, trained):
-    form = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
-    rows = run(tmp_path / "a", f"distill.teacher={trained}", *form, "steps=15")
+    rows = run(tmp_path / "a", f"distill.teacher={trained}", *ADVANTAGE, "steps=15")
     assert rows[0]["kl"] > 0 and rows[-1]["kl"] < rows[0]["kl"]
 
     class Batch:
@@ -74,15 +73,22 @@ def server(trained):
     made.stop()
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+ADVANTAGE = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
+KINDS = {
+    kind: ([f"distill.kind={kind}", "distill.task=0.5"], ["distill.topk=999"], "divergence")
+    for kind in ("forward_kl", "reverse_kl", "jsd")
+} | {"advantage": (ADVANTAGE, [], "kl")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, server, kind):
-    words = [f"distill.kind={kind}", "distill.task=0.5"]
+    words, every_id, name = KINDS[kind]
     own = run(tmp_path / "own", f"distill.teacher={trained}", *words)
-    said = run(tmp_path / "said", f"distill.teacher={server.url}/", *words, "distill.topk=999")
-    assert own[0]["divergence"] > 0
+    said = run(tmp_path / "said", f"distill.teacher={server.url}/", *words, *every_id)
+    assert own[0][name] > 0
     for one, other in zip(own, said, strict=True):
-        for name in ("loss", "divergence", "grad_norm", "reward"):
-            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+        for each in ("loss", "grad_norm", "reward", name):
+            assert one[each] == pytest.approx(other[each], rel=2e-4, abs=2e-6), each
 
 
 def test_a_servers_topk_teaches(tmp_path, server):
@@ -92,12 +98,3 @@ def test_a_servers_topk_teaches(tmp_path, server):
              "tokens_per_microbatch=24"]  # fmt: skip
     rows = run(tmp_path / "a", *words)
     assert rows[-1]["divergence"] < 0.6 * rows[0]["divergence"]
-
-
-def test_a_servers_advantages_are_the_teachers(tmp_path, trained, server):
-    form = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
-    own = run(tmp_path / "own", f"distill.teacher={trained}", *form)
-    said = run(tmp_path / "said", f"distill.teacher={server.url}", *form)
-    for one, other in zip(own, said, strict=True):
-        for name in ("loss", "kl", "grad_norm"):
-            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.evaluation.command import compare_models, run_eval
 from grpo_fast.train.evaluation.settings import Source, complete, data_of, is_model, parse_settings
+from tests.command_line import RECIPE as RECIPE_FILE
 from tests.command_line import invoke, refused, write_recipe
+from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
 
 RECIPE = """
@@ -32,7 +35,7 @@ def recipe(tmp_path):
     """A recipe of three test questions."""
     for name, count in (("train", 2), ("test", 3)):
         lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        write_lines(tmp_path / f"{name}.jsonl", *lines)
     path = tmp_path / "own.yaml"
     path.write_text(RECIPE.replace("DATA", str(tmp_path)))
     return str(path)
@@ -58,10 +61,9 @@ def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
     assert set(found) == {"greedy", "sampled"} and found["sampled"]["eval_n"] == 2
     assert {"eval_pass@1", "eval_pass@4", "eval_maj@4_lenient"} <= found["sampled"].keys()
     assert "eval_pass@2" not in found["sampled"]
-    assert {"eval_rewards/gsm8k_format", "eval_rewards/gsm8k_correct_lenient"} <= (
-        found["greedy"].keys()
-    )
-    (greedy, sampled) = asked
+    named = {"eval_rewards/gsm8k_format", "eval_rewards/gsm8k_correct_lenient"}
+    assert named <= found["greedy"].keys()
+    greedy, sampled = asked
     system, user = greedy[0][0]
     assert system == {"role": "system", "content": "Be terse."}
     assert user["content"].startswith("test 0+2?") and "<answer>" in user["content"]
@@ -113,15 +115,12 @@ def test_settings_are_completed():
 
 
 def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
-    (tmp_path / "planted_eval.py").write_text(
-        "def score(prompts, completions, answers):\n    return [0.25] * len(prompts)\n"
-    )
+    code = "def score(prompts, completions, answers):\n    return [0.25] * len(prompts)\n"
+    (tmp_path / "planted_eval.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = ["eval", models[0], f"recipe={recipe}", "samples=1"]
-    with open(recipe) as file:
-        text = file.read()
-    with open(recipe, "w") as file:
-        file.write(text.replace("gsm8k_format", "'planted_eval:score'"))
+    text = Path(recipe).read_text()
+    Path(recipe).write_text(text.replace("gsm8k_format", "'planted_eval:score'"))
     assert refused(invoke(*words), "planted_eval:score", "own.yaml", "--allow-code")
     assert "rewards/score                 0.2500" in invoke(*words, "--allow-code").output
     assert refused(invoke("eval", models[0], "recipe=gsm8k-tinny"), "gsm8k-tinny", "nearest")
@@ -169,15 +168,12 @@ def test_two_models_on_the_command_line(models, recipe, tmp_path):
 def test_runs_of_two_tasks_are_not_compared(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    first, second = write_recipe(tmp_path / "one"), write_recipe(tmp_path / "two")
-    with open(second) as file:
-        text = file.read()
-    with open(second, "w") as file:
-        file.write(
-            text.replace("{task: sort, digits: 3, n_test: 8}", "{task: arithmetic, n_test: 4}")
-            .replace("sort_positions", "exact_match")
-            .replace("max_new_tokens: 4", "max_new_tokens: 4, temperature: 1.0")
-        )
+    other = (
+        RECIPE_FILE.replace("{task: sort, digits: 3, n_test: 8}", "{task: arithmetic, n_test: 4}")
+        .replace("sort_positions", "exact_match")
+        .replace("max_new_tokens: 4", "max_new_tokens: 4, temperature: 1.0")
+    )
+    first, second = write_recipe(tmp_path / "one"), write_recipe(tmp_path / "two", other)
     for path in (first, second):
         assert invoke("train", path, "steps=0", "log.progress=false").exit_code == 0
     runs = [str(tmp_path / name / "run") for name in ("one", "two")]

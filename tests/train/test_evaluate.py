@@ -34,9 +34,8 @@ def examples(*answers):
 def test_greedy_strict_and_lenient():
     generate, calls = asked({"q0": ["#### 1"], "q1": ["it is 2"], "q2": ["#### 9"], "q3": ["?"]})
     rewards = RewardSet([WeightedReward("gsm8k_format", 2.0, REWARDS["gsm8k_format"])])
-    metrics = evaluate(
-        generate, examples("1", "2", "3", "4"), rewards, NUMBERS, batch_size=3
-    ).metrics
+    asked_of = examples("1", "2", "3", "4")
+    metrics = evaluate(generate, asked_of, rewards, NUMBERS, batch_size=3).metrics
     assert metrics["eval_accuracy_strict"] == 0.25 and metrics["eval_accuracy_lenient"] == 0.5
     assert metrics["eval_accuracy_strict_se"] == pytest.approx(statistics.stdev([1, 0, 0, 0]) / 2)
     assert metrics["eval_reward"] == 1.0
@@ -55,9 +54,8 @@ def test_sampled_standard_error_is_over_questions():
     metrics = result.metrics
     rates = [1.0, 0.5, 0.0]
     assert metrics["eval_accuracy_strict"] == 0.5
-    assert metrics["eval_accuracy_strict_se"] == pytest.approx(
-        statistics.stdev(rates) / math.sqrt(3)
-    )
+    error = statistics.stdev(rates) / math.sqrt(3)
+    assert metrics["eval_accuracy_strict_se"] == pytest.approx(error)
     assert metrics["eval_pass@1"] == pytest.approx(0.5)
     assert metrics["eval_pass@2"] == pytest.approx((1 + 5 / 6 + 0) / 3)
     assert metrics["eval_pass@4"] == pytest.approx(2 / 3)
@@ -74,9 +72,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n, correct):
     samples = [True] * correct + [False] * (n - correct)
     for k in range(1, n + 1):
         subsets = list(itertools.combinations(samples, k))
-        assert pass_at_k(n, correct, k) == pytest.approx(
-            sum(map(any, subsets)) / len(subsets), abs=1e-12
-        )
+        share = sum(map(any, subsets)) / len(subsets)
+        assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
 
 
 def test_pass_at_k_is_stable_and_refuses_nonsense():
@@ -95,9 +92,8 @@ def test_majority():
 
 def test_maj_counts_equal_numbers_together():
     generate, _ = asked({"q0": ["#### 5", "#### 1,080", "#### 1080.0"]})
-    metrics = evaluate(
-        generate, examples("1080"), None, NUMBERS, samples=3, temperature=1.0, k=(3,)
-    ).metrics
+    options = {"samples": 3, "temperature": 1.0, "k": (3,)}
+    metrics = evaluate(generate, examples("1080"), None, NUMBERS, **options).metrics
     assert metrics["eval_maj@3"] == 1.0 and math.isnan(metrics["eval_maj@3_se"])
 
 
@@ -105,9 +101,8 @@ def test_a_vote_is_of_whole_blocks_of_k():
     """Samples behind the last whole block have none: theirs would be a vote of fewer."""
     said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
     generate, _ = asked({q: [f"#### {x}" for x in answers] for q, answers in said.items()})
-    found = evaluate(
-        generate, examples("1", "1"), None, NUMBERS, samples=5, temperature=1.0, k=(2, 3, 4, 5)
-    ).per_question
+    options = {"samples": 5, "temperature": 1.0, "k": (2, 3, 4, 5)}
+    found = evaluate(generate, examples("1", "1"), None, NUMBERS, **options).per_question
     assert found["maj@2"] == [1.0, 0.5]  # (1 1) (1 9), a tie for the first; (9 1) (1 9)
     assert found["maj@3"] == found["maj@5"] == [1.0, 1.0]
     assert found["maj@4"] == [1.0, 0.0]  # (9 1 1 9): a tie
@@ -119,9 +114,8 @@ def test_lost_rewards_do_not_count_in_the_mean():
 
     generate, _ = asked({"q0": ["bad", "bad"], "q1": ["bad", "ok"], "q2": ["ok", "ok"]})
     rewards = RewardSet([WeightedReward("f", 1.0, touchy)], max_failures=1.0)
-    metrics = evaluate(
-        generate, examples("1", "2", "3"), rewards, NUMBERS, samples=2, temperature=1.0
-    ).metrics
+    options = {"samples": 2, "temperature": 1.0}
+    metrics = evaluate(generate, examples("1", "2", "3"), rewards, NUMBERS, **options).metrics
     assert metrics["eval_reward"] == 1.0 and metrics["eval_reward_se"] == 0.0
 
 

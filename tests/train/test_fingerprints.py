@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_fast.train.runs.audit import audit
 from grpo_fast.train.runs.fingerprints import check_resumed
+from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
 from tests.train.resuming import run
+from tests.train.tiny_runs import questions
 
 REWARD = "def score(completions):\n    return [float(len(text)) for text in completions]\n"
 
@@ -20,11 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 @pytest.fixture
 def words(tmp_path):
     """A run with files of its own for all that may change."""
-    rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(8)]
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train", "test"):
-        write(data / f"{name}.jsonl", [{**row, "question": name + row["question"]} for row in rows])
+    data = questions(tmp_path / "data", 8, 8)
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")
     return [
@@ -37,12 +37,14 @@ def words(tmp_path):
     ]  # fmt: skip
 
 
-def write(file: Path, rows: list[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def lines(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], Any]:
+    """Other lines in the place of those of a split."""
 
+    def rewrite(folder: Path) -> None:
+        file = folder / "data" / f"{name}.jsonl"
+        write_lines(file, *change([json.loads(x) for x in file.read_text().splitlines()]))
 
-def read(file: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return rewrite
 
 
 def flip(file: Path) -> None:
@@ -52,14 +54,12 @@ def flip(file: Path) -> None:
 
 
 CHANGES = {
-    "reversed": ("data.train", lambda p: write(p / "data/train.jsonl",
-                                               read(p / "data/train.jsonl")[::-1])),
-    "cut": ("data.train: 8 examples, .* → 7 examples",
-            lambda p: write(p / "data/train.jsonl", read(p / "data/train.jsonl")[1:])),
-    "other answers": ("data.train", lambda p: write(p / "data/train.jsonl", [
-        row | {"answer": "#### 7"} for row in read(p / "data/train.jsonl")])),
-    "test set": ("data.test", lambda p: write(p / "data/test.jsonl",
-                                              read(p / "data/test.jsonl")[::-1])),
+    "reversed": ("data.train", lines("train", lambda rows: rows[::-1])),
+    "cut": ("data.train: 8 examples, .* → 7 examples", lines("train", lambda rows: rows[1:])),
+    "other answers": (
+        "data.train", lines("train", lambda rows: [row | {"answer": "#### 7"} for row in rows])
+    ),
+    "test set": ("data.test", lines("test", lambda rows: rows[::-1])),
     "reward": ("rewards.score", lambda p: (p / "mine.py").write_text(REWARD + "# more\n")),
     "reference": ("reference", lambda p: flip(p / "tiny/model.safetensors")),
 }  # fmt: skip

@@ -24,18 +24,14 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def make_policy(**sizes):
-    tokenizer = build_symbol_tokenizer(["0", "1", "2", "3", "4"])
-    return load_policy(
-        ModelConfig(config={"model_type": "lecture", **sizes}, tokenizer="symbols"), tokenizer
-    )
+    config = ModelConfig(config={"model_type": "lecture", **sizes}, tokenizer="symbols")
+    return load_policy(config, build_symbol_tokenizer(["0", "1", "2", "3", "4"]))
 
 
 def lectures_logits(lm, prompts):
     """(N, P) → (N, places, V): the lecture's forward pass, word for word, in fp64."""
-    E, encode, decode = (
-        x.detach().double()
-        for x in (lm.model.embed_tokens.weight, lm.model.encode, lm.model.decode)
-    )
+    weights = lm.model.embed_tokens.weight, lm.model.encode, lm.model.decode
+    E, encode, decode = (x.detach().double() for x in weights)
     encoded = torch.einsum("npd,pdk->nk", E[prompts], encode)
     decoded = torch.einsum("nk,pkd->npd", encoded, decode)
     return torch.einsum("npd,vd->npv", decoded, E)[..., 2:]  # the five symbols
@@ -79,9 +75,8 @@ def test_responses_are_symbols_with_the_models_probabilities():
     policy = make_policy(initializer_range=0.3)
     options = load_recipe("lecture").rollout
     rollout = generate(policy, ["1 0 2", "3 2 4"], options, group_size=200, seed=1)
-    assert set(rollout.lengths) == {3} and not {0, 1} & {
-        i for c in rollout.completion_ids for i in c
-    }
+    assert set(rollout.lengths) == {3}
+    assert not {0, 1} & {i for ids in rollout.completion_ids for i in ids}
     groups = [(rollout.prompt_ids[i], rollout.completion_ids[i : i + 200]) for i in (0, 200)]
     logps = policy.logps(pack_groups(groups))
     torch.testing.assert_close(torch.cat(rollout.sampling_logps), logps, rtol=0, atol=1e-5)

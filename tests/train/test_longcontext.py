@@ -11,48 +11,26 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.memory_options import apply_options, freeze, tile_mlps
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, build_adam
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
+from tests.train.tiny_steps import accumulate, batch_of, rollout_of
+
+SHAPES = [(11, (9, 1, 4)), (5, (3, 7, 2))]
 
 
-def a_rollout(seed=0):
-    """Two groups of three completions of 1 to 9 tokens after prompts of 11 and 5."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(n):
-        return torch.randint(2, 13, (n,), generator=generator).tolist()
-
-    prompts = [p for n in (11, 5) for p in [ids(n)] * 3]
-    completions = [ids(n) for n in (9, 1, 4, 3, 7, 2)]
-    logps = [torch.randn(len(c), generator=generator) - 3 for c in completions]
-    return Rollout(
-        prompt_ids=prompts, completion_ids=completions, sampling_logps=logps, truncated=[False] * 6
-    )
-
-
-def loss_and_gradients(policy, seed=0):
-    rollout = a_rollout(seed)
-    batch = StepBatch(
-        rollout,
-        torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]),
-        group_size=3,
-        minibatches=1,
-        budget=10**6,
-        device="cpu",
-    )
+def loss_and_gradients(policy):
+    batch = batch_of(rollout_of(SHAPES), torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]))
     for micro in batch.micro_batches:
-        micro.old_logps = micro.sampling_logps
+        generator = torch.Generator().manual_seed(0)
+        micro.old_logps = torch.randn(len(micro.packed.target_ids), generator=generator) - 3
     policy.model.train()
     config = LossConfig(loss_type="grpo", compute_entropy=True)
-    seen = accumulate(policy, batch.minibatches[0], config, correct_sampling=False, validate="full")
+    seen = accumulate(policy, batch.minibatches[0], config)
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     return seen.result()["loss"], gradients
 
@@ -63,12 +41,9 @@ def fp64_policy(family="llama", **options):
     return Policy(model, build_symbol_tokenizer(SYMBOLS))
 
 
-OPTIONS = [
-    {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "checkpoint_offload": True},
-    {"tiled_mlp": 7},
-    {"tiled_mlp": 5, "gradient_checkpointing": True, "checkpoint_offload": True},
-]
+CHECKPOINTING = {"gradient_checkpointing": True}
+OFFLOAD = {**CHECKPOINTING, "checkpoint_offload": True}
+OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
@@ -77,11 +52,16 @@ def test_options_change_no_gradient(family, options):
     """Asserted in fp64: the loss and every gradient within 1e-12 of the plain run's."""
     loss, gradients = loss_and_gradients(fp64_policy(family))
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
-    assert other == pytest.approx(loss, rel=1e-6) and gradients.keys() == theirs.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            theirs[name], gradient, rtol=1e-12, atol=1e-12 * float(gradient.abs().max())
-        )
+    assert other == pytest.approx(loss, rel=1e-6)
+    compare(theirs, gradients, 1e-12)
+
+
+def compare(found, expected, tolerance):
+    """Gradients by name, with the tolerance of each one's largest entry."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        atol = tolerance * float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=atol)
 
 
 def test_options_are_in_force(monkeypatch):
@@ -95,9 +75,8 @@ def test_options_are_in_force(monkeypatch):
 
     def saved(policy):
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x: kept.append(x.numel()) or x, lambda x: x
-        ):
+        hooks = lambda x: kept.append(x.numel()) or x, lambda x: x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             loss_and_gradients(policy)
         return sum(kept)
 
@@ -119,9 +98,8 @@ def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
 def test_tiles_see_no_more_rows_than_asked_for():
     policy, seen = fp64_policy(tiled_mlp=7), []
     for layer in policy.lm.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(
-            lambda _, args: seen.append(args[0].shape[-2])
-        )
+        rows = lambda _, args: seen.append(args[0].shape[-2])  # noqa: E731
+        layer.mlp.down_proj.register_forward_pre_hook(rows)
     loss_and_gradients(policy)
     # T = 11 + 5 + Σ(C − 1) = 36 rows; each tile runs once forward and once more for its backward
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
@@ -141,10 +119,7 @@ def test_a_reference_copy_keeps_its_own_tiled_mlps():
     for module, twin in zip(policy.model.modules(), reference.copy.model.modules(), strict=True):
         if "forward" in vars(twin):
             assert owner(twin) is twin and owner(module) is module
-    rollout = a_rollout()
-    batch = StepBatch(
-        rollout, torch.zeros(6), group_size=3, minibatches=1, budget=10**6, device="cpu"
-    )
+    batch = batch_of(rollout_of(SHAPES), torch.zeros(6))
     before = reference.logps(batch.micro_batches[0].packed, 1.0)
     with torch.no_grad():
         policy.lm.model.layers[0].mlp.down_proj.weight.zero_()
@@ -154,14 +129,10 @@ def test_a_reference_copy_keeps_its_own_tiled_mlps():
 def test_frozen_weights_get_no_gradient_and_change_no_other():
     _, gradients = loss_and_gradients(fp64_policy("llama"))
     for options in ({}, {"gradient_checkpointing": True, "tiled_mlp": 6}):
-        _, rest = loss_and_gradients(
-            fp64_policy("llama", frozen=["*embed_tokens*", "lm_head*", "*layers.0.*"], **options)
-        )
-        assert rest and not [
-            name for name in rest if "embed" in name or "lm_head" in name or "layers.0" in name
-        ]
-        for name, gradient in rest.items():
-            torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
+        frozen = ["*embed_tokens*", "lm_head*", "*layers.0.*"]
+        _, rest = loss_and_gradients(fp64_policy("llama", frozen=frozen, **options))
+        assert rest and not [x for x in rest if any(part.strip("*") in x for part in frozen)]
+        compare(rest, {name: gradients[name] for name in rest}, 1e-12)
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="model.frozen: no parameter matches 'lm_heads'"):
         freeze(model, ["lm_heads"])
@@ -172,28 +143,15 @@ def test_frozen_weights_get_no_gradient_and_change_no_other():
 def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
     folder = tiny_folder(tmp_path / "base", "llama")
     results = []
-    for options in (
-        {},
-        {"gradient_checkpointing": True, "checkpoint_offload": True, "tiled_mlp": 6},
-    ):
-        torch.manual_seed(0)
+    for options in ({}, OPTIONS[-1]):
         policy = load_policy(ModelConfig(path=folder, dtype="float32", lora={"r": 4}, **options))
-        # B starts at zero: nothing would flow into A.
-        for number, parameter in enumerate(policy.trainable()):
-            torch.nn.init.normal_(
-                parameter, std=0.1, generator=torch.Generator().manual_seed(number)
-            )
+        torch.manual_seed(0)
+        for parameter in policy.trainable():  # B starts at zero: nothing would flow into A
+            torch.nn.init.normal_(parameter, std=0.1)
         results.append(loss_and_gradients(policy))
     (loss, gradients), (other, theirs) = results
-    assert (
-        other == pytest.approx(loss, rel=1e-5)
-        and gradients.keys() == theirs.keys()
-        and len(gradients) == 28
-    )
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            theirs[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
-        )
+    assert other == pytest.approx(loss, rel=1e-5) and len(gradients) == 28
+    compare(theirs, gradients, 1e-5)
 
 
 # --------------------------------------------------------------------------------- Optimizer states
@@ -228,9 +186,8 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
 
     torchao(monkeypatch, TensorRate)
     weight = torch.nn.Parameter(torch.zeros(1))
-    stepper = Optimizer(
-        [weight], OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0), 4
-    )
+    config = OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0)
+    stepper = Optimizer([weight], config, 4)
     for expected in (-1.0, -1.75):
         weight.grad = torch.ones(1)
         stepper.step()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples
 from grpo_fast.data.prompts import question_key
-
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout"
-)
+from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 
 
 def words(text):
@@ -35,10 +29,8 @@ def twins(tmp_path):
     """Five questions: the third is the second in other blanks, the test asks the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "test.jsonl").write_text(
-        json.dumps({"question": "Three and three?", "answer": "#### 6"}) + "\n"
-    )
+    write_lines(tmp_path / "train.jsonl", *lines)
+    write_lines(tmp_path / "test.jsonl", {"question": "Three and three?", "answer": "#### 6"})
     return tmp_path
 
 
@@ -68,10 +60,8 @@ def test_draws_depend_on_seed_and_index_only():
     assert one.shots(5) != one.shots(6)
     same_question = next(i for i in range(len(other)) if other.examples[i] == one.examples[5])
     assert other[same_question].prompt != one[5].prompt
-    assert (
-        load(GSM8K, "test", seed=0, shots_tokens=500)[3]
-        == load(GSM8K, "test", seed=1, shots_tokens=500)[3]
-    )
+    first, second = (load(GSM8K, "test", seed=seed, shots_tokens=500)[3] for seed in (0, 1))
+    assert first == second
 
 
 def test_the_question_and_its_twins_never_leak(twins):
@@ -86,19 +76,16 @@ def test_the_question_and_its_twins_never_leak(twins):
 
 def test_only_what_fits(twins):
     shot = words("Question: One and one?\nAnswer: It is 0\n#### 0")
-    assert [len(questions_in(e.prompt)) for e in load(twins, shots_tokens=2 * shot + 1)] == [
-        3
-    ] * len(load(twins))
+    counts = [len(questions_in(e.prompt)) for e in load(twins, shots_tokens=2 * shot + 1)]
+    assert counts == [3] * len(load(twins))
     with pytest.raises(DatasetError, match="not one of 4 training examples fits into 3 tokens"):
         load(twins, shots_tokens=3)
+    data = SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9)
     with pytest.raises(DatasetError, match="count_tokens"):
-        load_examples(
-            SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9), split="train", seed=0
-        )
+        load_examples(data, split="train", seed=0)
 
 
 def test_chat_messages_hold_the_shots(twins):
     prompt = load(twins, shots_tokens=1000, chat=True, system_prompt="Be brief.")[0].prompt
-    assert [m["role"] for m in prompt] == ["system", "user"] and len(
-        questions_in(prompt[1]["content"])
-    ) >= 3
+    assert [m["role"] for m in prompt] == ["system", "user"]
+    assert len(questions_in(prompt[1]["content"])) >= 3

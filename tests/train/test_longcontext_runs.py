@@ -72,10 +72,8 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         lowered = sort_run(tmp_path / "lowered", *overrides, "tokens_per_microbatch=80")
-    budget, lines = (
-        lowered_budget(tmp_path / "lowered"),
-        [r.message for r in caplog.records if "lowered" in r.message],
-    )
+    budget = lowered_budget(tmp_path / "lowered")
+    lines = [record.message for record in caplog.records if "lowered" in record.message]
     assert 10 < budget <= room
     assert lines == [f"out of memory: tokens_per_microbatch lowered to {budget} ({error})"]
     assert sort_run(tmp_path / "lower", *overrides, f"tokens_per_microbatch={budget}") == lowered
@@ -107,15 +105,12 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 # ----------------------------------------------------------------------------------------- Settings
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
-    monkeypatch.setattr(
-        "grpo_fast.train.models.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
-    )
+    supported = "grpo_fast.train.models.policy.shared_prompt_supported"
+    monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         fallen_back = sort_run(tmp_path / "back")
-    assert fallen_back == packed
-    assert [r.message for r in caplog.records] == [
-        "every completion gets its own copy of the prompt: rope_type: 'some'"
-    ]
+    said = "every completion gets its own copy of the prompt: rope_type: 'some'"
+    assert fallen_back == packed and caplog.messages == [said]
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
@@ -135,11 +130,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
     line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
-    tokens = f"{row['num_tokens']:.0f}"
-    assert line.endswith(
-        f"3.00 GiB predicted (micro-batches of up to {tokens} tokens), the whole process grew by "
-        "0.50 GiB"
-    )
-    assert memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29}).endswith(
-        ", 2.50 GiB measured"
-    )
+    said = f"3.00 GiB predicted (micro-batches of up to {row['num_tokens']:.0f} tokens), "
+    assert line.endswith(said + "the whole process grew by 0.50 GiB")
+    line = memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29})
+    assert line.endswith(", 2.50 GiB measured")

@@ -29,9 +29,7 @@ def test_the_slope_is_the_derivative_of_the_value(name):
     config = LossConfig(name, max_completion_length=1)
     h = 1e-3
     for advantage in (1.0, -1.0):
-        low, mid, high = (
-            curve(config, RATIOS * f, advantage, 0.4) for f in (1 - h, 1.0, 1 + h)
-        )  # fmt: skip
+        low, mid, high = (curve(config, RATIOS * f, advantage, 0.4) for f in (1 - h, 1.0, 1 + h))
         rise = (high.values - low.values) / (2 * h)
         smooth = (high.slopes - low.slopes).abs() < 0.1
         assert smooth.sum() > 90

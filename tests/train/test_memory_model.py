@@ -20,22 +20,13 @@ from grpo_fast.train.models import policy as policies
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning import memory_model
-from grpo_fast.train.planning.memory_model import (
-    Memory,
-    Shape,
-    predict,
-    predict_run,
-    trainable_parameters,
-)
+from grpo_fast.train.planning.memory_model import Shape, predict, predict_run, trainable_parameters
 from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
 from tests.tiny import SYMBOLS, tiny_model
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 4096,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
+         "max_position_embeddings": 4096}  # fmt: skip
+CHECKPOINTING = {"gradient_checkpointing": True}
 TOKENS = 1024
 
 
@@ -75,9 +66,8 @@ def kept_bytes(policy, packed):
 def peak_bytes(step):
     """The allocator's peak beyond what was there before."""
     gc.collect()  # cycles of other tests, freed in the middle, would be taken off the peak
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         step()
     current = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -90,12 +80,7 @@ def peak_bytes(step):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "tiled_mlp": 64},
-        {"tiled_mlp": 64},
-    ],
+    [{}, CHECKPOINTING, {**CHECKPOINTING, "tiled_mlp": 64}, {"tiled_mlp": 64}],
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
@@ -129,7 +114,7 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak(kv_heads, tur
         pytest.skip("without C++ a CPU's kernel takes no copies")
     if kv_heads == 4:  # nothing is copied: no room for it
         monkeypatch.setattr(memory_model, "MOST_COPIES", 0)
-    options = {"gradient_checkpointing": True, "tiled_mlp": 64, "head_dim": 32 * (4 // kv_heads)}
+    options = {**CHECKPOINTING, "tiled_mlp": 64, "head_dim": 32 * (4 // kv_heads)}
     policy, shape, memory, _ = a_trunk("llama", "float32", kv_heads=kv_heads, trees=True, **options)
     packed = a_comb(turns, TOKENS // (2 * turns))
     tokens = packed.layout.total
@@ -181,10 +166,9 @@ def test_recorded_samples_are_planned_as_trees():
 def test_the_prediction_against_what_autograd_keeps(family):
     """Within 2% beside the final norm, which is released first and left out of the model."""
     policy, shape, memory, packed = a_trunk(family, "float32")
-    head_norms = (
-        0 if family != "qwen3" else SIZES["num_hidden_layers"] * 2 * 4 * (shape.query + shape.kv)
-    )
-    final_norm = 2 * 4 * shape.hidden
+    final_norm, head_norms = 2 * 4 * shape.hidden, 0
+    if family == "qwen3":
+        head_norms = SIZES["num_hidden_layers"] * 2 * 4 * (shape.query + shape.kv)
     kept = kept_bytes(policy, packed) / TOKENS - final_norm - head_norms
     assert kept == pytest.approx(memory.kept_per_token, rel=0.02)
 
@@ -202,47 +186,31 @@ def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
 
 def test_tokens_is_the_inverse_of_peak():
     shape = Shape(28, 1536, 8960, 1536, 256, 151936, 1_543_714_304, True)
-    for options in (
-        {},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "tiled_mlp": 2048},
-    ):
-        memory = predict(
-            shape, ModelConfig(path="x", dtype="bfloat16", **options), OptimConfig(), device="cuda"
-        )
+    for options in ({}, CHECKPOINTING, {**CHECKPOINTING, "tiled_mlp": 2048}):
+        model = ModelConfig(path="x", dtype="bfloat16", **options)
+        memory = predict(shape, model, OptimConfig(), device="cuda")
         for limit in (2e10, 8e10, 141e9):
             most = memory.tokens(limit)
             assert memory.peak(most) <= limit < memory.peak(most + 2)
     assert memory.tokens(memory.fixed) == 0
-    assert memory.peak(0, rows=10) < memory.peak(0) and isinstance(memory, Memory)
+    assert memory.peak(0, rows=10) < memory.peak(0)
 
 
 def test_fixed_memory():
     shape = Shape(2, 64, 128, 64, 32, 100, 10_000, True)
 
-    def fixed(model=None, optim=None, **rest):
-        return predict(
-            shape,
-            ModelConfig(path="x", **(model or {})),
-            OptimConfig(**(optim or {})),
-            device="cuda",
-            **rest,
-        )
+    def fixed(optim=None, *, reference=False, **model):
+        configs = ModelConfig(path="x", **model), OptimConfig(**(optim or {}))
+        return predict(shape, *configs, device="cuda", reference=reference).fixed / 10_000
 
-    assert fixed().fixed == 16 * 10_000 and fixed({"dtype": "bfloat16"}).fixed == 8 * 10_000
-    assert fixed(optim={"states": "offload"}).fixed == 8 * 10_000
-    assert fixed(optim={"states": "8bit"}).fixed == pytest.approx((8 + 2) * 10_000, rel=0.01)
-    assert (
-        fixed(reference=True).fixed == 20 * 10_000
-        and fixed({"autocast": "bfloat16"}).fixed == 18 * 10_000
-    )
-    lora = ModelConfig(path="x", lora={"r": 4})
+    assert fixed() == 16 and fixed(dtype="bfloat16") == 8
+    assert fixed({"states": "offload"}) == 8
+    assert fixed({"states": "8bit"}) == pytest.approx(8 + 2, rel=0.01)
+    assert fixed(reference=True) == 20 and fixed(autocast="bfloat16") == 18
     adapters = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
-    assert trainable_parameters(shape, lora) == adapters
-    assert (
-        predict(shape, lora, OptimConfig(), device="cuda", reference=True).fixed
-        == 4 * 10_000 + 12 * adapters
-    )
+    assert trainable_parameters(shape, ModelConfig(path="x", lora={"r": 4})) == adapters
+    expected = 4 + 12 * adapters / 10_000
+    assert fixed(reference=True, lora={"r": 4}) == pytest.approx(expected, rel=1e-12)
     assert trainable_parameters(shape, ModelConfig(path="x", frozen=["*embed*"])) == 10_000 - 6400
     with pytest.raises(ValueError, match="num_hidden_layers: the config of .*'odd' has none"):
         Shape.of(type("Config", (), {"model_type": "odd", "hidden_size": 3})(), 1)
@@ -253,12 +221,10 @@ def test_lora_parameters_are_counted_as_peft_makes_them():
 
     model = tiny_model("llama")
     shape = Shape.of(model.config, sum(p.numel() for p in model.parameters()))
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    assert trainable_parameters(shape, ModelConfig(path="x", lora={"r": 4})) == sum(
-        p.numel() for p in adapted.parameters() if p.requires_grad
-    )
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained = [p for p in peft.get_peft_model(model, config).parameters() if p.requires_grad]
+    expected = sum(p.numel() for p in trained)
+    assert trainable_parameters(shape, ModelConfig(path="x", lora={"r": 4})) == expected
 
 
 # ----------------------------------------------------------------------------------- grpo-fast plan
@@ -277,13 +243,11 @@ def test_a_plan_of_a_known_model():
     assert found.shape.parameters == 494_032_768 and found.shape.tied
     memory = dict(found.memory)
     assert set(memory) == {label for label, _ in OPTIONS}
-    most = {label: m.tokens(found.usable) for label, m in memory.items()}
-    assert most["as configured"] < most["checkpointing"] < most["+ tiled MLP"]
-    assert (
-        most["+ tiled MLP"]
-        < most["+ tiled MLP, offload"]
-        < most["+ tiled MLP, offload, 8-bit Adam"]
-    )
+    most = [memory[label].tokens(found.usable) for label in (
+        "as configured", "checkpointing", "+ tiled MLP", "+ tiled MLP, offload",
+        "+ tiled MLP, offload, 8-bit Adam",
+    )]  # fmt: skip
+    assert most == sorted(set(most))
     text = shown(found)
     assert "494M parameters on 141 GB" in text and "16,368" in text and "139,248" in text
     assert len(found.cases) == len(CASES)  # the wanted one is among them
@@ -294,9 +258,8 @@ def test_a_plan_of_a_known_model():
 def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
-    assert recipe.memory[0][1] == predict_run(
-        recipe.shape, load_recipe("gsm8k-tiny", ["model.lora.r=8"]), "cuda", 0
-    )
+    config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])
+    assert recipe.memory[0][1] == predict_run(recipe.shape, config, "cuda", 0)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
     assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
@@ -306,12 +269,7 @@ def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ("sort", ["gpu=0"], "gpu: Input should be greater than 0, got 0"),
-        (
-            "sort",
-            ["gpu=8", "model.config.num_attention_heads=3"],
-            "model.config: llama refuses it: ",
-        ),
+        ("sort", ["gpu=8", "model.config.num_attention_heads=3"], "model.config: llama refuses"),
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
@@ -332,16 +290,11 @@ def test_a_group_without_end_is_planned_at_once(shared):
     assert Case(7, 5, 1).tokens(shared) == 7 + 4
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xff",
-        b"{",
-        b"[1]",
-        b'{"model_type": ["x"]}',
-        b'{"model_type": "llama", "vocab_size": "x"}',
-    ],
-)
+WRONG = [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}',
+         b'{"model_type": "llama", "vocab_size": "x"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("content", WRONG)
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)

@@ -44,7 +44,6 @@ def test_learned_absolute_positions_are_packed_rightly(models):
 @pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
 def test_the_recipe_with_tiny_models(tmp_path, models, estimator):
     rows = run(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
-    assert rows == run(tmp_path / "b", models, f"loss.kl_estimator={estimator}")
     # another model from the first update on, and ratios that multiply over a completion's tokens
     assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)

@@ -17,12 +17,8 @@ from grpo_fast.train.planning.memory_model import Shape, predict_run
 from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
-from tests.tiny import tiny_folder
-from tests.train.tiny_runs import questions, steps_of
+from tests.train.tiny_runs import TINY_SORT, adapted, steps_of
 
-TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
-        "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
-        "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
 PPO = ["advantages=gae", "critic={bootstrap: false}"]
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 KL = ["reference.kind=frozen", "loss.beta=0.1"]
@@ -32,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 def lines(folder, *overrides):
     """The run's rows of steps and of updates, timings left out."""
-    loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
+    loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
     rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
 
@@ -53,9 +49,18 @@ def steps(folder, *overrides):
         ["model.gradient_checkpointing=true", "critic.kind=model"],
     ],
 )
-def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
+def test_every_step_says_what_its_values_are_worth(tmp_path, monkeypatch, overrides):
+    """Values are fp32, also under autocast."""
+    kinds, original = set(), Critic.values
+
+    def recorded(self, *arguments):
+        values = original(self, *arguments)
+        kinds.add(values.dtype)
+        return values
+
+    monkeypatch.setattr(Critic, "values", recorded)
     first = steps(tmp_path / "a", *PPO, *overrides)
-    assert first == steps(tmp_path / "b", *PPO, *overrides)
+    assert kinds == {torch.float32}
     for row in first:
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
         assert {f"value/{x}" for x in ("loss", "mean", "error", "clip_ratio")} <= row.keys()
@@ -64,21 +69,11 @@ def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
 
 
 def test_lora_with_a_critic_of_either_kind(tmp_path):
-    folder = tiny_folder(tmp_path / "tiny", "llama")
-    data = questions(tmp_path / "data", 8, 8)
+    words = [*adapted(tmp_path), "inner_iterations=2"]
     for kind in ("shared", "model"):
         run = tmp_path / kind
-        config = load_recipe(
-            "gsm8k-smollm2-1.7b",
-            [f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
-             f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2",
-             "steps=2", "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false",
-             "rollout.group_size=4", "advantages=gae", "advantage_options={}",
-             f"critic.kind={kind}", "minibatches=2",
-             "kl.into=reward", "inner_iterations=2", f"output_dir={run}",
-             "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]"],
-        )  # fmt: skip
-        loop.train(config)
+        own = [f"critic.kind={kind}", f"output_dir={run}"]
+        loop.train(load_recipe("gsm8k-smollm2-1.7b", [*words, *own]))
         head = load_file(run / "critic" / "value_head.safetensors")
         assert head["weight"].abs().max() > 0
         assert (run / "critic" / "model.safetensors").is_file() == (kind == "model")
@@ -89,9 +84,9 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
             policy = load_policy(again.model)
             found = load_critic(again.critic, again.model, policy)
             assert torch.equal(found.head.weight.cpu(), head["weight"])
-            assert sum(p.requires_grad for p in found.trunk.lm.parameters()) == sum(
-                p.requires_grad for p in policy.lm.parameters()
-            )
+            theirs, own = ([p.requires_grad for p in lm.parameters()]
+                           for lm in (policy.lm, found.trunk.lm))  # fmt: skip
+            assert sum(own) == sum(theirs)
 
 
 def test_critic_path(tmp_path):
@@ -132,19 +127,12 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
         calls[0] += 1
         if calls[0] == 2:
             raise torch.OutOfMemoryError("planted")
-        seen.append(
-            {
-                name: {
-                    i: x
-                    for micro in minibatch
-                    for i, x in zip(
-                        micro.chosen, micro.packed.split(getattr(micro, name)), strict=True
-                    )
-                }
-                for name in ("old_logps", "old_values", "returns", "token_advantages")
-            }
-        )
-        return original(policy, minibatch, *arguments, **options)  # fmt: skip
+        seen.append({})
+        for micro in minibatch:
+            for name in ("old_logps", "old_values", "returns", "token_advantages"):
+                of_each = micro.packed.split(getattr(micro, name))
+                seen[-1] |= {(name, i): x for i, x in zip(micro.chosen, of_each, strict=True)}
+        return original(policy, minibatch, *arguments, **options)
 
     options = [*PPO, "inner_iterations=2", "steps=1", "optim.lr=0.01", *KL]
     whole = steps(tmp_path / "whole", *options)
@@ -152,9 +140,9 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
     monkeypatch.setattr(budget, "log", type("Quiet", (), {"warning": lambda *_: None}))
     halved = steps(tmp_path / "halved", *options)
     assert calls[0] == 3
-    for name, values in seen[0].items():
-        for i, x in values.items():
-            assert torch.equal(x, seen[1][name][i]), name
+    before, after = seen
+    assert before.keys() == after.keys()
+    assert [key for key, x in before.items() if not torch.equal(x, after[key])] == []
     for name in ("loss", "value/loss", "approx_kl", "grad_norm", "value/mean"):
         assert whole[0][name] == pytest.approx(halved[0][name], rel=1e-4, abs=1e-6)
 
@@ -203,26 +191,23 @@ def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
     """One weight, one place: into the reward it takes the loss's beta, and the returns feel it."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
     loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
-    reward, rewards = lines(
-        tmp_path / "reward", *options, "kl.into=reward", "log.every_update=true"
-    )
+    options += ["kl.into=reward"]
+    reward, rewards = lines(tmp_path / "reward", *options, "log.every_update=true")
     for updates, weight in ((losses, 0.1), (rewards, 0.0)):
         for row in updates:
             expected = row["policy_loss"] + weight * row["kl"] + 0.5 * row["value/loss"]
             assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss[0]["reward"] == reward[0]["reward"]
     assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # kl is 0 still
-    heavy = steps(tmp_path / "heavy", *options, "kl.into=reward", "loss.beta=50")
-    light = steps(tmp_path / "light", *options, "kl.into=reward", "loss.beta=1e-9")
+    heavy = steps(tmp_path / "heavy", *options, "loss.beta=50")
+    light = steps(tmp_path / "light", *options, "loss.beta=1e-9")
     assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]
 
 
 def test_the_rate_that_is_logged_is_the_one_that_was_used(tmp_path, monkeypatch):
-    used = []
-    original = Optimizer._set_rate
-    monkeypatch.setattr(
-        Optimizer, "_set_rate", lambda self, rate: used.append(rate) or original(self, rate)
-    )
+    used, original = [], Optimizer._set_rate
+    recorded = lambda self, rate: used.append(rate) or original(self, rate)  # noqa: E731
+    monkeypatch.setattr(Optimizer, "_set_rate", recorded)
     rows, updates = lines(tmp_path / "a", "minibatches=2", "log.every_update=true")
     assert [row["learning_rate"] for row in rows] == used[1::2]
     assert [row["learning_rate"] for row in updates] == used
@@ -284,24 +269,6 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
     assert len({tuple(a) for a, _ in passes}) == 4
     steps(tmp_path / "b", *PPO, *PASSES, "steps=2", "seed=1")
     assert parts[8:] != parts[:8]
-
-
-def characters(prompts, completions, answers):
-    return [1.0 + len(c) for c in completions]
-
-
-def test_a_critics_values_are_fp32_under_autocast(tmp_path, monkeypatch):
-    kinds = set()
-    original = Critic.values
-
-    def recorded(self, *arguments):
-        values = original(self, *arguments)
-        kinds.add(values.dtype)
-        return values
-
-    monkeypatch.setattr(Critic, "values", recorded)
-    steps(tmp_path / "a", *PPO, "model.autocast=bfloat16", "steps=1")
-    assert kinds == {torch.float32}
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():

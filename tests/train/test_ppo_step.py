@@ -11,15 +11,13 @@ from torch import nn
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.attention import pack_groups
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
-from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.precompute import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
+from tests.train.tiny_steps import accumulate, batch_of, rollout_of
 
 GROUP = 3
 SHAPES = [(4, (5, 3, 1)), (2, (1, 4, 6)), (6, (2, 2, 7))]  # prompt, its completions
@@ -38,19 +36,7 @@ def make_critic(policy, **options):
 
 
 def make_batch(scores=SCORES, **options):
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(n):
-        return torch.randint(2, 13, (n,), generator=generator).tolist()
-
-    prompts = [p for n, lengths in SHAPES for p in [ids(n)] * GROUP]
-    completions = [ids(n) for _, lengths in SHAPES for n in lengths]
-    rollout = Rollout(
-        prompt_ids=prompts, completion_ids=completions, truncated=[i in CUT for i in range(9)],
-        sampling_logps=[torch.zeros(len(c)) for c in completions],
-    )  # fmt: skip
-    settings = dict(group_size=GROUP, minibatches=1, budget=10**6, device="cpu") | options
-    return StepBatch(rollout, scores, **settings)
+    return batch_of(rollout_of(SHAPES, cut=CUT), scores, **options)
 
 
 def dense_values(critic, rollout, i):
@@ -61,13 +47,13 @@ def dense_values(critic, rollout, i):
         return critic.head(states[len(rollout.prompt_ids[i]) - 1 :])[:, 0].double().tolist()
 
 
-def oracle(critic, rollout, scores, kls, *, gamma, lam, bootstrap):
-    """Advantages before whitening, and returns, of every completion."""
-    advantages, returns = [], []
-    for i, kl in enumerate(kls):
+def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
+    """Advantages before whitening, and returns, of every completion; `kls`: None for zeros."""
+    rollout, advantages, returns = batch.rollout, [], []
+    for i, kl in enumerate(kls or [[0.0] * n for n in rollout.lengths]):
         values, n = dense_values(critic, rollout, i), len(kl)
         rewards = [-x for x in kl]
-        rewards[-1] += float(scores[i])
+        rewards[-1] += float(SCORES[i])
         following = values[n] if bootstrap and rollout.truncated[i] else 0.0
         found, trace = [0.0] * n, 0.0
         for t in reversed(range(n)):
@@ -84,8 +70,12 @@ def fixed(batch, policy, critic, **options):
     return batch
 
 
-def flat(lists):
-    return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
+def check(batch, **expected):
+    """The named tensors of every completion, one after the other, against lists of numbers."""
+    for name, lists in expected.items():
+        wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
+        got = torch.cat(batch.of_each(name)).double()
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
 @pairs(kind=["shared", "model"], budget=[1, 14, 10**6], shared=[True, False])
@@ -94,19 +84,15 @@ def test_advantages_and_returns(kind, budget, shared):
     options = {"gamma": 0.9, "lam": 0.8}
     critic = make_critic(policy, kind=kind, whiten=False, **options)
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
-    lengths = [len(c) for c in batch.rollout.completion_ids]
-    kls = [[0.0] * n for n in lengths]
-    advantages, returns = oracle(critic, batch.rollout, SCORES, kls, bootstrap=True, **options)
-    for name, expected in (("token_advantages", advantages), ("returns", returns)):
-        got = torch.cat(batch.of_each(name)).double()
-        torch.testing.assert_close(got, flat(expected), rtol=2e-4, atol=2e-4)
+    advantages, returns = oracle(critic, batch, bootstrap=True, **options)
+    check(batch, token_advantages=advantages, returns=returns)
     # From 0 where a limit is the end of the task.
     critic.config = critic.config.model_copy(update={"bootstrap": False})
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
-    ended, _ = oracle(critic, batch.rollout, SCORES, kls, bootstrap=False, **options)
-    got = torch.cat(batch.of_each("token_advantages")).double()
-    torch.testing.assert_close(got, flat(ended), rtol=2e-4, atol=2e-4)
-    assert not torch.allclose(flat(ended), flat(advantages), atol=1e-2)
+    ended, _ = oracle(critic, batch, bootstrap=False, **options)
+    check(batch, token_advantages=ended)
+    pairs_of = zip(sum(ended, []), sum(advantages, []), strict=True)
+    assert max(abs(a - b) for a, b in pairs_of) > 1e-2
 
 
 def test_lambdas_of_their_own():
@@ -115,18 +101,13 @@ def test_lambdas_of_their_own():
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
     critic = make_critic(policy, whiten=False, **options)
     batch = fixed(make_batch(), policy, critic)
-    lengths = [len(c) for c in batch.rollout.completion_ids]
-    kls = [[0.0] * n for n in lengths]
     known = dict(gamma=0.9, bootstrap=True)
-    _, returns = oracle(critic, batch.rollout, SCORES, kls, lam=0.6, **known)
-    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in lengths]
-    every = {lam: oracle(critic, batch.rollout, SCORES, kls, lam=lam, **known)[0]
-             for lam in set(by_length)}  # fmt: skip
+    _, returns = oracle(critic, batch, lam=0.6, **known)
+    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in batch.rollout.lengths]
+    every = {lam: oracle(critic, batch, lam=lam, **known)[0] for lam in set(by_length)}
     assert len(every) > 1
     advantages = [every[lam][i] for i, lam in enumerate(by_length)]
-    for name, expected in (("token_advantages", advantages), ("returns", returns)):
-        got = torch.cat(batch.of_each(name)).double()
-        torch.testing.assert_close(got, flat(expected), rtol=2e-4, atol=2e-4)
+    check(batch, token_advantages=advantages, returns=returns)
 
 
 KL_BY_HAND = {
@@ -150,17 +131,11 @@ def test_the_kl_in_the_reward(estimator):
     batch = fixed(
         make_batch(), policy, critic, reference=reference, reward_beta=0.3, kl_estimator=estimator
     )
-    kls = [
-        [
-            0.3 * KL_BY_HAND[estimator](r - o)
-            for r, o in zip(ref.tolist(), old.tolist(), strict=True)
-        ]
-        for ref, old in zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
-    ]
+    pairs_of = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    kls = [[0.3 * KL_BY_HAND[estimator](d) for d in (ref - old).tolist()] for ref, old in pairs_of]
     assert sum(abs(x) for row in kls for x in row) > 0.1
-    _, returns = oracle(critic, batch.rollout, SCORES, kls, gamma=1, lam=1, bootstrap=False)
-    got = torch.cat(batch.of_each("returns")).double()
-    torch.testing.assert_close(got, flat(returns), rtol=2e-4, atol=2e-4)
+    _, returns = oracle(critic, batch, kls, gamma=1, lam=1, bootstrap=False)
+    check(batch, returns=returns)
 
 
 def test_whitening_is_over_the_whole_batch_after_masking():
@@ -170,8 +145,8 @@ def test_whitening_is_over_the_whole_batch_after_masking():
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
     counts = torch.cat(raw.of_each("completion_mask"))
-    lengths = [len(c) for c in raw.rollout.completion_ids]
-    assert int(counts.sum()) == sum(n for i, n in enumerate(lengths) if i not in (*CUT, 7))
+    lengths = enumerate(raw.rollout.lengths)
+    assert int(counts.sum()) == sum(n for i, n in lengths if i not in (*CUT, 7))
     a = torch.cat(raw.of_each("token_advantages")).double()
     assert a.isfinite().all() and (a[~counts] == 0).all()
     expected = torch.where(counts, (a - a[counts].mean()) / a[counts].std(correction=0), 0.0)
@@ -180,9 +155,8 @@ def test_whitening_is_over_the_whole_batch_after_masking():
         got = fixed(batch, policy, make_critic(policy)).of_each("token_advantages")
         torch.testing.assert_close(torch.cat(got).double(), expected, rtol=1e-4, atol=1e-5)
     # The values are regressed to returns that no whitening touches.
-    torch.testing.assert_close(
-        torch.cat(batch.of_each("returns")), torch.cat(raw.of_each("returns")), rtol=1e-5, atol=1e-5
-    )
+    mine, theirs = (torch.cat(each.of_each("returns")) for each in (batch, raw))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_values_metrics():
@@ -202,13 +176,10 @@ AGGREGATIONS = ["sequence_mean", "token_mean_global", "fixed_length", "sequence_
 
 
 def weight_by_hand(aggregation, length, tokens, completions, longest=9):
-    return {
-        "sequence_mean": 1 / (completions * length),
-        "token_mean_global": 1 / tokens,
-        "token_mean_local": 1 / tokens,
-        "fixed_length": 1 / (completions * longest),
-        "sequence_sum": 1 / completions,
-    }[aggregation]
+    counted = {"sequence_mean": completions * length, "token_mean_global": tokens,
+               "token_mean_local": tokens, "fixed_length": completions * longest,
+               "sequence_sum": completions}  # fmt: skip
+    return 1 / counted[aggregation]
 
 
 def test_tokens_without_a_verdict_are_not_regressed():
@@ -223,9 +194,7 @@ def test_tokens_without_a_verdict_are_not_regressed():
 def gradients(policy, critic, config, batch):
     for parameter in (*policy.trainable(), *critic.parameters()):
         parameter.grad = None
-    seen = accumulate(
-        policy, batch.minibatches[0], config, correct_sampling=False, validate="full", critic=critic
-    )
+    seen = accumulate(policy, batch.minibatches[0], config, critic=critic)
     names = [*policy.model.named_parameters()]
     names += [] if critic.is_shared else [(f"own.{n}", p) for n, p in
                                           critic.trunk.model.named_parameters()]  # fmt: skip
@@ -247,11 +216,10 @@ def test_the_value_heads_gradient(loss, aggregation):
     seen, found = gradients(policy, critic, config, batch)
     twin = copy.deepcopy(policy.lm).double()
     twin.set_attn_implementation("eager")
-    tokens = sum(len(c) for c in batch.rollout.completion_ids)
+    tokens = sum(batch.rollout.lengths)
     total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
-    for i, (old, returns) in enumerate(
-        zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
-    ):
+    known = zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
+    for i, (old, returns) in enumerate(known):
         ids = batch.rollout.prompt_ids[i] + batch.rollout.completion_ids[i]
         first, n = len(batch.rollout.prompt_ids[i]) - 1, len(old)
         with torch.no_grad():
@@ -281,9 +249,8 @@ def test_the_value_heads_gradient(loss, aggregation):
 def test_gradients_however_the_step_is_packed(kind, aggregation):
     policy = tiny_policy()
     critic = make_critic(policy, kind=kind)
-    config = LossConfig(
-        loss_type="grpo", aggregation=aggregation, max_completion_length=9, entropy_coef=0.1
-    )
+    options = {"aggregation": aggregation, "max_completion_length": 9, "entropy_coef": 0.1}
+    config = LossConfig(loss_type="grpo", **options)
     seen, whole = gradients(policy, critic, config, fixed(make_batch(), policy, critic))
     assert any(name.startswith("own.") for name in whole) == (kind == "model")
     assert "own.lm_head.weight" not in whole
@@ -336,14 +303,11 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     _, ppo = gradients(policy, critic, config, batch)
     centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
     precompute(centered, policy, LossConfig(), keep_old=True)
-    accumulate(
-        policy, centered.minibatches[0], config, correct_sampling=False, validate="full"
-    )  # on top of PPO's: twice the gradient, where both are one
+    # On top of PPO's: twice the gradient, where both are one.
+    accumulate(policy, centered.minibatches[0], config)
     for name, parameter in policy.model.named_parameters():
-        scale = ppo[name].abs().max().item()
-        torch.testing.assert_close(
-            parameter.grad, 2 * ppo[name], rtol=1e-4, atol=2e-6 * scale + 1e-8
-        )
+        atol = 2e-6 * ppo[name].abs().max().item() + 1e-8
+        torch.testing.assert_close(parameter.grad, 2 * ppo[name], rtol=1e-4, atol=atol)
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
@@ -357,9 +321,7 @@ def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
     pairs = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
     differences = [(ref - old).double() for ref, old in pairs]
     d = torch.cat([x for i, x in enumerate(differences) if i not in CUT])
-    seen = accumulate(
-        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full"
-    )
+    seen = accumulate(policy, batch.minibatches[0], LossConfig())
     assert seen.result()["kl"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
 
 

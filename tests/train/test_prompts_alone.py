@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples, read_examples
-from tests.command_line import RECIPE, invoke, refused, write_recipe
+from tests.command_line import invoke, refused
+from tests.data.test_data import write_lines
+from tests.train.test_run_refusals import texts_recipe
 from tests.train.tiny_runs import logged
 
-TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300")
 LEVELS = """
 def level(completions, level):
     return [float(n) + len(c) / 1000 for c, n in zip(completions, level, strict=True)]
@@ -23,17 +25,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def recipe(tmp_path):
     """Eight prompts with a level each, and one with an answer as well."""
     lines = [{"prompt": f"say {i}", "level": i} for i in range(8)]
-    lines.append({"prompt": "what?", "level": 3, "answer": "18"})
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = f"data: {{task: jsonl, path: {path}, n_test: 2}}"
-    return write_recipe(tmp_path, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
+    return texts_recipe(tmp_path, [*lines, {"prompt": "what?", "level": 3, "answer": "18"}], 2)
 
 
 def test_lines_without_an_answer_and_with_other_fields(tmp_path):
-    path = tmp_path / "d.jsonl"
     lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "d.jsonl", *lines)
     first, second = read_examples(path)
     assert first == ("p", None, "s", {"level": 3, "solution": "s"})
     assert second == ("q", None, None, {})
@@ -42,14 +39,8 @@ def test_lines_without_an_answer_and_with_other_fields(tmp_path):
 
 
 def test_a_shot_needs_an_answer(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(9)))
-
-    class Source:
-        task, shots = "jsonl", 1
-
-    source = Source()
-    source.path = str(path)
+    path = write_lines(tmp_path / "d.jsonl", *({"prompt": f"p{i}"} for i in range(9)))
+    source = SimpleNamespace(task="jsonl", shots=1, path=str(path))
     with pytest.raises(DatasetError, match="data.shots: expected an answer to every .* got none"):
         load_examples(source, split="train", seed=0)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_fast.errors import SAVED
+from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.ranks.rollouts import balanced
 from grpo_fast.train.runs.checkpoint import checkpoints_in
@@ -138,18 +138,18 @@ def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
 ):
     """A signal that one rank gets ends all of them at the same place, in the middle of a step."""
     left, whole = tmp_path / "left", tmp_path / "whole"
+    other = "ddp" if kind == "fsdp2" else "fsdp2"
     found = ranks(
         2,
         ["train_until", case, kind, str(left), 1, passes],
         ["train", case, kind, str(tmp_path / "two"), f"resume={left}"],
+        ["train", case, other, str(tmp_path / "other"), f"resume={left}"],
         ["train", case, kind, str(whole)],
     )
     assert all(x[0]["code"] == SAVED and x[0]["seen"] >= passes for x in found), found
     [saved] = checkpoints_in(left)
     assert saved.name == place
     assert differences(tmp_path / "two", whole, 0.0) == []
-    other = "ddp" if kind == "fsdp2" else "fsdp2"
-    ranks(2, ["train", case, other, str(tmp_path / "other"), f"resume={left}"])
     ranks(4, ["train", case, kind, str(tmp_path / "four"), f"resume={left}"])
     ranks(1, ["train", case, None, str(tmp_path / "one"), f"resume={left}"])
     for name in ("other", "four", "one"):
@@ -202,7 +202,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks):
 
 def test_trackers_are_rank_0s(ranks):
     for [seen] in ranks(2, ["track"]):
-        assert seen == ["config", [1, {"reward": 0.5}], "finished"]
+        assert seen == [[[[1, {"reward": 0.5}]], 1]]
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -221,25 +221,18 @@ def test_groups_are_dealt_by_their_tokens():
     assert balanced([2, 2, 2], 1) == [[0, 1, 2]]
 
 
-def run_here(*words: str) -> Any:
-    from grpo_fast.train import loop
-
-    return loop.train(load_recipe("sort", [*SMALL, *words]))
-
-
-def test_a_process_without_others_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="distributed: expected processes .torchrun"):
-        run_here("distributed=ddp", f"output_dir={tmp_path / 'run'}")
+@pytest.mark.parametrize(
+    "ranks, words, said",
+    [(None, ["distributed=ddp"], "distributed: expected processes .torchrun"),
+     ("2", [], "distributed: expected ddp, fsdp2 or hsdp for 2"),
+     ("3", ["distributed=hsdp", "distributed_replicas=2"], "divides the 3 processes, got 2")],
+)  # fmt: skip
+def test_processes_that_do_not_fit_are_refused(tmp_path, monkeypatch, ranks, words, said):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", ranks)):
+        monkeypatch.delenv(name, raising=False)
+        if ranks is not None:
+            monkeypatch.setenv(name, value)
+    config = load_recipe("sort", [*SMALL, *words, f"output_dir={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match=said):
+        loop.train(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_processes_without_a_word_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="distributed: expected ddp, fsdp2 or hsdp for 2"):
-        run_here(f"output_dir={tmp_path / 'run'}")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="replicas: .* divides the 3 processes, got 2"):
-        words = ["distributed=hsdp", "distributed_replicas=2"]
-        run_here(*words, f"output_dir={tmp_path / 'run'}")

@@ -21,9 +21,9 @@ from grpo_fast.train.config.recipes import parse_config
 from grpo_fast.train.loop import train
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.update import micro_batch
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder, tiny_model
+from tests.train.tiny_runs import steps_of
+from tests.train.tiny_steps import accumulate, batch_of, taken
 
 RECORDED = Path(__file__).parents[1] / "integrations" / "recorded" / "verifiers-0.4.0.jsonl"
 
@@ -52,13 +52,8 @@ def unsampled(node):
 
 def collector(policy, path, **options):
     config = RolloutConfig(**{"group_size": 2, "prompts_per_step": 2, **options})
-    source = parse_config(
-        {
-            "model": {"path": "none"},
-            "data": {"task": "traces", "path": str(path)},
-            "rollout": {"group_size": 2},
-        }
-    ).data
+    fields = {"model": {"path": "none"}, "rollout": {"group_size": 2}}
+    source = parse_config({**fields, "data": {"task": "traces", "path": str(path)}}).data
     queue = PromptQueue(load_examples(source, split="train", seed=0))
     advantages = Advantages("centered", {}, config.group_size, {})
     return RecordedCollector(
@@ -85,15 +80,9 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
             node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
     path, policy = written(tmp_path / "t.jsonl", traces), tiny()
     collected = collector(policy, path).next(1, Clock())
-    batch = StepBatch(
-        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=budget,
-        device="cpu",
-    )  # fmt: skip
+    batch = batch_of(collected.rollout, collected.advantages, group_size=2, budget=budget)
     totals = batch.totals[0]
-    accumulate(
-        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full",
-        totals=totals,
-    )  # fmt: skip
+    accumulate(policy, batch.minibatches[0], LossConfig(), totals=totals)
     found = {n: p.grad.clone() for n, p in policy.lm.named_parameters() if p.grad is not None}
     policy.lm.zero_grad()
     policy.lm.set_attn_implementation("eager")
@@ -103,10 +92,8 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     for number, trace in enumerate(load_traces(path)):
         for branch in trace.branches:
             at = branch.trained.nonzero()[:, 0]
-            logits = (
-                policy.lm(input_ids=branch.ids[None], use_cache=False).logits[0].log_softmax(-1)
-            )
-            logps = logits[at - 1].gather(1, branch.ids[at][:, None])[:, 0]
+            logits = policy.lm(input_ids=branch.ids[None], use_cache=False).logits[0]
+            logps = taken(logits[at - 1], branch.ids[at].tolist())
             advantage = worth[number] if branch.advantages is None else branch.advantages
             total, count = total - (advantage * logps).sum(), count + len(at)
     (total / count).backward()
@@ -118,11 +105,6 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     flat = sum(len(b.ids) - 1 for t in load_traces(path) for b in t.branches)
     assert rows < flat if budget == 1000 else rows <= flat
     assert totals.items == count == 88
-
-
-def steps_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def test_a_run_trains_on_traces(tmp_path):
@@ -159,10 +141,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
     collected = collector(policy, RECORDED).next(1, Clock())
-    batch = StepBatch(
-        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=1000,
-        device="cpu",
-    )  # fmt: skip
+    batch = batch_of(collected.rollout, collected.advantages, group_size=2)
     (micro,) = batch.micro_batches
     assert isinstance(micro.support, Support)
     tree = policy.logps(micro.packed, 1.0, support=micro.support)
@@ -171,9 +150,8 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
     assert flat.layout.total > micro.packed.layout.total
     torch.testing.assert_close(tree, policy.logps(flat, 1.0, support=micro.support))
     hidden = policy.hidden(micro.packed)
-    dense = linear_logps(
-        hidden, policy.head.weight, flat.target_ids, hidden_rows=micro.packed.predicting
-    )
+    rows = micro.packed.predicting
+    dense = linear_logps(hidden, policy.head.weight, flat.target_ids, hidden_rows=rows)
     assert (tree[:12] > dense[:12]).all()
 
 

@@ -20,6 +20,7 @@ from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments.reward_model import bradley_terry, collate, train_reward_model
 from tests.command_line import invoke, refused
+from tests.data.test_data import write_lines
 from tests.reward_specs import spec
 from tests.tiny import SIZES, TEXTS, tiny_folder
 from tests.train.tiny_runs import logged, sort
@@ -77,15 +78,10 @@ def test_made_pairs_have_more_right_in_the_chosen_answer(task):
     assert pairs[7] != pairs_of(examples, list("0123456789="), seed=1)[7]
 
 
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 def test_pairs_of_a_file(tmp_path):
     line = {"prompt": "p", "chosen": "a", "rejected": "", "margin": 2, "other": 1}
-    path = write(tmp_path / "d.jsonl", *({**line, "prompt": f"p{i}"} for i in range(10)))
-    examples = load_examples(SimpleNamespace(task="jsonl", path=path), split="train", seed=0)
+    path = write_lines(tmp_path / "d.jsonl", *({**line, "prompt": f"p{i}"} for i in range(10)))
+    examples = load_examples(SimpleNamespace(task="jsonl", path=str(path)), split="train", seed=0)
     pairs = pairs_of(examples, None, seed=0)
     assert len(pairs) == 9 and {pair[1:] for pair in pairs} == {("a", "", 2.0)}
     for bad, said in (
@@ -197,7 +193,7 @@ def test_training_on_a_file_from_a_causal_model(tmp_path):
     """A folder's model gets an output; what it learns is saved with its tokenizer."""
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples"}
              for i in range(40)]  # fmt: skip
-    data = f"data={{task: jsonl, path: {write(tmp_path / 'd.jsonl', *lines)}}}"
+    data = f"data={{task: jsonl, path: {write_lines(tmp_path / 'd.jsonl', *lines)}}}"
     start = f"model={{path: {tiny_folder(tmp_path / 'start')}}}"
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"output_dir: {tmp_path / 'out'}\n")
@@ -218,13 +214,12 @@ def test_training_on_a_file_from_a_causal_model(tmp_path):
 
 def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
     summary = train(tmp_path / "a", "steps=20")
-    examples = load_examples(
-        SimpleNamespace(task="sort", digits=4, symbols=10, n_test=64), split="test", seed=9
-    )
+    data = SimpleNamespace(task="sort", digits=4, symbols=10, n_test=64)
+    examples = load_examples(data, split="test", seed=9)
     pairs = [*pairs_of(examples, [*map(str, range(10)), "="], seed="test")]
-    score = RewardModel(str(tmp_path / "a" / "model"))
-    chosen = score(prompts=[p.prompt for p in pairs], completions=[p.chosen for p in pairs])
-    rejected = score(prompts=[p.prompt for p in pairs], completions=[p.rejected for p in pairs])
+    score, prompts = RewardModel(str(tmp_path / "a" / "model")), [pair.prompt for pair in pairs]
+    chosen = score(prompts=prompts, completions=[pair.chosen for pair in pairs])
+    rejected = score(prompts=prompts, completions=[pair.rejected for pair in pairs])
     right = [float(c > r) for c, r in zip(chosen, rejected, strict=True)]
     share = sum(right) / 64
     assert summary["eval_accuracy"] == share and 0.5 < share < 1 and summary["eval_n"] == 64

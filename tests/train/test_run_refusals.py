@@ -27,9 +27,9 @@ def no_model(monkeypatch):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 
-def texts_recipe(folder, *prompts, n_test=1):
-    lines = [json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts]
-    (folder / "d.jsonl").write_text("".join(lines))
+def texts_recipe(folder, lines, n_test=1):
+    """A recipe of these lines of a file."""
+    (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
@@ -40,10 +40,8 @@ def test_output_folders(tmp_path, recipe, no_model, place):
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "old").write_text("x")
     folder = tmp_path / place
-    assert refused(
-        invoke("train", recipe, f"output_dir={folder}"),
-        f"output_dir: {'' if place == 'occupied' else 'cannot'}",
-    )
+    said = f"output_dir: {'' if place == 'occupied' else 'cannot'}"
+    assert refused(invoke("train", recipe, f"output_dir={folder}"), said)
     with pytest.raises(ValueError, match="output_dir: "):  # the library's users, too
         loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
 
@@ -51,32 +49,26 @@ def test_output_folders(tmp_path, recipe, no_model, place):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     """Of the test split or the training split, wherever it lies: not in the middle of the run."""
-    prompts = ["1 2 3"] * 2
-    prompts[which] = "0123456789" * 12
-    monkeypatch.setattr(
-        "transformers.GenerationMixin.generate", lambda *_, **__: pytest.fail("asked the model")
-    )
-    result = invoke("train", texts_recipe(tmp_path, *prompts), "rollout.prompts_per_step=1")
-    assert refused(
-        result,
-        "expected at most 64 tokens (max_position_embeddings of the model), got 120 in '0123",
-    )
+    lines = [{"prompt": "1 2 3", "answer": "1"} for _ in range(2)]
+    lines[which]["prompt"] = "0123456789" * 12
+    generate = "transformers.GenerationMixin.generate"
+    monkeypatch.setattr(generate, lambda *_, **__: pytest.fail("asked the model"))
+    result = invoke("train", texts_recipe(tmp_path, lines), "rollout.prompts_per_step=1")
+    said = "expected at most 64 tokens (max_position_embeddings of the model), got 120 in '0123"
+    assert refused(result, said)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("out", [".", "no/e.json", "run"])
 def test_where_eval_cannot_write(run, tmp_path, no_model, out):
-    assert refused(
-        invoke("eval", str(run), "n=2", f"out={tmp_path / out}"),
-        "out: expected a file in a folder that exists",
-    )
+    result = invoke("eval", str(run), "n=2", f"out={tmp_path / out}")
+    assert refused(result, "out: expected a file in a folder that exists")
 
 
 def test_results_that_cannot_be_written_are_still_shown(run):
     result = invoke("eval", str(run), "n=2", "out=/dev/full")
-    assert refused(
-        result, "out: cannot write /dev/full: No space left", "greedy (n=2 questions", code=1
-    )
+    said = "out: cannot write /dev/full: No space left", "greedy (n=2 questions"
+    assert refused(result, *said, code=1)
 
 
 # ---------------------------------------------------------------------------------- the home folder
@@ -91,12 +83,10 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert invoke("train", recipe, "output_dir=~/a", *words).exit_code == 0
     assert invoke("train", recipe, "output_dir=~/", "--name", "b", *words).exit_code == 0
     for name in ("a", "b"):
-        assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= {
-            p.name for p in (home / name).iterdir()
-        }
-    assert (
-        invoke("eval", "~/a", "n=2", "out=~/e.json").exit_code == 0 and (home / "e.json").is_file()
-    )
+        found = {path.name for path in (home / name).iterdir()}
+        assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= found
+    assert invoke("eval", "~/a", "n=2", "out=~/e.json").exit_code == 0
+    assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
     assert not list(here.iterdir())
     # A folder of that name.

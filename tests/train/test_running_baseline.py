@@ -39,43 +39,40 @@ def test_a_resumed_baseline_goes_on_where_it_stopped():
         assert other.value == one.value and one.value != 3.0
 
 
-def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
-    """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
-    kept = []
+@pytest.fixture
+def kept(monkeypatch):
+    """(scores, advantages) of every step of runs from here on."""
+    found, whole = [], Advantages.of
 
     def recorded(self, scores, *arguments):
-        advantages = whole(self, scores, *arguments)
-        kept.append((scores.total.double(), advantages.double()))
-        return advantages
+        found.append((scores, whole(self, scores, *arguments)))
+        return found[-1][1]
 
-    whole = Advantages.of
     monkeypatch.setattr(Advantages, "of", recorded)
+    return found
+
+
+def test_a_step_is_measured_by_those_before_it(tmp_path, kept):
+    """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
     sort(tmp_path / "a", *RUNNING, *options)
     expected, mean = 0.5, None
-    for rewards, advantages in kept:
-        torch.testing.assert_close(advantages, rewards - expected, rtol=0, atol=1e-6)
+    for scores, advantages in kept:
+        rewards = scores.total.double()
+        torch.testing.assert_close(advantages.double(), rewards - expected, rtol=0, atol=1e-6)
         now = rewards.mean().item()
         expected = mean = now if mean is None else 0.75 * mean + 0.25 * now
     assert len(kept) == 4
 
 
-def test_gdpo_takes_each_reward_apart(tmp_path, monkeypatch):
+def test_gdpo_takes_each_reward_apart(tmp_path, kept):
     """Of the run's own rewards, by their weights."""
-    kept = []
-
-    def recorded(self, scores, *arguments):
-        kept.append((scores.per_fn, whole(self, scores, *arguments)))
-        return kept[-1][1]
-
-    whole = Advantages.of
-    monkeypatch.setattr(Advantages, "of", recorded)
     options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
     weighed = ["rewards.0.weight=2", "rewards.1.weight=0.5"]
     sort(tmp_path / "a", *options, *weighed)
     assert len(kept) == 2
-    for per_fn, found in kept:
-        listed, bounds = torch.stack(list(per_fn.values())), {"clip_high": 1.5}
+    for scores, found in kept:
+        listed, bounds = torch.stack(list(scores.per_fn.values())), {"clip_high": 1.5}
         expected = group_advantages(listed, "gdpo", group_size=4, weights=[2.0, 0.5], **bounds)
         assert torch.equal(found, expected) and found.any()
 

@@ -11,6 +11,7 @@ import pytest
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
+from tests.data.test_data import write_lines
 from tests.train.tiny_runs import TINY_SORT
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -24,8 +25,8 @@ def train(folder, *words):
 def test_words_of_a_file_are_symbols(tmp_path):
     """A symbol tokenizer takes any jsonl: its words, those of the test prompts too."""
     lines = [{"prompt": f"say w{i}", "answer": f"w{i} w0"} for i in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines[:5]))
-    (tmp_path / "test.jsonl").write_text(json.dumps(lines[5]) + "\n")
+    write_lines(tmp_path / "train.jsonl", *lines[:5])
+    write_lines(tmp_path / "test.jsonl", lines[5])
     rewards = "rewards=[{name: exact_match}]"
     data = f"data={{task: jsonl, path: {tmp_path}}}"
     words = ["rollout.max_new_tokens=4", "log.save_model=true"]
@@ -53,11 +54,11 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     words = ("train", "sort", *TINY_SORT, "steps=0")
     first, second, third = (invoke(*words) for _ in range(3))
     assert "runs/sort holds" not in first.output
-    assert second.output.splitlines()[0] == (
-        f"runs{os.sep}sort holds another run; this one goes to runs{os.sep}sort-2"
-    )
+    said = "runs/sort holds another run; this one goes to runs/sort-2"
+    assert second.output.splitlines()[0] == said
     assert third.output.splitlines()[0].endswith("goes to runs/sort-3")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
+    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # of the first, which has ended
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
     assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied", "--name")

@@ -121,9 +121,8 @@ def test_a_comparison_says_what_its_bands_are_over():
 
 def test_recipes_are_listed_with_what_they_are_and_need():
     table = recipe_table()
-    assert (
-        sorted(row[0].split()[1] for row in table if row[0].startswith("train ")) == recipe_names()
-    )
+    names = [row[0].split()[1] for row in table if row[0].startswith("train ")]
+    assert sorted(names) == recipe_names()
     assert all(len(row) == 5 and all(row) for row in table), table
     said = invoke("recipes").output
     assert "grpo-fast train sort\n" in said and "grpo-fast reward-model reward-model-sort" in said
@@ -139,33 +138,45 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
 
 
-def test_without_a_network_one_sentence_and_no_retries(monkeypatch, tmp_path):
+@pytest.fixture
+def online(monkeypatch):
+    """Nothing says that this machine is offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    hub.is_offline.cache_clear()
+    yield constants
+    hub.is_offline.cache_clear()
+
+
+def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_path):
+    import datasets.config
+
     asked = []
 
     def refuse(place, timeout):
         asked.append(place)
         raise OSError("no network")
 
-    import datasets.config
-    from huggingface_hub import constants
-
-    for where in (constants, datasets.config):
-        monkeypatch.setattr(where, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub, "getproxies", dict)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setattr(datasets.config, name, False)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    hub.is_offline.cache_clear()
-    try:
-        model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")  # its reference first
-        result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
-    finally:
-        hub.is_offline.cache_clear()
+    model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")  # its reference first
+    result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
     assert len(asked) == 1 and asked[0][1] in (80, 443)
     for found, key in ((result, "data.name"), (model, "model.path")):
         assert found.exit_code == 2 and hub.LOCAL in found.stderr and key in found.stderr
         assert "Retrying" not in found.output and "HEAD" not in found.output
     assert not Path(tmp_path / "run").exists()
+
+
+def test_without_a_network_and_without_datasets(online, monkeypatch):
+    monkeypatch.setattr(online, "ENDPOINT", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
+    assert hub.is_offline() and online.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("key", ["model.path", "reference.path"])
@@ -175,19 +186,3 @@ def test_a_folder_that_is_not_there_is_named_by_its_setting(tmp_path, key):
     found = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}", *words)
     assert found.exit_code == 2 and found.stderr.count(f"{key}: expected a model") == 1
     assert f"got '{tmp_path / 'none'}': no such folder" in found.stderr
-
-
-def test_without_a_network_and_without_datasets(monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub, "getproxies", dict)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing answers there
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
-    hub.is_offline.cache_clear()
-    try:
-        assert hub.is_offline() and constants.HF_HUB_OFFLINE
-    finally:
-        hub.is_offline.cache_clear()

@@ -53,9 +53,8 @@ def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(
 
 def drawn(total, per_token, lengths):
     ids = [[7] * n for n in lengths]
-    rollout = Rollout(
-        ["p"] * 2, [[1]] * 2, ids, [torch.zeros(n) for n in lengths], ["t"] * 2, [False] * 2
-    )
+    logps = [torch.zeros(n) for n in lengths]
+    rollout = Rollout(["p"] * 2, [[1]] * 2, ids, logps, ["t"] * 2, [False] * 2)
     total = torch.tensor(total)
     return Drawn([None], rollout, RewardResult(total, {"f": total}, {"f": Counter()}, per_token))
 
@@ -68,9 +67,8 @@ def test_groups_with_and_without_rewards_per_token_are_put_together_and_chosen()
     assert rows == [[0.0, 0.0, 1.0], [], [1.0, 2.0], [4.0]]
     chosen = both.select([1]).scores.per_token
     assert [row.tolist() for row in chosen] == [[1.0, 2.0], [4.0]]
-    assert (
-        plain.concat(plain).scores.per_token is None and plain.select([0]).scores.per_token is None
-    )
+    for without in (plain.concat(plain), plain.select([0])):
+        assert without.scores.per_token is None
 
 
 def test_a_lost_sample_is_lost_and_the_kl_is_added():

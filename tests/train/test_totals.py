@@ -10,10 +10,10 @@ import torch
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
-from grpo_fast.train.update.gradients import accumulate
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
+from tests.train.tiny_steps import accumulate
 
 NO_VERDICT = 2
 
@@ -77,9 +77,7 @@ def test_a_step_without_a_token_that_counts_moves_nothing():
 def gradients(policy, micro_batches, config, **options):
     """The metrics of these micro-batches, and their gradient."""
     policy.model.zero_grad()
-    seen = accumulate(
-        policy, micro_batches, config, correct_sampling=False, validate="full", **options
-    )
+    seen = accumulate(policy, micro_batches, config, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
     return seen.result(), torch.cat([x.flatten() for x in found])
 
@@ -96,18 +94,15 @@ def test_a_mean_over_micro_batches_is_logged_as_it_is_trained(kind):
     micro_batches = batch.minibatches[0]
     count = len(micro_batches)
     totals = Totals.of(micro_batches)
-    one = totals._replace(
-        micro_batches=1, items=totals.items / count
-    )  # the entropy's mean is global
+    one = totals._replace(micro_batches=1, items=totals.items / count)  # entropy's mean is global
     alone = [gradients(policy, [x], config, critic=critic, totals=one) for x in micro_batches]
     names = ["loss", "policy_loss", *(["value/loss"] if critic else [])]
     others = totals._replace(micro_batches=2 * count, items=2 * totals.items)
     for given, extra, ranks in (
         (None, [], 1), (totals, [micro_batches[0].idle()], 1), (others, [], 2),
     ):  # fmt: skip
-        seen, gradient = gradients(
-            policy, [*micro_batches, *extra], config, critic=critic, totals=given
-        )
+        every = [*micro_batches, *extra]
+        seen, gradient = gradients(policy, every, config, critic=critic, totals=given)
         for name in names:
             mean = sum(metrics[name] for metrics, _ in alone) / count / ranks
             assert seen[name] == pytest.approx(mean, rel=1e-4), name

@@ -62,9 +62,8 @@ def test_a_run_goes_to_its_tracker(tmp_path, fake):
     assert made.config["optim.lr"] == 1e-3 and made.config["model.config.hidden_size"] == 32
     assert made.config["model.path"] == "None"
     assert [step for step, _ in made.rows] == [0, 1, 2, 3] and made.finished == 1
-    assert all(
-        isinstance(v, float) and math.isfinite(v) for _, row in made.rows for v in row.values()
-    )
+    values = [value for _, row in made.rows for value in row.values()]
+    assert all(isinstance(value, float) and math.isfinite(value) for value in values)
     assert "eval_reward" in made.rows[0][1] and "rewards/sort_positions/mean" in made.rows[1][1]
 
 
@@ -81,14 +80,10 @@ def test_what_has_no_number_is_not_logged(tmp_path, fake):
 def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     words = ["log.trackers=[tensorboard, wandb]", f"output_dir={tmp_path}/run"]
-    expected = (
-        "log.trackers: expected trackers whose packages are installed, got tensorboard, wandb"
-    )
+    expected = "expected trackers whose packages are installed, got tensorboard, wandb"
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="log.trackers.0: .*got 'tensorbord'; nearest:"):
-        load_recipe("sort", ["log.trackers=[tensorbord]"])
 
 
 def test_tensorboard_reads_what_a_run_wrote(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_fast import LossConfig
-from grpo_fast.train.config import LossSettings, RunConfig
+from grpo_fast.train.config import LossSettings
 from grpo_fast.train.config.recipes import load_recipe, parse_config, recipe_names, save_config
 
 MINIMAL = {
@@ -16,13 +16,6 @@ MINIMAL = {
     "data": {"task": "sort"},
     "rewards": [{"name": "sort_positions"}],
 }
-
-
-def refused(changes=None, **sections):
-    settings = {**MINIMAL, **(changes or {}), **sections}
-    with pytest.raises(ValueError) as error:
-        parse_config(settings)
-    return str(error.value)
 
 
 def test_every_shipped_recipe_is_valid():
@@ -104,24 +97,9 @@ def test_loss_settings_are_the_losses_own():
     settings["corrections"] = [dict(x) for x in settings["corrections"]]
     assert LossConfig(**settings) == LossConfig()
     config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
-    assert (
-        config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7
-    )
+    loss = config.loss_config()
+    assert loss.temperature == 0.9 and loss.max_completion_length == 7
     assert parse_config({**MINIMAL, "loss": {"temperature": 1.2}}).loss_config().temperature == 1.2
-
-
-def test_what_excludes_what():
-    assert "tokenizer" in refused(model={"config": {"model_type": "llama"}})
-    assert "model_type" in refused(model={"config": {"hidden_size": 3}, "tokenizer": "bpe"})
-    assert "rewards" in refused(rewards=[])
-    watched = [{"name": "gsm8k_correct", "weight": 0}, {"name": "gsm8k_format", "weight": 0.0}]
-    assert "rewards: expected a weight that is not 0" in refused(rewards=watched)
-    lora = {"path": "x", "lora": {}}
-    assert "frozen" in refused(model=lora, loss={"beta": 0.1}, reference={"kind": "synced"})
-    assert "model: is missing" in refused({"model": None}) or "model" in refused({"model": None})
-    assert isinstance(
-        parse_config({**MINIMAL, "loss": {"loss_type": "kimi", "beta": 0.1}}), RunConfig
-    )
 
 
 @pytest.mark.parametrize(

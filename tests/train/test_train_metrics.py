@@ -7,17 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_fast.attention import pack_groups
-from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import clock as metrics
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_folder, tiny_model
-from tests.train.tiny_runs import logged
+from tests.train.tiny_runs import logged, sort
 
-TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
-        "rollout.prompts_per_step=2", "rollout.group_size=4", "log.progress=false",
-        "log.save_model=false",
-        "loss.compute_entropy=true", "steps=2"]  # fmt: skip
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
 # As dashboards know them (TRL's); perf/mfu and perf/peak_memory_gib are those of a GPU.
 NAMES = {
@@ -43,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def steps_of(folder, *overrides):
-    loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
+    sort(folder, "loss.compute_entropy=true", "steps=2", *overrides)
     return [line for line in logged(folder) if "loss" in line]
 
 
@@ -61,21 +55,16 @@ def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
     """The flops of `forward` passes without gradient and `updates` with, over time and peak."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
-    monkeypatch.setattr(
-        metrics.Work, "forward", lambda self, tokens, rows: seen.append((tokens, rows)) or 1000
-    )
-    monkeypatch.setattr(
-        metrics.Work, "update", lambda self, tokens, rows: seen.append((tokens, rows)) or 1
-    )
+    for name, flops in (("forward", 1000), ("update", 1)):
+        work = lambda self, *counts, flops=flops: seen.append(counts) or flops  # noqa: E731
+        monkeypatch.setattr(metrics.Work, name, work)
     rows = steps_of(tmp_path / "run", *overrides)
     for row in rows:
-        assert row["perf/mfu"] == pytest.approx(
-            (1000 * forward + updates) / row["perf/train_time"] / 1e12
-        )
+        flops = 1000 * forward + updates
+        assert row["perf/mfu"] == pytest.approx(flops / row["perf/train_time"] / 1e12)
     tokens, scored = seen[0]
-    assert tokens == rows[0]["num_tokens"] and scored == pytest.approx(
-        8 * rows[0]["completions/mean_length"]
-    )
+    assert tokens == rows[0]["num_tokens"]
+    assert scored == pytest.approx(16 * rows[0]["completions/mean_length"])
 
 
 # A head of its own, and one tied to the embeddings.

@@ -10,45 +10,32 @@ from torch import nn
 
 from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import Rollout
 from grpo_fast.rollout.own.engine import compare
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy, self_check
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
+from tests.train.tiny_steps import batch_of, logits_of, rollout_of, taken
 
 
-def a_batch(policy, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(2, 13, (n,), generator=generator).tolist() for n in (3, 5, 2, 4, 6, 1)]
-    rollout = Rollout(
-        prompt_ids=ids[:3], completion_ids=ids[3:],
-        sampling_logps=[torch.zeros(len(c)) for c in ids[3:]], truncated=[False, True, False],
-    )  # fmt: skip
-    return rollout, MicroBatch.pack(
-        rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], policy.device
-    )
+def a_batch():
+    rollout = rollout_of([(3, [4]), (5, [6]), (2, [1])], cut=[1])
+    return rollout, MicroBatch.pack(rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], "cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_self_check_passes_and_logps_are_the_models_own(family):
     policy = tiny_policy(family)
     assert self_check(policy) < 1e-4
-    rollout, batch = a_batch(policy)
+    rollout, batch = a_batch()
     got = policy.logps(batch.packed).split([4, 6, 1])
-    for prompt, completion, logps in zip(
-        rollout.prompt_ids, rollout.completion_ids, got, strict=True
-    ):
-        with policy.generation():
-            logits = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
-        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        torch.testing.assert_close(
-            logps, rows[range(len(completion)), completion], rtol=0, atol=1e-4
-        )
+    texts = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    for (prompt, completion), logps in zip(texts, got, strict=True):
+        own = taken(logits_of(policy, prompt, completion), completion)
+        torch.testing.assert_close(logps, own, rtol=0, atol=1e-4)
 
 
 def test_self_check_finds_an_unknown_head_rule(monkeypatch):
@@ -87,7 +74,7 @@ def test_saved_models_come_back(tmp_path):
     policy.save(tmp_path / "model")
     assert policy.lm.config._attn_implementation == "grpo_packed"
     again = load_policy(ModelConfig(path=str(tmp_path / "model")))
-    _, batch = a_batch(policy)
+    _, batch = a_batch()
     assert torch.equal(again.logps(batch.packed), policy.logps(batch.packed))
     assert again.tokenizer("1 2 =")["input_ids"] == policy.tokenizer("1 2 =")["input_ids"]
 
@@ -99,7 +86,7 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
     assert not policy.head.weight.requires_grad
-    _, batch = a_batch(policy)
+    _, batch = a_batch()
     policy.model.train()
     (-policy.logps(batch.packed).mean()).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.trainable())
@@ -107,23 +94,21 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
         for p in policy.trainable():
             p.add_(0.1 * torch.ones_like(p))
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
-    torch.testing.assert_close(
-        reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6
-    )
-    assert (policy.logps(batch.packed) - base.logps(batch.packed)).abs().max() > 1e-3
+    found, start = reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach()
+    torch.testing.assert_close(found, start, rtol=0, atol=1e-6)
+    moved = policy.logps(batch.packed)
+    assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
-    torch.testing.assert_close(
-        merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4
-    )
-    policy.logps(batch.packed)  # still usable after the save
+    torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
+    torch.testing.assert_close(policy.logps(batch.packed), moved)  # usable after the save
     with pytest.raises(ValueError, match="expected a peft model"):
         base.without_adapter()
 
 
 def test_autocast_keeps_fp32_weights(tmp_path):
     policy = load_policy(ModelConfig(path=tiny_folder(tmp_path, "qwen2"), autocast="bfloat16"))
-    _, batch = a_batch(policy)
+    _, batch = a_batch()
     hidden = policy.hidden(batch.packed)
     assert hidden.dtype == policy.head.weight.dtype == torch.bfloat16
     (-policy.logps(batch.packed).mean()).backward()
@@ -133,7 +118,7 @@ def test_autocast_keeps_fp32_weights(tmp_path):
 
 def test_a_callers_autocast_does_not_reach_the_policy():
     policy = tiny_policy("qwen2")
-    _, batch = a_batch(policy)
+    _, batch = a_batch()
     plain = policy.logps(batch.packed)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(policy.logps(batch.packed), plain) and self_check(policy) < 1e-4
@@ -161,68 +146,43 @@ def test_a_policy_without_an_end_is_refused():
 
 
 def test_packing():
-    policy = tiny_policy("llama")
-    rollout, batch = a_batch(policy)
+    rollout, batch = a_batch()
     packed = batch.packed
     assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
-    assert (
-        packed.cu_seqlens.tolist() == [0, 4, 10, 11]
-        and len(batch) == 3
-        and batch.chosen == [0, 1, 2]
-    )
+    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11]
+    assert len(batch) == 3 and batch.chosen == [0, 1, 2]
     assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
     masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
     assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
     assert masked.advantages.tolist() == [2.0, 1.0] and masked.chosen == [2, 1]
 
 
-def a_step(shared, minibatches=2, budget=40, seed=0):
-    """Four groups of three: (prompt, completions) lengths 9/2,5,3  4/1,1,7  6/6,6,6  3/12,1,1."""
-    generator = torch.Generator().manual_seed(seed)
+GROUPS = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
 
-    def ids(n):
-        return torch.randint(2, 13, (n,), generator=generator).tolist()
 
-    shapes = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
-    prompts = [p for n, lengths in shapes for p in [ids(n)] * len(lengths)]
-    completions = [ids(n) for _, lengths in shapes for n in lengths]
-    rollout = Rollout(
-        prompt_ids=prompts,
-        completion_ids=completions,
-        truncated=[False] * 12,
-        sampling_logps=[torch.full((len(c),), float(i)) for i, c in enumerate(completions)],
-    )
-    return StepBatch(
-        rollout,
-        torch.arange(12.0),
-        group_size=3,
-        minibatches=minibatches,
-        budget=budget,
-        device="cpu",
-        shared=shared,
-    )
+def a_step(minibatches=2, budget=40, shared=True):
+    options = {"minibatches": minibatches, "budget": budget, "shared": shared}
+    return batch_of(rollout_of(GROUPS), torch.arange(12.0), **options)
 
 
 # 3 and 12 minibatches cut groups.
 @pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], minibatches=[1, 2, 3, 4, 12])
 def test_a_step_in_micro_batches(shared, budget, minibatches):
-    step = a_step(shared, minibatches, budget)
+    step = a_step(minibatches, budget, shared)
     assert len(step.minibatches) == minibatches
     for part, minibatch in zip(step.parts, step.minibatches, strict=True):
         assert sorted(i for batch in minibatch for i in batch.chosen) == list(part)
     for batch in step.micro_batches:
         assert batch.trunk_tokens <= budget or len(batch) == 1
         assert batch.advantages.tolist() == [float(i) for i in batch.chosen]
-        for i, targets, logps in zip(
-            batch.chosen, batch.packed.split(batch.packed.target_ids),
-            batch.packed.split(batch.sampling_logps), strict=True,
-        ):  # fmt: skip
+        parts = map(batch.packed.split, (batch.packed.target_ids, batch.sampling_logps))
+        for i, targets, logps in zip(batch.chosen, *parts, strict=True):
             assert targets.tolist() == step.rollout.completion_ids[i] and (logps == i).all()
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
 
 
 def test_packing_again_hands_on_what_is_fixed():
-    step = a_step(True, minibatches=2, budget=10**6)
+    step = a_step(budget=10**6)
     for batch in step.micro_batches:
         batch.old_logps, step.has_fixed = batch.sampling_logps + 0.5, True
     step.pack(14, keep_fixed=True)

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from grpo_fast.cli import app
 from tests.command_line import invoke, refused
 
-HUB = "dependencies = []\ndef reward(**options):\n    return None\n"
 REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prompts)\n"
 
 
@@ -32,9 +31,8 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     change(run, rewards=[{"name": "sort_positions"}, {"name": "planted_reward:score"}])
     marker, words = tmp_path / "marker", ("eval", str(run), "n=2")
-    assert refused(
-        invoke(*words), "'planted_reward:score'", str(run / "config.yaml"), "--allow-code"
-    )
+    said = "'planted_reward:score'", str(run / "config.yaml"), "--allow-code"
+    assert refused(invoke(*words), *said)
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
@@ -42,11 +40,10 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
 
 def test_a_function_that_runs_the_folders_code(run, tmp_path):
     """torch.hub.load imports the folder's hubconf.py when it is called."""
-    (run / "hubconf.py").write_text(mark(tmp_path) + HUB)
+    (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
     options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
     change(run, rewards=[{"name": "torch.hub:load", "options": options}])
     assert refused(invoke("eval", str(run), "n=2"), "torch.hub:load", "--allow-code")
-    assert refused(invoke("eval", str(run), "n=2", "samples=2", "data=" + str(tmp_path)), "")
     assert not (tmp_path / "marker").exists()
 
 
@@ -88,9 +85,8 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
     change(run, model={**settings, "trust_remote_code": True})
     plant_model_code(run / "model", tmp_path)
-    words = (
-        ("eval", str(run), "n=2") if is_run else ("eval", str(run / "model"), "task=sort", "n=2")
-    )
+    asked = [str(run)] if is_run else [str(run / "model"), "task=sort"]
+    words = ("eval", *asked, "n=2")
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
     # This class is not known to packed attention; that it was imported is the point.

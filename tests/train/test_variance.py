@@ -10,10 +10,10 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Sampling, generate
-from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.variance import gradient_variance
 from tests.tiny import tiny_policy
 from tests.train.tiny_runs import sort
+from tests.train.tiny_steps import batch_of
 
 GROUP, PROMPTS = 3, ["1 2 3", "4 5", "6 7 8 9"]
 
@@ -25,12 +25,6 @@ def policy():
 
 def drawn(policy, prompts=PROMPTS):
     return generate(policy, prompts, Sampling(max_new_tokens=6), group_size=GROUP, seed=3)
-
-
-def batch(rollout, advantages):
-    return StepBatch(
-        rollout, advantages, group_size=GROUP, minibatches=1, budget=4096, device="cpu"
-    )
 
 
 def expected(policy, rollout, advantages):
@@ -55,7 +49,7 @@ def expected(policy, rollout, advantages):
 def test_variance_and_signal_are_those_of_the_mean_over_groups(policy):
     rollout, advantages = drawn(policy), torch.randn(len(PROMPTS) * GROUP)
     config = LossConfig(loss_type="reinforce", entropy_coef=0.1, beta=0.2)
-    found = gradient_variance(policy, batch(rollout, advantages), config)
+    found = gradient_variance(policy, batch_of(rollout, advantages), config)
     assert all(p.grad is None for p in policy.trainable())
     rows = expected(policy, rollout, advantages)
     variance = rows.var(0, unbiased=True).sum() / len(rows)
@@ -67,10 +61,10 @@ def test_variance_and_signal_are_those_of_the_mean_over_groups(policy):
 def test_groups_that_agree_have_no_variance_and_one_group_has_none_to_tell(policy):
     rollout = drawn(policy, ["1 2 3"])
     advantages = torch.randn(GROUP)
-    assert gradient_variance(policy, batch(rollout, advantages), LossConfig()) == {}
+    assert gradient_variance(policy, batch_of(rollout, advantages), LossConfig()) == {}
     for each in dataclasses.fields(rollout):
         setattr(rollout, each.name, getattr(rollout, each.name) * 2)
-    twice = gradient_variance(policy, batch(rollout, advantages.repeat(2)), LossConfig())
+    twice = gradient_variance(policy, batch_of(rollout, advantages.repeat(2)), LossConfig())
     assert twice["grad_variance"] <= 1e-6 * twice["grad_signal"]
 
 

@@ -72,6 +72,8 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         # indices
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
         ("compare", "rewards=[],[]", "rewards: expected a weight that is not 0, got no reward"),
+        ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
+         "rewards: expected a weight that is not 0"),
         ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
         ("train", "rewards.².weight=5", "'²' is no index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is no index of a list of 2"),
@@ -189,6 +191,18 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "distill.teacher=http://me:secret@host:1", "distill.teacher: expected"),
         ("train", "distill.teacher=ftp://host:1", "distill.teacher: expected"),
         ("train", "distill={}", "distill.teacher: expected"),
+        ("train", "model={config: {model_type: llama}}", "tokenizer"),
+        ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
+        ("train", "model=null", "model"),
+        ("train", "model={path: x, lora: {}} loss.beta=0.1 reference.kind=synced", "frozen"),
+        *(("train", f"reference.kind={kind} reference.path=x", f"frozen beside it, got {kind}")
+          for kind in ("none", "synced")),
+        ("train", "rollout.replay_support=on", "expected one of auto, off, got True"),
+        ("train", "optim.states=8bit checkpoint.every=1", "expected full beside checkpoint.every"),
+        ("train", "rollout.dynamic.rounds=0", "rollout.dynamic.rounds"),
+        ("train", "rollout.dynamic={} rollout.group_size=1 advantages=rewards", "group_size"),
+        ("train", "rewards.0.timeout=0", "rewards.0.timeout"),
+        ("train", "max_reward_failures=2", "max_reward_failures"),
     ],
 )  # fmt: skip
 def test_refusals(reader, words, message):

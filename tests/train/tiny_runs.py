@@ -8,10 +8,13 @@ from typing import Any
 
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
+from tests.data.test_data import write_lines
+from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
-             "rollout.prompts_per_step=4", "rollout.group_size=4",
-             "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
+             "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4",
+             "rollout.group_size=4", "log.progress=false", "log.save_model=false",
+             "steps=3"]  # fmt: skip
 
 
 def is_timing(name):
@@ -28,7 +31,7 @@ def questions(folder: Path, train: int = 30, test: int = 10) -> str:
     ]  # fmt: skip
     for name, part in (("train", lines[:train]), ("test", lines[train:])):
         if part:
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in part))
+            write_lines(folder / f"{name}.jsonl", *part)
     return str(folder)
 
 
@@ -56,3 +59,20 @@ def run(folder: Path, recipe: str, *overrides: str) -> tuple[dict[str, Any], lis
 
 def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     return run(folder, "sort", *TINY_SORT, *overrides)[1]
+
+
+def adapted(folder: Path) -> list[str]:
+    """Words for gsm8k-smollm2-1.7b: a LoRA adapter of a tiny model, PPO, the KL in the reward."""
+    model = tiny_folder(folder / "tiny", "llama")
+    return [
+        f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", "data.name=null",
+        "model.dtype=float32", "model.lora.r=4", "rollout.max_new_tokens=6",
+        "rollout.prompts_per_step=2", "rollout.group_size=4", "steps=2", "eval.n=2",
+        "eval.samples=1", "eval.k=[]", "log.progress=false", "advantages=gae",
+        "advantage_options={}", "critic.kind=model", "minibatches=2", "kl.into=reward",
+        "rewards=[{name: 'tests.train.tiny_runs:characters', in_process: true}]",
+    ]  # fmt: skip
+
+
+def characters(completions: list[str]) -> list[float]:
+    return [1.0 + len(c) for c in completions]

@@ -1,0 +1,58 @@
+"""One training step by hand: a batch of random ids, its gradients, a model's logits unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.update import gradients
+from grpo_fast.train.update.batch import StepBatch
+
+accumulate = partial(gradients.accumulate, correct_sampling=False, validate="full")
+
+
+def rollout_of(
+    shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt, of its completions
+    *,
+    cut: Collection[int] = (),  # completions without an EOS
+    seed: int = 3,
+    vocabulary: int = 13,
+) -> Rollout:
+    """Random ids; the sampler's logp of every token is its completion's number."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(2, vocabulary, (n,), generator=generator).tolist()
+
+    prompts = [p for n, lengths in shapes for p in [ids(n)] * len(lengths)]
+    completions = [ids(n) for _, lengths in shapes for n in lengths]
+    return Rollout(
+        prompt_ids=prompts, completion_ids=completions,
+        truncated=[i in cut for i in range(len(completions))],
+        sampling_logps=[torch.full((len(c),), float(i)) for i, c in enumerate(completions)],
+    )  # fmt: skip
+
+
+def batch_of(rollout: Rollout, advantages: Tensor, **options: Any) -> StepBatch:
+    """One minibatch of groups of three in one micro-batch, unless `options` say otherwise."""
+    settings = dict(group_size=3, minibatches=1, budget=10**6, device="cpu") | options
+    return StepBatch(rollout, advantages, **settings)
+
+
+def logits_of(
+    policy: Any, prompt: list[int], completion: list[int], *, with_graph: bool = False
+) -> Tensor:
+    """(|completion|, V): the model's own logits, by its own attention."""
+    with policy.generation(), torch.set_grad_enabled(with_graph):
+        found = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
+    return found[len(prompt) - 1 : -1]
+
+
+def taken(logits: Tensor, completion: list[int]) -> Tensor:
+    """(|completion|,): the log-probability of each token."""
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests import tiny
+
 # A window that every prompt of the sweep outgrows.
 WINDOW = 16
 LARGEST = 20_000_000  # parameters; a class that stays larger keeps its size in a field not listed
@@ -78,6 +80,18 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# For tests of their own: those of `tests.tiny`, and what makes others worth one.
+MODELS = (
+    *tiny.FAMILIES,
+    "gemma3_text",  # both layer types with their own RoPE, q and k norms
+    "smollm3",  # every other layer without RoPE
+    "phi3",  # fused projections
+    "deepseek_v3",  # latent attention: values shorter than keys; experts behind a dense layer
+    "olmo2",  # norms behind the sublayers
+    "qwen3_moe",  # dropless: a token's experts depend on that token alone
+)
+
+
 def causal_lms() -> list[str]:
     """The model types that `AutoModelForCausalLM` knows, in order."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -121,3 +135,10 @@ def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def small_model(kind: str) -> Any:
+    """One of MODELS, of two layers, with a window shorter than most sequences."""
+    if kind in tiny.FAMILIES:
+        return tiny.tiny_model(kind)
+    return family_model(kind, num_hidden_layers=2, sliding_window=6)

@@ -8,14 +8,16 @@ tested beside it.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernels import reference
+from grpo_fast.attention.kernels import flex, reference
 from grpo_fast.attention.spans import Rule
-from tests.attention.layouts import two_levels
+from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
 
 pytestmark = [
@@ -45,24 +47,14 @@ KINDS = [
 ]
 
 
-def providers(kind):
-    """All but flex, which compiles for a quarter of a minute:
-    tests/gpu/test_attention_flex_gpu.py.
-    """
-    return [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
+def rule_of(kind):
+    limits = 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
+    return Rule(kind.head_dim**-0.5, *limits)
 
 
-def inputs(layout, kind, heads, kv_heads):
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(layout.total, n, kind.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(s, generator=generator).to("cuda", kind.dtype) for s in shapes]
-
-
-def forward_backward(attention, tensors, layout, rule, dtype):
-    *qkv, grad = (x.to(dtype) for x in tensors)
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out = attention(*leaves, layout, rule)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+def problem(name, kind, heads=(6, 2)):
+    layout = two_levels(*LAYOUTS[name], "cuda")
+    return [x.cuda() for x in inputs(layout, heads, kind.head_dim, kind.dtype)], layout
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -71,66 +63,68 @@ def test_every_provider_is_the_dense_reference(kind):
     all that fail.
 
     A provider that raises is passed over, as `choose` would do, and printed (pytest -rP shows it).
+    Without flex, which compiles for a quarter of a minute.
     """
-    wrong = []
-    for name, (lengths, sharing) in LAYOUTS.items():
-        layout = two_levels(lengths, sharing, "cuda")
-        rule = Rule(
-            kind.head_dim**-0.5, 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
-        )
-        for heads, kv_heads in ((4, 4), (6, 2)):
-            tensors = inputs(layout, kind, heads, kv_heads)
-            expected = forward_backward(reference.attend, tensors, layout, rule, torch.float64)
-            for provider in providers(kind):
-                try:
-                    got = forward_backward(provider.attend, tensors, layout, rule, kind.dtype)
-                except Exception as problem:
-                    assert provider.name not in ("flash_aten", "explicit"), (provider.name, name)
-                    print(f"{provider.name} cannot take {kind}, {name}: {problem}")
-                    continue
-                errors = [
-                    float((x.double() - y).norm() / y.norm())
-                    for x, y in zip(got, expected, strict=True)
-                ]
-                if not max(errors) <= BARS[kind.dtype]:
-                    wrong.append((provider.name, name, heads, kv_heads, errors))
+    wrong, rule = [], rule_of(kind)
+    providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
+    for name, heads in itertools.product(LAYOUTS, ((4, 4), (6, 2))):
+        given, layout = problem(name, kind, heads)
+        expected = results(reference.attend, given, layout, rule, torch.float64)
+        for provider in providers:
+            try:
+                got = results(provider.attend, given, layout, rule)
+            except Exception as error:
+                assert provider.name not in ("flash_aten", "explicit"), (provider.name, name)
+                print(f"{provider.name} cannot take {kind}, {name}: {error}")
+                continue
+            pairs = zip(got, expected, strict=True)
+            errors = [float((x.double() - y).norm() / y.norm()) for x, y in pairs]
+            if not max(errors) <= BARS[kind.dtype]:
+                wrong.append((provider.name, name, heads, errors))
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize(
+    ("kind", "bar"),
+    [
+        (Kind("cuda", BF16, 64, has_softcap=True), 1e-2),
+        (Kind("cuda", BF16, 256, has_window=True, has_softcap=True), 1e-2),
+        (Kind("cuda", BF16, 60), 1e-2),
+        (Kind("cuda", FP32, 64), 1e-3),  # flex takes products of fp32 in TF32 where torch lets it
+    ],
+    ids=str,
+)
+def test_flex_is_the_dense_reference(kind, bar):
+    """What CUDA falls back to: the self-test's tiny row, then one of many blocks, compiled once for
+    both.
+    """
+    assert dispatch.self_test(flex.attend, kind) <= bar
+    (given, layout), rule = problem("shared", kind), rule_of(kind)
+    expected = results(reference.attend, given, layout, rule, torch.float64)
+    for x, y in zip(results(flex.attend, given, layout, rule), expected, strict=True):
+        assert (x.double() - y).norm() <= bar * y.norm()
+
+
 @pytest.mark.parametrize("kind", KINDS[:6], ids=str)
-def test_a_provider_is_chosen_and_says_so(kind, caplog):
+def test_without_any_package_it_is_flash_attention_and_says_so(kind, caplog):
     caplog.set_level("INFO")
     dispatch.choose.cache_clear()
     chosen = dispatch.choose(kind)
+    assert chosen.name in ("fa4", "fa3", "fa2", "flash_aten")
     lines = [record.getMessage() for record in caplog.records if "attention" in record.name]
     assert lines[-1].startswith(f"packed attention on {kind}: {chosen.name}")
-    print("\n".join(lines))
 
 
-def test_packed_without_a_window_never_leaves_flash_attention():
-    """What a user gets without any package: FlashAttention, not a fallback."""
-    flash = {"fa4", "fa3", "fa2", "flash_aten"}
-    for kind in KINDS[:6]:
-        assert dispatch.choose(kind).name in flash, kind
-
-
-def test_deterministic_where_asked_for():
-    kind = Kind("cuda", BF16, 64)
-    layout = two_levels([2048, *[64] * 8], [8], "cuda")
-    tensors = inputs(layout, kind, 6, 2)
+@pytest.mark.parametrize("has_window", [False, True])
+def test_deterministic_where_asked_for(has_window):
+    kind = Kind("cuda", BF16, 64, has_window)
+    (given, layout), attention = problem("long prompt", kind), dispatch.choose(kind).attend
     torch.use_deterministic_algorithms(True)
     try:
-        for window in (None, 100):
-            rule, attention = (
-                Rule(0.125, window),
-                dispatch.choose(kind._replace(has_window=window is not None)).attend,
-            )
-            first, second = (
-                forward_backward(attention, tensors, layout, rule, BF16) for _ in range(2)
-            )
-            assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        first, second = (results(attention, given, layout, rule_of(kind)) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])  # gemma2 may need flex

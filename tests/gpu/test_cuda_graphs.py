@@ -43,22 +43,13 @@ class OnGpu(TorchFunctionMode):
 def recorded(monkeypatch):
     """Inside, the stream of a GPU is being recorded; `recorded(False)` ends the recording."""
     pytest.importorskip("triton")
-    from grpo_fast.kernels.gpu import (
-        coefficients,
-        exponentials,
-        gradients,
-        linear,
-        rows,
-        scale,
-        target_rows,
-    )
-
-    for module in (linear, rows, exponentials, coefficients, gradients, target_rows):
-        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
-    monkeypatch.setattr(linear, "is_aligned", lambda matrix: True)
-    monkeypatch.setattr(linear, "tiles", lambda matrix, *shape: matrix)
-    monkeypatch.setattr(linear, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(scale, "scale_", lambda gradient, factor: gradient)
+    gpu = "grpo_fast.kernels.gpu"
+    for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
+        monkeypatch.setattr(f"{gpu}.{name}.launch", lambda *args, **options: None)
+    monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
+    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda matrix, *shape: matrix)
+    monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
+    monkeypatch.setattr(f"{gpu}.scale.scale_", lambda gradient, factor: gradient)
     # torch.is_autocast_enabled knows no meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")

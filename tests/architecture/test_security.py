@@ -9,7 +9,6 @@ import ast
 import importlib
 import re
 import time
-import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -171,19 +170,18 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Of this thread, whatever else the machine does; the best of three."""
-
-    def search() -> None:
-        pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
-
-    return min(timeit.repeat(search, timer=time.thread_time, repeat=3, number=1))
+    """Of this thread, whatever else the machine does."""
+    start = time.thread_time()
+    pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
+    return time.thread_time() - start
 
 
 @pytest.mark.parametrize(("where", "pattern"), PATTERNS, ids=[where for where, _ in PATTERNS])
 def test_a_pattern_is_linear_in_hostile_text(where, pattern):
     for unit in UNITS:
         for text in (unit * (LENGTH // len(unit)), "1" + unit * (LENGTH // len(unit)) + "!"):
-            assert seconds(pattern, text) <= SECONDS, f"{where}: {unit!r}"
+            is_quick = any(seconds(pattern, text) <= SECONDS for _ in range(3))
+            assert is_quick, f"{where}: {unit!r}"
 
 
 def test_a_pattern_that_backtracks_would_be_seen():

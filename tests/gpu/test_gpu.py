@@ -15,10 +15,7 @@ from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, log
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.pairs import pairs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
 # (H, V): a small unaligned head, one block, a real vocabulary, one whose rows are not 16-byte

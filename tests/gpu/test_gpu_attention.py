@@ -20,10 +20,7 @@ from grpo_fast.attention.spans import Rule
 from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative L2 error of output and of each gradient against fp64 on the same inputs.
 BARS = {BF16: 1e-2, FP16: 1.5e-3, FP32: 2e-5}

@@ -11,10 +11,7 @@ import torch
 from grpo_fast import TeacherHead, TeacherTopK, linear_divergence
 from tests.pairs import pairs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pairs(kind=["forward_kl", "reverse_kl", "jsd"], dtype=[torch.float32, torch.bfloat16],

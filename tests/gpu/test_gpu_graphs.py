@@ -15,10 +15,7 @@ import torch
 
 from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 T, H, V, B = 192, 128, 5000, 3
 
 

@@ -60,15 +60,12 @@ def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
             grown += [p[: rng.randint(1, len(p))] for p in grown if rng.random() < 0.15]
         paths += grown
     rng.shuffle(paths)
-    samples = [
-        (
-            path,
-            [False] + [rng.random() < 0.6 for _ in path[1:]]
-            if rng.random() < 0.9
-            else [0] * len(path),
-        )
-        for path in paths[:most]
-    ]
+
+    def mask(path):
+        is_trained = rng.random() < 0.9
+        return [is_trained and t > 0 and rng.random() < 0.6 for t in range(len(path))]
+
+    samples = [(path, mask(path)) for path in paths[:most]]
     if not any(any(trained) for _, trained in samples):
         samples.append(([1, 2, 3], [0, 1, 1]))
     return samples
@@ -178,13 +175,11 @@ def test_every_term_sees_its_own_history(seed, cost, ids):
     assert pack.lengths == tuple(sum(trained) for _, trained in samples)
     assert pack.cu_seqlens.tolist()[-1] == len(expected)
     prefixes = {tuple(context[:n]) for context, _ in expected for n in range(1, len(context) + 1)}
-    assert (
-        (pack.layout.total == len(prefixes)) if cost == 0 else (pack.layout.total >= len(prefixes))
-    )
+    total = pack.layout.total
+    assert total == len(prefixes) if cost == 0 else total >= len(prefixes)
     rows, targets, terms = pack.distinct
-    assert torch.equal(rows[terms], pack.predicting) and torch.equal(
-        targets[terms], pack.target_ids
-    )
+    assert torch.equal(rows[terms], pack.predicting)
+    assert torch.equal(targets[terms], pack.target_ids)
     assert len(set(zip(rows.tolist(), targets.tolist(), strict=True))) == len(rows)
     if cost == 0:
         assert len(rows) == len({(*context, target) for context, target in expected})

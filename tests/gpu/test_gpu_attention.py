@@ -1,9 +1,8 @@
 """On a real GPU: every available attention kernel against the dense reference, alone and inside of
 a model.
 
-Run by `benchmarks/gpu_session.sh --part attention`; skipped where there is no GPU. Needs no
-package: torch's built-in FlashAttention is the default, an installed flash-attn (FA2, FA3, FA4) is
-tested beside it.
+Run by `benchmarks/gpu_session.sh --part attention-tests`. Needs no package: FlashAttention inside
+torch is the default, an installed flash-attn (FA2, FA3, FA4) is tested beside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""On a real GPU: divergences from a teacher against fp64 on the CPU, by every kind and dtype.
-
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
-"""
+"""On a real GPU: divergences from a teacher against fp64 on the CPU, by every kind and dtype."""
 
 from __future__ import annotations
 

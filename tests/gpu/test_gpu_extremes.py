@@ -1,7 +1,5 @@
 """On a real GPU: the same bits a thousand times beside a busy second stream, very long rows, more
 than 2³¹ logits.
-
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
 """
 
 from __future__ import annotations

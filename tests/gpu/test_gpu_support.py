@@ -1,7 +1,5 @@
 """On a real GPU: rows in a sampler's support against fp64, the same bits again and with or without
 a gradient.
-
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
 """
 
 from __future__ import annotations

@@ -43,10 +43,8 @@ VARIANTS = [STANDARD, Variant(0.5, "masked", "peaked", "ragged"), Variant(0.5, "
 @pairs(operation=OPERATIONS, variant=VARIANTS, dtype=[torch.float32, torch.bfloat16])
 def test_ours_and_plain_torch_are_right_on_every_variant(operation, variant, dtype):
     problem = make_problem(SHAPE, dtype, variant=variant)
-    names = ["grpo_fast (auto)", "grpo_fast (torch)"] + (
-        ["plain torch"] if not operation.endswith("inplace") else []
-    )
-    for name in names:
+    names = "grpo_fast (auto)", "grpo_fast (torch)", "plain torch"
+    for name in names[:2] if operation.endswith("inplace") else names:
         row, step = runner.verify(provider(operation, name), operation, problem, dtype, "cpu")
         assert row["status"] == "ok" and step is not None, (name, row)
         if name.startswith("grpo_fast"):
@@ -61,6 +59,11 @@ def test_the_exact_answer_is_autograds_in_fp64():
     variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
     idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
     assert 0.2 < idle.double().mean() < 0.8
+
+
+def verified(candidate: Provider) -> tuple[dict, Step | None]:
+    problem = make_problem(SHAPE, FP32)
+    return runner.verify(candidate, "linear_grpo_loss", problem, FP32, "cpu")
 
 
 @pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
@@ -80,23 +83,17 @@ def test_a_wrong_result_is_listed_and_not_timed(wrong):
             result[wrong] = result[wrong] * 1.01
         return result
 
-    bad = Provider("bad", "peer", lambda problem: Step(spoil))
-    row, step = runner.verify(bad, "linear_grpo_loss", problem, FP32, "cpu")
+    row, step = verified(Provider("bad", "peer", lambda problem: Step(spoil)))
     assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
 
 
 def test_a_provider_that_fails_or_lacks_memory_is_listed():
-    problem = make_problem(SHAPE, FP32)
-
     def fail(problem):
         return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
 
-    row, step = runner.verify(
-        Provider("broken", "peer", fail), "linear_grpo_loss", problem, FP32, "cpu"
-    )
+    row, step = verified(Provider("broken", "peer", fail))
     assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
-    huge = Provider("huge", "peer", fail, wide_logits=1e12)
-    row, step = runner.verify(huge, "linear_grpo_loss", problem, FP32, "cpu")
+    row, step = verified(Provider("huge", "peer", fail, wide_logits=1e12))
     assert row["status"] == "missing" and "GiB" in row["reason"]
     absent = Provider("absent", "peer", fail, needs="no_such_package")
     assert absent.missing("cpu", FP32) == "no_such_package is not installed"
@@ -289,9 +286,8 @@ def test_candidates_hold_the_shipped_configurations():
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
-    assert tune.survivors("sm_90", "rows", "bfloat16") == rows, (
-        "all of them where nothing was compiled"
-    )
+    every = tune.survivors("sm_90", "rows", "bfloat16")
+    assert every == rows, "all of them where nothing was compiled"
     cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
     (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
     assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]
@@ -303,10 +299,8 @@ def test_benchmarks_import_nothing_from_the_tests():
     for path in (ROOT / "benchmarks").rglob("*.py"):
         assert not pattern.search(path.read_text()), path
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
-    importing = [
-        p.name for p in (ROOT / "grpo_fast").rglob("*.py") if pattern.search(p.read_text())
-    ]
-    assert importing == ["cli.py"]
+    package = (ROOT / "grpo_fast").rglob("*.py")
+    assert [path.name for path in package if pattern.search(path.read_text())] == ["cli.py"]
 
 
 # ---- the page and its picture ----

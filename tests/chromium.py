@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -69,10 +68,6 @@ class Browser:
         if "exceptionDetails" in given:
             raise RuntimeError(str(given["exceptionDetails"]))
         return given["result"].get("value")
-
-    def picture(self, path: Path, whole: bool = False) -> None:
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextlib.contextmanager

@@ -75,8 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Who draws without a generator draws the same, whatever tests came before in this process."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
     random.seed(0)
     torch.manual_seed(0)
 

@@ -28,11 +28,8 @@ LOSSES = tuple(oracles.ORACLES)
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
 )  # fmt: skip
-SEQUENCE_LOSSES = tuple(
-    x
-    for x in LOSSES
-    if x not in ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
-)
+BY_TOKEN = ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
+SEQUENCE_LOSSES = tuple(x for x in LOSSES if x not in BY_TOKEN)
 LEVELS = ("token", "sequence", "sequence_sum")
 LOSS_LEVELS = (
     *((x, "token") for x in LOSSES if x != "gspo"),
@@ -107,11 +104,15 @@ class Case:
         return self.but(options={**self.options, **options})
 
     @property
+    def exact_logits(self) -> Tensor:
+        """(B, L, V) fp64."""
+        raw = self.hidden.double() @ self.weight.double().T
+        return raw if self.bias is None else raw + self.bias.double()
+
+    @property
     def logits(self) -> Tensor:
         """(B, L, V), in the dtype of hidden: what the logits function is given."""
-        raw = self.hidden.double() @ self.weight.double().T
-        raw = raw if self.bias is None else raw + self.bias.double()
-        return raw.to(self.hidden.dtype)
+        return self.exact_logits.to(self.hidden.dtype)
 
 
 def options_for(
@@ -166,24 +167,20 @@ def make_case(
     weight = (scale * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
     b = (0.3 * torch.randn(V, generator=g)).to(dtype) if bias else None
     ids = torch.randint(V, (B, L), generator=g)
-    rows = hidden.double() @ weight.double().T
-    rows = rows if b is None else rows + b.double()
-    o = oracles.resolve(options)
-    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    advantages = torch.tensor([1.3, -0.8, 0.6, -1.7, 0.9, -0.4, 0.0])[torch.arange(B) % 7]
     kept = kept_ids(seed, ids, V) if support else None
-    flat = None if kept is None else kept.reshape(-1, V)
-    lp, _ = oracle_inputs.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), kept=flat, **rule)
-    lp = lp.reshape(B, L)
+    case = Case(
+        hidden, weight, b, ids, mask, advantages, None, None, options=dict(options), kept=kept
+    )
+    lp, _ = exact_logps(case)
     old = torch.clamp(lp - pick(g, LOG_RATIOS, (B, L)), max=-1e-3)
     ref = lp + pick(g, REF_DIFFERENCES, (B, L))
     sampler = old - pick(g, SAMPLING_DIFFERENCES, (B, L))
-    advantages = torch.tensor([1.3, -0.8, 0.6, -1.7, 0.9, -0.4, 0.0])[torch.arange(B) % 7]
     if per_token_advantages:
         advantages = advantages[:, None] + torch.randn(B, L, generator=g)
-    return Case(
-        hidden=hidden, weight=weight, bias=b, ids=ids, mask=mask, advantages=advantages.float(),
-        old=old.float(), ref=ref.float(), sampling=sampler.float() if sampling else None,
-        options=dict(options), kept=kept,
+    return case.but(
+        advantages=advantages.float(), old=old.float(), ref=ref.float(),
+        sampling=sampler.float() if sampling else None,
     )  # fmt: skip
 
 
@@ -320,20 +317,21 @@ def run(
     return Result(out.loss.detach(), out.metrics, back(out.logps), entropy, grads, out)
 
 
-def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """fp32 logps and entropy (B, L) of the case's rows, from the oracle: the inputs of
-    `grpo_loss`.
-    """
-    raw = case.hidden.double() @ case.weight.double().T
-    raw = (raw if case.bias is None else raw + case.bias.double()).flatten(0, 1)
+def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
+    """fp64 logps and entropy (B, L) of the case's rows, from the oracle."""
+    raw = case.exact_logits.flatten(0, 1)
     o = oracles.resolve(case.options)
-    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    if isinstance(o.temperature, Tensor):
-        rule["temperature"] = o.temperature.flatten()
+    t = o.temperature.flatten() if isinstance(o.temperature, Tensor) else o.temperature
+    rule = {"temperature": t, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if case.kept is None else case.kept.flatten(0, 1)
     ids = case.ids.flatten().clamp(0, raw.shape[1] - 1)
     found = oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
-    return tuple(x.reshape(case.ids.shape).float() for x in found)
+    return tuple(x.reshape(case.ids.shape) for x in found)
+
+
+def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
+    """The same in fp32: the inputs of `grpo_loss`."""
+    return tuple(x.float() for x in exact_logps(case))
 
 
 def truth(function: str, case: Case):

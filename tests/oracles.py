@@ -39,23 +39,13 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 AGGREGATED_BY = {  # default normaliser → the losses that have it
-    "sequence_mean": ("grpo", "sapo", "gspo", "gspo_token", "dual_clip", "gmpo"),
-    "token_mean_local": ("bnpo",),
-    "fixed_length": ("dr_grpo",),
-    "token_mean_global": (
-        "dapo",
-        "cispo",
-        "vespo",
-        "reinforce",
-        "unclipped",
-        "dppo_tv",
-        "dppo_kl",
-        "kimi",
-        "dro",
-    ),
-    "sequence_sum": ("luspo",),
+    "sequence_mean": "grpo sapo gspo gspo_token dual_clip gmpo",
+    "token_mean_local": "bnpo",
+    "fixed_length": "dr_grpo",
+    "token_mean_global": "dapo cispo vespo reinforce unclipped dppo_tv dppo_kl kimi dro",
+    "sequence_sum": "luspo",
 }
-DEFAULT_AGGREGATION = {loss: name for name, losses in AGGREGATED_BY.items() for loss in losses}
+DEFAULT_AGGREGATION = {x: name for name, losses in AGGREGATED_BY.items() for x in losses.split()}
 
 
 class Completion(NamedTuple):
@@ -143,13 +133,13 @@ def cispo(c, o):
     return -weight.detach() * c.advantage * c.logp
 
 
+def by_sign(positive: Tensor, above: Any, below: Any) -> Tensor:
+    return torch.where(positive, *(torch.as_tensor(x, dtype=torch.float64) for x in (above, below)))
+
+
 def sapo(c, o):
     r, A = ratio(c, o), c.advantage
-    tau = torch.where(
-        A > 0,
-        torch.full_like(A, o.sapo_temperature_pos),
-        torch.full_like(A, o.sapo_temperature_neg),
-    )
+    tau = by_sign(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return -A * torch.sigmoid(tau * (r - 1)) * 4 / tau
 
 
@@ -162,20 +152,10 @@ def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
         w = w + torch.clamp(torch.log(weight), lower, 20.0).sum()
     w = torch.clamp(w, lower, 20.0)
     positive = c.advantage >= 0
-    k = torch.where(
-        positive, torch.as_tensor(o.vespo_k_pos).double(), torch.as_tensor(o.vespo_k_neg).double()
-    )
-    lam = torch.where(
-        positive,
-        torch.as_tensor(o.vespo_lambda_pos).double(),
-        torch.as_tensor(o.vespo_lambda_neg).double(),
-    )
-    lam = lam.clamp(min=1e-4)
-    return (
-        torch.exp(lam + k * w - lam * torch.exp(w))
-        .nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        .detach()
-    )
+    k = by_sign(positive, o.vespo_k_pos, o.vespo_k_neg)
+    lam = by_sign(positive, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    phi = torch.exp(lam + k * w - lam * torch.exp(w))
+    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).detach()
 
 
 def vespo(c, o):
@@ -416,13 +396,9 @@ def entropy_bonus(
 ) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64), 0
     for i, c in enumerate(completions):
-        keep = (
-            torch.ones_like(c.entropy, dtype=torch.bool)
-            if floor is None
-            else c.entropy.detach() >= floor
-        )
-        total = total + c.entropy[keep].sum() * (1.0 if shares is None else shares[i])
-        count += int(keep.sum())
+        kept = c.entropy if floor is None else c.entropy[c.entropy.detach() >= floor]
+        total = total + kept.sum() * (1.0 if shares is None else shares[i])
+        count += len(kept)
     if shares is not None:  # the mean of the loss
         return total
     return total / (max(count, 1) if num_items is None else float(num_items))

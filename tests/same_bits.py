@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def fingerprint() -> str:
     return f"{' '.join(cpu)}, {flags}, torch {torch.__version__.partition('+')[0]}"
 
 
-def outcome(result: Any) -> dict[str, Tensor | None]:
-    """A `Result` of loss_cases.run as named tensors."""
+def outcome(function: str, case: Case, **how: Any) -> dict[str, Tensor | None]:
+    """What `loss_cases.run` finds, as named tensors."""
+    result = run(function, case, **how)
     named = {"loss": result.loss, "logps": result.logps, "entropy": result.entropy}
     return {**named, **{f"metrics/{k}": v for k, v in result.metrics.items()}, **result.grads}
 
@@ -97,16 +99,9 @@ def small_cases(backend: str) -> Cases:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
         for layout in ("padded", "packed"):
-            for function in (
-                ("linear", "logits", "logps") if backend == "torch" else ("linear", "logits")
-            ):
+            for function in ("linear", "logits", "logps")[: 3 if backend == "torch" else 2]:
                 name = f"{backend} {function} {layout} {loss_type} {level}"
-                yield (
-                    name,
-                    lambda f=function, c=case, y=layout: outcome(
-                        run(f, c, layout=y, backend=backend)
-                    ),
-                )
+                yield name, partial(outcome, function, case, layout=layout, backend=backend)
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
@@ -123,7 +118,7 @@ def large_cases(
         for loss_type, level in losses:
             case = large_case(dtype, **options_for(loss_type, level, **with_kl(loss_type)))
             name = f"{backend} large {str(dtype)[6:]} {loss_type} {level}"
-            yield name, lambda c=case: outcome(run("linear", c, backend=backend))
+            yield name, partial(outcome, "linear", case, backend=backend)
 
 
 def option_cases(backend: str) -> Cases:
@@ -139,40 +134,30 @@ def option_cases(backend: str) -> Cases:
         "token mask": {"corrections": WORDS["token_mask"]},
         "no reference": {},
     }  # fmt: skip
+
+    def later(function: str, case: Case, **how: Any) -> Callable[[], dict[str, Tensor | None]]:
+        return partial(outcome, function, case, backend=backend, **how)
+
     for label, options in variants.items():
         case = make_case(4, sampling=True, **options_for("grpo", **options))
         for function in ("linear", "logits"):
-            yield (
-                f"{backend} {function} {label}",
-                lambda f=function, c=case: outcome(run(f, c, backend=backend)),
-            )
+            yield f"{backend} {function} {label}", later(function, case)
     case = make_case(4, **options_for("dapo"))
     by_row = 0.6 + torch.rand(5, 7, generator=torch.Generator().manual_seed(1))
+    warm = case.with_options(temperature=by_row)
     for function in ("linear", "logits"):
-        warm = case.with_options(temperature=by_row)
-        name = f"{backend} {function} temperatures"
-        yield name, lambda f=function, c=warm: outcome(run(f, c, backend=backend))
-    on_policy = case.but(old=None)
-    yield f"{backend} on policy", lambda: outcome(run("linear", on_policy, backend=backend))
-    yield f"{backend} upstream", lambda: outcome(run("linear", case, backend=backend, upstream=0.3))
+        yield f"{backend} {function} temperatures", later(function, warm)
+    yield f"{backend} on policy", later("linear", case.but(old=None))
+    yield f"{backend} upstream", later("linear", case, upstream=0.3)
     narrow = make_case(4, dtype=torch.bfloat16, **options_for("dapo"))
-    yield f"{backend} bfloat16", lambda: outcome(run("linear", narrow, backend=backend))
-    yield (
-        f"{backend} filtered",
-        lambda: outcome(run("linear", case, backend=backend, grad_filter=0.05)),
-    )
-    yield f"{backend} repeated rows", lambda: repeated_rows(case, backend)
+    yield f"{backend} bfloat16", later("linear", narrow)
+    yield f"{backend} filtered", later("linear", case, grad_filter=0.05)
+    yield f"{backend} repeated rows", partial(repeated_rows, case, backend)
     for dtype in (torch.float32, torch.bfloat16):
-        name = f"{backend} logps {str(dtype)[6:]}"
-        yield (
-            f"{name} small",
-            lambda d=dtype: logps(make_case(6, dtype=d, **options_for("grpo")), backend),
-        )
+        name, options = f"{backend} logps {str(dtype)[6:]}", options_for("grpo")
+        yield f"{name} small", partial(logps, make_case(6, dtype=dtype, **options), backend)
         if backend != "triton":
-            yield (
-                f"{name} large",
-                lambda d=dtype: logps(large_case(d, **options_for("grpo")), backend),
-            )
+            yield f"{name} large", partial(logps, large_case(dtype, **options), backend)
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
@@ -214,17 +199,11 @@ def cases(engine: str) -> Cases:
             yield from large_cases(backend, some, (torch.bfloat16, torch.float16))
         else:
             for loss_type, level in some:
-                case = make_case(
-                    3, sampling=True, **options_for(loss_type, level, compute_entropy=True)
-                )
+                options = options_for(loss_type, level, compute_entropy=True)
+                case = make_case(3, sampling=True, **options)
                 for function in ("linear", "logits"):
-                    name = f"{backend} {function} {loss_type}"
-                    yield (
-                        name,
-                        lambda f=function, c=case: outcome(
-                            run(f, c, layout="packed", backend="triton")
-                        ),
-                    )
+                    call = partial(outcome, function, case, layout="packed", backend=backend)
+                    yield f"{backend} {function} {loss_type}", call
         yield from option_cases(backend)
 
 
@@ -233,7 +212,7 @@ def run_cases() -> Cases:
         if f"data={GSM8K}" in words and not GSM8K.is_dir():
             print(f"{name}: left out, no {GSM8K}")
         else:
-            yield name, lambda w=words: trained(w)
+            yield name, partial(trained, words)
 
 
 def trained(words: list[str]) -> dict[str, Tensor | None]:
@@ -274,29 +253,20 @@ def main(arguments: list[str] | None = None) -> int:
     found = {name: hashed(call()) for name, call in listed}
     here = f"{options.engine}: {fingerprint()}"
     if options.store is not None:
-        stored = (
-            json.loads(options.store.read_text(encoding="utf-8")) if options.store.is_file() else {}
-        )
+        path = options.store
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         stored[here] = found
-        options.store.write_text(
-            json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         print(f"stored {len(found)} cases for {here}")
         return 0
     stored = json.loads(options.against.read_text(encoding="utf-8"))
     if here not in stored:
         print(f"no stored bits for {here}")
         return 3
-    changed = sorted(
-        name
-        for name in found.keys() | stored[here].keys()
-        if found.get(name) != stored[here].get(name)
-    )
-    print(
-        f"{len(found) - len(changed)} of {len(found)} cases have the stored bits",
-        *changed,
-        sep="\n",
-    )
+    expected = stored[here]
+    changed = sorted(x for x in found.keys() | expected if found.get(x) != expected.get(x))
+    unchanged = f"{len(found) - len(changed)} of {len(found)} cases have the stored bits"
+    print(unchanged, *changed, sep="\n")
     return 1 if changed else 0
 
 

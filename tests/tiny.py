@@ -71,7 +71,6 @@ def tiny_folder(
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)
-    torch.manual_seed(seed)
     model = tiny_model(
         family,
         vocab_size=len(tokenizer),

@@ -86,16 +86,10 @@ def hits(source: str) -> Iterator[Hit]:
                 yield Hit(f"{keyword.arg}={value}", node.lineno)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_forbidden_is_called(path):
-    file = str(path.relative_to(ROOT))
-    found = [hit for hit in hits(path.read_text()) if (file, hit.what) not in ALLOWED]
-    assert not found, f"{file}: {found}"
-
-
-@pytest.mark.parametrize(("file", "what"), ALLOWED)
-def test_what_is_allowed_is_still_there(file, what):
-    assert what in {hit.what for hit in hits((ROOT / file).read_text())}
+def test_nothing_forbidden_is_called_but_what_is_allowed():
+    found = [(str(p.relative_to(ROOT)), hit) for p in SOURCES for hit in hits(p.read_text())]
+    assert not [(file, hit) for file, hit in found if (file, hit.what) not in ALLOWED]
+    assert {(file, hit.what) for file, hit in found} == ALLOWED.keys(), "no longer there"
 
 
 @pytest.mark.parametrize(
@@ -176,22 +170,18 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Of this thread, whatever else the machine does; the best of three."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.thread_time()
-        pattern.match(text)
-        pattern.fullmatch(text)
-        pattern.findall(text)
-        best = min(best, time.thread_time() - start)
-    return best
+    """Of this thread, whatever else the machine does."""
+    start = time.thread_time()
+    pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
+    return time.thread_time() - start
 
 
 @pytest.mark.parametrize(("where", "pattern"), PATTERNS, ids=[where for where, _ in PATTERNS])
 def test_a_pattern_is_linear_in_hostile_text(where, pattern):
     for unit in UNITS:
         for text in (unit * (LENGTH // len(unit)), "1" + unit * (LENGTH // len(unit)) + "!"):
-            assert seconds(pattern, text) <= SECONDS, f"{where}: {unit!r}"
+            is_quick = any(seconds(pattern, text) <= SECONDS for _ in range(3))
+            assert is_quick, f"{where}: {unit!r}"
 
 
 def test_a_pattern_that_backtracks_would_be_seen():

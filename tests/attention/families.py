@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests import tiny
+
 # A window that every prompt of the sweep outgrows.
 WINDOW = 16
 LARGEST = 20_000_000  # parameters; a class that stays larger keeps its size in a field not listed
@@ -41,7 +43,6 @@ SIZES = {
     "hidden_size_per_layer_input": 8,
     "rotary_dim": 4,
     "query_pre_attn_scalar": 16,
-    "experts_implementation": "eager",
     # As wrong as a mask can be, it has to show: windows that the sequences outgrow.
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
@@ -75,6 +76,19 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+# For tests of their own: those of `tests.tiny`, and what makes others worth one.
+MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(tiny.FAMILIES, {}),
+    # both layer types with their own RoPE, q and k norms
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {},  # every other layer without RoPE
+    "phi3": {},  # fused projections
+    "deepseek_v3": {},  # latent attention: values shorter than keys; experts behind a dense layer
+    "olmo2": {},  # norms behind the sublayers
+    "qwen3_moe": {},  # dropless: a token's experts depend on that token alone
 }
 
 
@@ -121,3 +135,12 @@ def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def small_model(kind: str) -> Any:
+    """One of MODELS, of two layers, with a window shorter than most sequences."""
+    if kind in tiny.FAMILIES:
+        return tiny.tiny_model(kind)
+    model = family_model(kind, num_hidden_layers=2, sliding_window=6, **MODELS[kind])
+    model.set_experts_implementation("eager")  # torch's grouped product has no fp64
+    return model

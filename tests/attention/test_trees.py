@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -24,14 +23,21 @@ from grpo_fast.attention import (
     plan_trees,
     register,
 )
-from grpo_fast.attention.kernels import torch_cpu, tree
-from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels import tree
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule
 from grpo_fast.train.models.memory_options import enable_checkpointing
-from tests.attention.test_shared_prompt import MODELS, assert_close, everything_in_fp64
+from tests.attention.families import MODELS, small_model
+from tests.attention.layouts import ATTENTION, inputs, results
+from tests.attention.test_shared_prompt import (
+    assert_close,
+    by_pack,
+    by_sample,
+    everything_in_fp64,
+    gradients,
+    samples_of,
+)
 from tests.tiny import tiny_model
 
 VOCABULARY = 61
@@ -54,15 +60,12 @@ def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
             grown += [p[: rng.randint(1, len(p))] for p in grown if rng.random() < 0.15]
         paths += grown
     rng.shuffle(paths)
-    samples = [
-        (
-            path,
-            [False] + [rng.random() < 0.6 for _ in path[1:]]
-            if rng.random() < 0.9
-            else [0] * len(path),
-        )
-        for path in paths[:most]
-    ]
+
+    def mask(path):
+        is_trained = rng.random() < 0.9
+        return [is_trained and t > 0 and rng.random() < 0.6 for t in range(len(path))]
+
+    samples = [(path, mask(path)) for path in paths[:most]]
     if not any(any(trained) for _, trained in samples):
         samples.append(([1, 2, 3], [0, 1, 1]))
     return samples
@@ -92,41 +95,10 @@ def objective(logps, lengths, old, advantages, kind):
     return total
 
 
-def by_sample(model, samples):
-    """(R,) logps from a dense pass for each sample."""
-    model.set_attn_implementation("eager")
-    logps = []
-    for ids, trained in samples:
-        ids, at = torch.tensor(ids), torch.tensor(trained).nonzero()[:, 0]
-        if len(at):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-            logps.append(logits[at - 1].gather(1, ids[at][:, None])[:, 0])
-    return torch.cat(logps)
-
-
-def by_tree(model, pack, *, distinct=False):
-    """(R,) logps from one row."""
-    model.set_attn_implementation(register())
-    logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
-    if distinct:
-        rows, ids, _ = pack.distinct
-        return pack.distinct.spread(logits[rows].gather(1, ids[:, None])[:, 0])
-    return logits[pack.predicting].gather(1, pack.target_ids[:, None])[:, 0]
-
-
-def gradients(model, loss):
-    names, values = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, values, allow_unused=True)
-    return {
-        n: torch.zeros_like(v) if g is None else g
-        for n, v, g in zip(names, values, found, strict=True)
-    }
-
-
 @pytest.mark.parametrize("family", MODELS)
 def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
     """Windows, softcaps, both objectives, nodes copied and not, gradients recomputed and not."""
-    model, rng = tiny_model(family, **MODELS[family]).double(), random.Random(family)
+    model, rng = small_model(family).double(), random.Random(family)
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
         samples, kind = random_samples(rng), ("ppo", "gspo")[number % 2]
         pack = pack_tree(samples, merge_cost=cost)
@@ -138,7 +110,7 @@ def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
         if number == 1:
             enable_checkpointing(model.train())
         for distinct in (False, True):
-            logps = by_tree(model, pack, distinct=distinct)
+            logps = by_pack(model, pack, distinct=distinct)
             loss = objective(logps, pack.lengths, old, advantages, kind)
             assert_close({"logps": logps}, {"logps": expected})
             assert_close(gradients(model, loss), wanted)
@@ -160,7 +132,7 @@ def test_copied_keys_and_merged_calls_are_one_sample_at_a_time(everything_in_fp6
         wanted = gradients(model, expected.sin().sum())
         for most in (tree.MOST_COPIES, 0):
             monkeypatch.setattr(tree, "MOST_COPIES", most)
-            logps = by_tree(model, pack)
+            logps = by_pack(model, pack)
             assert_close({"logps": logps}, {"logps": expected})
             assert_close(gradients(model, logps.sin().sum()), wanted)
             is_first, count = len(copied) > count, len(copied)
@@ -169,13 +141,14 @@ def test_copied_keys_and_merged_calls_are_one_sample_at_a_time(everything_in_fp6
         enable_checkpointing(model.train())
 
 
-def test_the_same_bits_every_time_and_with_gradients_recomputed():
-    model, samples = tiny_model("llama"), random_samples(random.Random(5), depth=6)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
+    model, samples = tiny_model(family), random_samples(random.Random(5), depth=6)
     runs = []
     for number in range(3):
         if number == 2:
             enable_checkpointing(model.train())
-        logps = by_tree(model, pack_tree(samples), distinct=True)
+        logps = by_pack(model, pack_tree(samples), distinct=True)
         runs.append([logps, *gradients(model, logps.square().sum()).values()])
     for again in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs[0], again, strict=True))
@@ -202,13 +175,11 @@ def test_every_term_sees_its_own_history(seed, cost, ids):
     assert pack.lengths == tuple(sum(trained) for _, trained in samples)
     assert pack.cu_seqlens.tolist()[-1] == len(expected)
     prefixes = {tuple(context[:n]) for context, _ in expected for n in range(1, len(context) + 1)}
-    assert (
-        (pack.layout.total == len(prefixes)) if cost == 0 else (pack.layout.total >= len(prefixes))
-    )
+    total = pack.layout.total
+    assert total == len(prefixes) if cost == 0 else total >= len(prefixes)
     rows, targets, terms = pack.distinct
-    assert torch.equal(rows[terms], pack.predicting) and torch.equal(
-        targets[terms], pack.target_ids
-    )
+    assert torch.equal(rows[terms], pack.predicting)
+    assert torch.equal(targets[terms], pack.target_ids)
     assert len(set(zip(rows.tolist(), targets.tolist(), strict=True))) == len(rows)
     if cost == 0:
         assert len(rows) == len({(*context, target) for context, target in expected})
@@ -249,7 +220,7 @@ def test_groups_are_the_tree_of_two_levels():
         ([8, 8], [[3, 4, 5]]),
         ([5, 6], [[1, 2, 3], [2, 9]]),
     ]
-    samples = [(p + c, [0] * len(p) + [1] * len(c)) for p, cs in groups for c in cs]
+    samples = samples_of(groups)
     one, other = pack_groups(groups), pack_tree(samples, merge_cost=0)
     for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
         assert torch.equal(getattr(one, name), getattr(other, name))
@@ -307,21 +278,12 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
     """A path cut into nodes: its output and gradients are as near to fp64 as in one piece."""
-    generator = torch.Generator().manual_seed(0)
-    total, rule = 8 * depth, Rule(0.3)
-    given_ = [torch.randn(total, n, 16, generator=generator).bfloat16() for n in (4, 2, 2, 4)]
+    whole, rule = TreeLayout.of([8 * depth]), Rule(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
-    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward, False), []
-
-    def run(attention, layout, dtype):
-        *qkv, grad = (x.to(dtype) for x in given_)
-        qkv = [x.requires_grad_() for x in qkv]
-        out = attention(*qkv, layout, rule)
-        return [x.detach().double() for x in (out, *torch.autograd.grad(out, qkv, grad))]
-
-    exact = run(dense, TreeLayout.of([total]), torch.float64)
-    for layout in (cut, TreeLayout.of([total])):
-        found = run(partial(attend, kernel=kernel), layout, torch.bfloat16)
+    given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
+    exact, errors = results(dense, given_, whole, rule, torch.float64), []
+    for layout in (cut, whole):
+        found = results(ATTENTION["flash_cpu"], given_, layout, rule)
         errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)])
     for in_nodes, in_one in zip(*errors, strict=True):
         assert in_nodes <= 1.5 * in_one

@@ -46,6 +46,8 @@ def test_every_call_fits_its_time():
         names = parts.of_call(every, call)
         assert every[names[0]].stops, "a call begins with the smoke test"
         assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 570
+    tests = (ROOT / parts.gpu_tests()[0][0]).read_text()
+    assert all(f"def test_{name}(" in tests for name in parts.FIRST_TESTS)
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):

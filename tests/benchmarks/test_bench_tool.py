@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from benchmarks.kernels.providers.base import differentiate
 from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
+from tests.command_line import invoke, refused
 from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +43,8 @@ VARIANTS = [STANDARD, Variant(0.5, "masked", "peaked", "ragged"), Variant(0.5, "
 @pairs(operation=OPERATIONS, variant=VARIANTS, dtype=[torch.float32, torch.bfloat16])
 def test_ours_and_plain_torch_are_right_on_every_variant(operation, variant, dtype):
     problem = make_problem(SHAPE, dtype, variant=variant)
-    names = ["grpo_fast (auto)", "grpo_fast (torch)"] + (
-        ["plain torch"] if not operation.endswith("inplace") else []
-    )
-    for name in names:
+    names = "grpo_fast (auto)", "grpo_fast (torch)", "plain torch"
+    for name in names[:2] if operation.endswith("inplace") else names:
         row, step = runner.verify(provider(operation, name), operation, problem, dtype, "cpu")
         assert row["status"] == "ok" and step is not None, (name, row)
         if name.startswith("grpo_fast"):
@@ -62,6 +59,11 @@ def test_the_exact_answer_is_autograds_in_fp64():
     variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
     idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
     assert 0.2 < idle.double().mean() < 0.8
+
+
+def verified(candidate: Provider) -> tuple[dict, Step | None]:
+    problem = make_problem(SHAPE, FP32)
+    return runner.verify(candidate, "linear_grpo_loss", problem, FP32, "cpu")
 
 
 @pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
@@ -81,23 +83,17 @@ def test_a_wrong_result_is_listed_and_not_timed(wrong):
             result[wrong] = result[wrong] * 1.01
         return result
 
-    bad = Provider("bad", "peer", lambda problem: Step(spoil))
-    row, step = runner.verify(bad, "linear_grpo_loss", problem, FP32, "cpu")
+    row, step = verified(Provider("bad", "peer", lambda problem: Step(spoil)))
     assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
 
 
 def test_a_provider_that_fails_or_lacks_memory_is_listed():
-    problem = make_problem(SHAPE, FP32)
-
     def fail(problem):
         return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
 
-    row, step = runner.verify(
-        Provider("broken", "peer", fail), "linear_grpo_loss", problem, FP32, "cpu"
-    )
+    row, step = verified(Provider("broken", "peer", fail))
     assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
-    huge = Provider("huge", "peer", fail, wide_logits=1e12)
-    row, step = runner.verify(huge, "linear_grpo_loss", problem, FP32, "cpu")
+    row, step = verified(Provider("huge", "peer", fail, wide_logits=1e12))
     assert row["status"] == "missing" and "GiB" in row["reason"]
     absent = Provider("absent", "peer", fail, needs="no_such_package")
     assert absent.missing("cpu", FP32) == "no_such_package is not installed"
@@ -115,41 +111,23 @@ def test_an_in_place_step_gets_its_input_back():
 # ---- the command ----
 
 
-def bench(*words: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = ("-m", "benchmarks", *words)
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300
-    )
-
-
-def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
-    out = tmp_path / "r.json"
-    words = "linear_grpo_loss logits_grpo_loss --shapes 16,8,64 32,8,64 --threads 1"
-    words += " --allocator default --budget 0.01"
-    done = bench(
-        *words.split(), "--rounds", "2", "--providers", "grpo_fast", "plain", "--out", str(out)
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
+    out, picture, page = (tmp_path / name for name in ("r.json", "k.png", "REPORT.md"))
+    words = "linear_grpo_loss logits_grpo_loss --shapes 16,8,64 32,8,64 --threads 1 --rounds 2"
+    words += f" --allocator default --budget 0.01 --providers grpo_fast plain --out {out}"
+    assert command.main(words.split()) == 0
+    shown = capfd.readouterr().out
+    assert "hidden -> GRPO loss" in shown and "% of limit" in shown
     report = json.loads(out.read_text())
-    assert len(report["cases"]) == 4 and {"commit", "hardware", "versions", "settings"} <= set(
-        report
-    )
+    assert {"commit", "hardware", "versions", "settings"} <= report.keys()
+    assert len(report["cases"]) == 4
+    measured = "median_ms spread_ms ratio_to_limit rate unit workspace_mib errors".split()
     for case in report["cases"]:
-        ours = case["rows"]["grpo_fast (auto)"]
-        assert {
-            "median_ms", "spread_ms", "ratio_to_limit", "rate", "unit", "workspace_mib", "errors",
-        } <= set(ours)  # fmt: skip
-        assert (
-            case["truth"] == "float64" and case["rows"]["grpo_fast (triton)"]["status"] == "missing"
-        )
-    assert "hidden -> GRPO loss" in done.stdout and "% of limit" in done.stdout
-    assert (
-        plots.main([str(out), "-o", str(tmp_path / "k.png")]) == 0
-        and (tmp_path / "k.png").stat().st_size > 10000
-    )
+        assert {*measured} <= case["rows"]["grpo_fast (auto)"].keys()
+        assert case["rows"]["grpo_fast (triton)"]["status"] == "missing"
+        assert case["truth"] == "float64"
+    assert plots.main([str(out), "-o", str(picture)]) == 0 and picture.stat().st_size > 10000
     assert "plain torch" in tables.verdict(files.cases_of([out]))
-    page = tmp_path / "REPORT.md"
     assert gpu_report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
 
 
@@ -188,9 +166,7 @@ def test_refusals(words, parts, capsys):
 def test_a_dry_run_says_what_cannot_run(capsys):
     assert command.main(["linear_logps", "--device", "cuda", "--model", "gemma-3-4b", "--dry"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "8192,2560,262144 bf16" in shown and "Liger SM90" in shown and "grpo_fast (auto)" in shown
-    )
+    assert all(part in shown for part in ("8192,2560,262144 bf16", "Liger SM90", "(auto)"))
     if not torch.cuda.is_available():
         assert command.main(["linear_logps", "--device", "cuda"]) == 2
         assert "device: expected cpu" in capsys.readouterr().err
@@ -212,48 +188,29 @@ def test_a_wrong_result_of_ours_fails_the_command_and_a_peers_does_not(
     rows["TRL"] |= {"status": status, "reason": "beyond"}
     assert command.main(words) == 0
     rows["grpo_fast (auto)"] |= {"status": status, "reason": "beyond"}
-    assert (
-        command.main(words) == 1 and f"grpo_fast (auto) {status}: beyond" in capsys.readouterr().err
-    )
+    assert command.main(words) == 1
+    assert f"grpo_fast (auto) {status}: beyond" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_writes_its_report_and_takes_the_common_options(name, capsys, tmp_path):
     words = [name, "--dry", "--budget", "2", "--rounds", "3", "--threads", "1"]
-    assert command.main([*words, "--quick"]) == 0
-    shown = capsys.readouterr().out
-    assert all(
-        f" {part}" in shown for part in ("--quick", "--budget 2", "--rounds 3", "--threads 1")
-    ), shown
-    assert f"--json {command.RESULTS}/quick-{name}-cpu-" in shown
-    assert (
-        command.main(words) == 0
-        and f"--json {command.RESULTS}/{name}-cpu-" in capsys.readouterr().out
-    )
-    assert command.main([*words, "--out", str(tmp_path / "x.json")]) == 0
-    assert f"--json {tmp_path}/x-{name}.json" in capsys.readouterr().out
+    options = ["--quick", "--budget 2", "--rounds 3", "--threads 1"]
+    for more, parts in (
+        (["--quick"], [*options, f"--json {command.RESULTS}/quick-{name}-cpu-"]),
+        ([], [f"--json {command.RESULTS}/{name}-cpu-"]),
+        (["--out", str(tmp_path / "x.json")], [f"--json {tmp_path}/x-{name}.json"]),
+    ):
+        assert command.main([*words, *more]) == 0
+        shown = capsys.readouterr().out
+        assert all(f" {part}" in shown for part in parts), shown
 
 
-def test_the_command_line_finds_the_checkout_or_says_so(tmp_path):
-    from typer.testing import CliRunner
-
-    from grpo_fast import cli
-
-    result = CliRunner().invoke(cli.app, ["bench", "--help"])
+def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
+    result = invoke("bench", "--help")
     assert result.exit_code == 0 and "--active" in result.output
-    installed = tmp_path / "grpo_fast"
-    installed.mkdir()
-    elsewhere = str(installed / "cli.py")
-    code = f"import grpo_fast.cli as c; c.__file__ = {elsewhere!r}; c.app(['bench', '--quick'])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
-    )
-    assert (
-        done.returncode == 2
-        and "expected a checkout" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    monkeypatch.setattr("grpo_fast.cli.__file__", str(tmp_path / "grpo_fast" / "cli.py"))
+    assert refused(invoke("bench", "--quick"), "expected a checkout")
 
 
 # ---- shapes, predictions, gate ----
@@ -267,16 +224,13 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
     attempts = []
 
     def run_with(value):
-        monkeypatch.setattr(
-            gate, "ratio", lambda setting, budget: attempts.append(setting) or value
-        )
+        monkeypatch.setattr(gate, "ratio", lambda *setting: attempts.append(setting) or value)
         return gate.main(words)
 
     assert run_with(1.14) == 0 and len(attempts) == len(ratios)
     assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
-    assert len(attempts) == len(ratios) * (1 + gate.ATTEMPTS), (
-        "measured again before it is called a regression"
-    )
+    again = len(ratios) * gate.ATTEMPTS  # before it is called a regression
+    assert len(attempts) == len(ratios) + again
     file.write_text(json.dumps({"ratios": {}}))
     assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
     assert gate.main([*words, "--update"]) == 0
@@ -286,13 +240,12 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
 def test_the_gate_forces_the_instruction_set(monkeypatch):
     seen = []
     rows = {gate.OURS: {"status": "ok", "ratio_to_limit": 1.5}}
-    monkeypatch.setattr(
-        gate,
-        "run_child",
-        lambda plan, allocator, quiet: (
-            seen.append((os.environ["GRPO_FAST_CPU"], plan)) or [{"rows": rows}]
-        ),
-    )
+
+    def run_child(plan, allocator, quiet):
+        seen.append((os.environ["GRPO_FAST_CPU"], plan))
+        return [{"rows": rows}]
+
+    monkeypatch.setattr(gate, "run_child", run_child)
     assert {setting.dtype for setting in gate.settings([2])} == {"fp32", "bf16"}
     setting = next(s for s in gate.settings([2]) if s.dtype == "bf16")
     assert gate.ratio(setting, 0.1) == 1.5
@@ -333,9 +286,8 @@ def test_candidates_hold_the_shipped_configurations():
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
-    assert tune.survivors("sm_90", "rows", "bfloat16") == rows, (
-        "all of them where nothing was compiled"
-    )
+    every = tune.survivors("sm_90", "rows", "bfloat16")
+    assert every == rows, "all of them where nothing was compiled"
     cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
     (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
     assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]
@@ -347,10 +299,8 @@ def test_benchmarks_import_nothing_from_the_tests():
     for path in (ROOT / "benchmarks").rglob("*.py"):
         assert not pattern.search(path.read_text()), path
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
-    importing = [
-        p.name for p in (ROOT / "grpo_fast").rglob("*.py") if pattern.search(p.read_text())
-    ]
-    assert importing == ["cli.py"]
+    package = (ROOT / "grpo_fast").rglob("*.py")
+    assert [path.name for path in package if pattern.search(path.read_text())] == ["cli.py"]
 
 
 # ---- the page and its picture ----

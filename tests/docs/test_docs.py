@@ -1,4 +1,6 @@
-"""The pages of docs/: code runs, commands exist, and the reference leaves nobody out."""
+"""The documents: code runs, commands exist, links lead somewhere, tables say what code and results
+say, and the reference leaves nobody out.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,28 @@ import importlib
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
 
+from grpo_fast import __version__
+from grpo_fast.objective.advantages import MODES
+from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from tests import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
-READMES = sorted([ROOT / "README.md", *(ROOT / "grpo_fast").rglob("README.md")])
+README = ROOT / "README.md"
+READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
+OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 # The doors of the package: all that their __all__ names is public.
 DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -52,26 +63,25 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     exec(compile(code.replace("steps=200", "steps=2"), "quickstart.ipynb", "exec"), {})
 
 
-def documented() -> str:
-    """What the reference lists, one full name a line."""
+def documented() -> list[str]:
+    """The full names that the reference lists."""
     text = (DOCS / "api.md").read_text()
     listed = re.findall(r"\.\. auto(?:function|class|exception|data):: (\S+)", text)
     for module, options in re.findall(r"\.\. automodule:: (\S+)\n((?:   :.*\n)*)", text):
-        if ":members:" not in options:
-            continue
-        chosen = re.search(r":members: (.+)", options)
-        door = importlib.import_module(module)
-        own = chosen[1].split(", ") if chosen else getattr(door, "__all__", None) or [
-            name for name, value in vars(door).items()
-            if callable(value) and not name.startswith("_") and value.__module__ == module
-        ]  # fmt: skip
-        listed += [f"{module}.{name}" for name in own]
-    return "\n".join(listed)
+        chosen = re.search(r":members:(?: (.+))?", options)
+        if chosen:
+            door = importlib.import_module(module)
+            own = chosen[1].split(", ") if chosen[1] else getattr(door, "__all__", None) or [
+                name for name, value in vars(door).items()
+                if callable(value) and not name.startswith("_") and value.__module__ == module
+            ]  # fmt: skip
+            listed += [f"{module}.{name}" for name in own]
+    return listed
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_reference_has_every_public_name(door):
-    module, listed = importlib.import_module(door), documented().splitlines()
+    module, listed = importlib.import_module(door), documented()
     missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]
     assert not missing
     silent = [
@@ -84,7 +94,7 @@ def test_the_reference_has_every_public_name(door):
 
 def test_the_reference_has_every_name_that_a_page_imports():
     """What a document shows is public, wherever it lies."""
-    listed = documented().splitlines()
+    listed = documented()
     shown = set()
     for page in [*WRITTEN, *READMES]:
         for block in BLOCK.findall(page.read_text()):
@@ -96,7 +106,7 @@ def test_the_reference_has_every_name_that_a_page_imports():
 
 
 def test_every_name_of_the_reference_is_there():
-    for full in documented().splitlines():
+    for full in documented():
         module, _, name = full.rpartition(".")
         if any(part in full for part in ("integrations.trl", "openrlhf", "lightning", "verl")):
             continue  # their trainers may not be installed
@@ -106,7 +116,7 @@ def test_every_name_of_the_reference_is_there():
 def test_the_reference_has_every_built_in_reward():
     from grpo_fast.rewards import REWARDS, WORKERS
 
-    listed = {name.rpartition(".")[2] for name in documented().splitlines()}
+    listed = {name.rpartition(".")[2] for name in documented()}
     assert {*REWARDS, *WORKERS} <= listed
 
 
@@ -114,7 +124,6 @@ def test_every_command_that_is_shown_exists():
     import typer.main
 
     from grpo_fast.cli import app
-    from grpo_fast.train.config.recipes import load_recipe, recipe_names
 
     commands = set(typer.main.get_command(app).commands)
     seen = set()
@@ -159,21 +168,23 @@ def test_every_key_that_is_named_exists():
     assert not missing and len(seen) > 50
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=names)
-def test_the_links_of_a_page_lead_somewhere(page):
+@pytest.mark.parametrize("page", [*WRITTEN, *READMES, *OTHERS], ids=names)
+def test_links_lead_somewhere_and_prose_has_100_columns(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r"\{download\}`([^`]+)`", text):
-        assert link.startswith("http") or (DOCS / link).exists(), link
+        assert link.startswith("http") or (page.parent / link).exists(), link
     for listed in re.findall(r"```\{toctree\}\n(.*?)```", text, re.S):
         for entry in listed.split("\n"):
-            page = entry.partition("<")[2].rstrip(">") or entry
-            assert not entry or entry.startswith(":") or (DOCS / f"{page}.md").is_file(), entry
+            target = entry.partition("<")[2].rstrip(">") or entry
+            assert not entry or entry.startswith(":") or (DOCS / f"{target}.md").is_file(), entry
+    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")]
+    assert page in WRITTEN or not long, long
 
 
 def test_every_folders_readme_is_a_page_and_none_is_copied():
     stated = {p: re.search(r"```\{readme\} (\S+)", p.read_text()) for p in PAGES}
     targets = {(DOCS / found[1]).resolve() for found in stated.values() if found}
-    assert {p for p in READMES if p != ROOT / "README.md"} <= targets
+    assert {*READMES} - {README} <= targets
     assert all(target.is_file() for target in targets)
 
 
@@ -193,3 +204,84 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
                     color = "getComputedStyle(document.body).backgroundColor"
                     seen.add(browser.evaluate(color))
                 assert len(seen) == 2, page
+
+
+# ----------------------------------------------------------
+# the READMEs
+def rows_of(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading."""
+    lines = text.partition(heading)[2].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
+    table = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return table
+
+
+def test_the_readme_opens_the_door():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 95
+    assert "Not measured on a GPU yet" in "\n".join(text.splitlines()[:20])
+    for part in ("make demo", "make test", "make bench", "grpo-fast train", "gpu_session.sh"):
+        assert part in text, part
+
+
+def test_badges_and_citation_say_what_the_project_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges, citation = ((ROOT / name).read_text() for name in ("docs/badges.svg", "CITATION.cff"))
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f">{project['license']}<" in badges and f">{oldest} or newer<" in badges
+    assert f"license: {project['license']}\n" in citation
+    assert f"version: {__version__}\n" in citation
+
+
+def test_the_example_runs_as_it_stands(capsys):
+    (example,) = BLOCK.findall(README.read_text())
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) == 10
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["hidden"].grad.abs().sum() > 0 and names["head"].weight.grad.abs().sum() > 0
+    assert "active_tokens': 40.0" in capsys.readouterr().out
+
+
+def test_the_measured_table_is_the_results():
+    cases = [
+        case
+        for name in ("loss", "loss-large", "bf16")
+        for case in json.loads((ROOT / f"benchmarks/results/cpu-{name}.json").read_text())["cases"]
+    ]
+    table = rows_of(README.read_text(), "## Measured")
+    assert len(table) == 5
+    for what, ours, best in table:
+        *shape, last = what.split(", ")
+        shape, dtype = [*map(int, shape), int(last.split()[0])], last.split()[1]
+        rows = next(c["rows"] for c in cases if c["shape"] == shape and c["dtype"] == dtype)
+        timed = {n: r["ratio_to_limit"] for n, r in rows.items() if "ratio_to_limit" in r}
+        peers = {n: ratio for n, ratio in timed.items() if rows[n]["role"] == "peer"}
+        name = min(peers, key=lambda name: peers[name])
+        assert ours.strip("*") == f"{timed['grpo_fast (auto)']:.2f}×", what
+        assert best == f"{peers[name]:.2f}× {name}", what
+
+
+def test_the_table_of_losses_is_the_table_of_the_code():
+    text = (ROOT / "grpo_fast" / "objective" / "README.md").read_text()
+    listed = {}
+    for names, _, aggregation, _ in rows_of(text, "## Losses"):
+        listed |= dict.fromkeys(re.findall(r"`(\w+)`", names), aggregation)
+    assert listed == {name: objective.aggregation for name, objective in OBJECTIVES.items()}
+    for heading, known in (
+        ("## KL to a reference", KL_ESTIMATORS),
+        ("## Aggregations", AGGREGATIONS),
+        ("## Advantages", MODES),
+    ):
+        names = [re.match(r"`([^`]+)`", row[0])[1] for row in rows_of(text, heading)]
+        assert names and set(names) == set(known), heading
+
+
+def test_every_recipe_is_listed():
+    text = (ROOT / "grpo_fast" / "train" / "README.md").read_text()
+    listed = [row[0].strip("`") for row in rows_of(text, "## Recipes")]
+    assert sorted(listed) == recipe_names()

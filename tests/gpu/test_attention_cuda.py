@@ -14,14 +14,13 @@ import torch
 
 from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernels import explicit
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule, Spans
+from tests.attention.layouts import ATTENTION
 from tests.tiny import tiny_model
 
-EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
-PROVIDERS = {provider.name: provider for provider in dispatch.PROVIDERS}
+EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -46,7 +45,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
         return out, lse
 
     kernel = Kernel("flash_aten", spy, dispatch.cuda.aten_backward)
-    provider = PROVIDERS["flash_aten"]._replace(attend=partial(attend, kernel=kernel))
+    provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
     # transformers looks for packed sequences in the values of position_ids, to build a mask that we
     # have no use for
@@ -69,23 +68,6 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert calls == 2 * per_layer
 
 
-def test_the_aten_kernels_have_the_signature_we_call():
-    forward = torch.ops.aten._flash_attention_forward.default._schema
-    backward = torch.ops.aten._flash_attention_backward.default._schema
-    assert [a.name for a in forward.arguments][:10] == [
-        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
-        "is_causal", "return_debug_mask",
-    ]  # fmt: skip
-    assert [a.name for a in backward.arguments][:14] == [
-        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q",
-        "max_k", "dropout_p", "is_causal", "rng_state", "unused",
-    ]  # fmt: skip
-    for schema in (forward, backward):
-        assert {"scale", "window_size_left", "window_size_right"} <= {
-            a.name for a in schema.arguments
-        }
-
-
 def spans_of(cu_q, cu_k, causal):
     """What a package would read; keys without queries are allowed, the reverse is not."""
     assert all(k > 0 for k in cu_k.diff().tolist())
@@ -95,28 +77,33 @@ def spans_of(cu_q, cu_k, causal):
 def rule_of(spans, scale, left, right, softcap):
     """What a package would make of its arguments; None counts as −1."""
     left, right = (-1 if x is None else x for x in (left, right))
-    assert right == (0 if spans.causal and left >= 0 else right) and (
-        spans.causal or left == right == -1
-    )
+    assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
     return Rule(scale, left + 1 if left >= 0 else None, softcap or None)
 
 
 def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (max_q, max_k) == (max(2, int(cu_q.diff().max())), int(cu_k.diff().max())) and k.shape[
-        0
-    ] == int(cu_k[-1])
+    assert (max_q, max_k) == (max(2, int(cu_q.diff().max())), int(cu_k.diff().max()))
+    assert len(k) == int(cu_k[-1])
 
 
 # Documented signatures, forward and backward, of what does not install without a GPU: flash-attn
-# 2.8 (its private functions), FA3 (hopper) and FA4 without arguments that we never pass; and of
-# torch's own CUDA kernels.
+# 2.8 (its private functions), FA3 (hopper) and FA4 without arguments that we never pass. Those of
+# torch's own CUDA kernels are read from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 FA4_KEYS = "window_size_left=None, window_size_right=None"
-ATEN_KEYS = "cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal"
-ATEN_MORE = "*, scale, window_size_left, window_size_right"
+
+
+def aten_signature(name: str) -> str:
+    """As Python writes it; what comes first is given by position."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    words = [x.name + "=None" * x.has_default_value() for x in arguments]
+    first = next(i for i, x in enumerate(arguments) if x.kwarg_only)
+    return ", ".join([*words[:first], "*", *words[first:]])
+
+
 SIGNATURES = {
     "fa2": (
         "flash_attn.flash_attn_interface._flash_attn_varlen_{}ward",
@@ -143,8 +130,8 @@ SIGNATURES = {
     ),
     "flash_aten": (
         "_flash_attention_{}ward",
-        f"query, key, value, {ATEN_KEYS}, return_debug_mask, {ATEN_MORE}",
-        f"grad_out, query, key, value, out, logsumexp, {ATEN_KEYS}, rng_state, unused, {ATEN_MORE}",
+        aten_signature("_flash_attention_forward"),
+        aten_signature("_flash_attention_backward"),
     ),
 }
 RENAMED = {
@@ -222,4 +209,4 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
         monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
     for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
         kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
-        assert dispatch.self_test(PROVIDERS[name].attend, kind) < 1e-14
+        assert dispatch.self_test(ATTENTION[name], kind) < 1e-14

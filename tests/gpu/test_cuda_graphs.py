@@ -43,19 +43,13 @@ class OnGpu(TorchFunctionMode):
 def recorded(monkeypatch):
     """Inside, the stream of a GPU is being recorded; `recorded(False)` ends the recording."""
     pytest.importorskip("triton")
-    from grpo_fast.kernels.gpu import coefficients, exponentials, target_rows
-    from grpo_fast.kernels.gpu import gradients as gradients_triton
-    from grpo_fast.kernels.gpu import linear as linear_triton
-    from grpo_fast.kernels.gpu import rows as rows_triton
-    from grpo_fast.kernels.gpu import scale as scale_triton
-
-    surroundings = coefficients, gradients_triton, target_rows
-    for module in (linear_triton, rows_triton, exponentials, *surroundings):
-        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
-    monkeypatch.setattr(linear_triton, "is_aligned", lambda matrix: True)
-    monkeypatch.setattr(linear_triton, "tiles", lambda matrix, *shape: matrix)
-    monkeypatch.setattr(linear_triton, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(scale_triton, "scale_", lambda gradient, factor: gradient)
+    gpu = "grpo_fast.kernels.gpu"
+    for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
+        monkeypatch.setattr(f"{gpu}.{name}.launch", lambda *args, **options: None)
+    monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
+    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda matrix, *shape: matrix)
+    monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
+    monkeypatch.setattr(f"{gpu}.scale.scale_", lambda gradient, factor: gradient)
     # torch.is_autocast_enabled knows no meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
@@ -83,7 +77,7 @@ def ids():
 
 
 def head(dtype=torch.bfloat16):
-    return rand(T, H, dtype=dtype, grad=True), rand(V, H, dtype=dtype, grad=True)
+    return [rand(n, H, dtype=dtype, grad=True) for n in (T, V)]
 
 
 CONFIGS = {
@@ -130,23 +124,22 @@ def test_grpo_loss(recorded, name):
     finish(grpo_loss(leaf, rand(B), LossConfig(**options), entropy=rand(T), **tokens()), leaf)
 
 
+def logps_gradients(function, leaves, **options):
+    results = function(*leaves, ids(), **options)
+    total = sum(x.sum() for x in (results if options["return_entropy"] else [results]))
+    return gradients(total, leaves)
+
+
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], return_entropy=[False, True])
 def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    leaves = head(dtype)
-    results = linear_logps(*leaves, ids(), temperature=rand(T), return_entropy=return_entropy)
-    total = sum(x.sum() for x in (results if return_entropy else [results]))
-    assert all(x is not None for x in gradients(total, leaves))
+    options = {"return_entropy": return_entropy}
+    found = logps_gradients(linear_logps, head(dtype), temperature=rand(T), **options)
+    logits = rand(T, V, dtype=dtype, grad=True)
+    found += logps_gradients(logits_logps, [logits], **options)
+    assert [x.shape for x in found] == [(T, H), (V, H), (T, V)]
     with torch.no_grad():
-        linear_logps(*leaves, ids())
-
-
-@pytest.mark.parametrize("return_entropy", [False, True])
-def test_logits_logps(recorded, return_entropy):
-    logits = rand(T, V, dtype=torch.bfloat16, grad=True)
-    results = logits_logps(logits, ids(), return_entropy=return_entropy)
-    total = sum(x.sum() for x in (results if return_entropy else [results]))
-    assert gradients(total, [logits])[0].shape == logits.shape
+        linear_logps(*head(dtype), ids())
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):

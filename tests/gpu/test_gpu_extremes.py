@@ -1,7 +1,5 @@
 """On a real GPU: the same bits a thousand times beside a busy second stream, very long rows, more
 than 2³¹ logits.
-
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ import torch
 from benchmarks.kernels import exact
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
 # Tokens of one completion: beyond a grid dimension's 65535, and 32-bit products with V.
@@ -23,6 +18,7 @@ LONG = 131072
 # Relative L2 of gradients: the numerical contract's bar for bf16 results; the losses' is relative
 # to a token's loss.
 BAR, LOSS_BAR = 3e-3, 2e-6
+CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
 
 def random_tokens(n: int, vocab: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -49,15 +45,11 @@ def linear_inputs(
     return hidden, weight, random_tokens(n, vocab, g)
 
 
-def config() -> LossConfig:
-    return LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
-
-
 def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
     """loss, logps, dH, dW"""
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     out = linear_grpo_loss(
-        hidden, weight, tokens["target_ids"], tokens["advantages"], config(),
+        hidden, weight, tokens["target_ids"], tokens["advantages"], CONFIG,
         cu_seqlens=tokens["cu_seqlens"], old_logps=old_logps, backend=BACKEND,
     )  # fmt: skip
     return (out.loss.detach(), out.logps, *torch.autograd.grad(out.loss, (hidden, weight)))
@@ -67,7 +59,7 @@ def logits_call(logits, tokens, old_logps, inplace: bool) -> tuple[torch.Tensor,
     """loss, logps, d logits"""
     leaf = logits.detach().requires_grad_()
     out = logits_grpo_loss(
-        leaf, tokens["target_ids"], tokens["advantages"], config(), cu_seqlens=tokens["cu_seqlens"],
+        leaf, tokens["target_ids"], tokens["advantages"], CONFIG, cu_seqlens=tokens["cu_seqlens"],
         old_logps=old_logps, backend=BACKEND, inplace=inplace,
     )  # fmt: skip
     return (out.loss.detach(), out.logps, *torch.autograd.grad(out.loss, leaf))
@@ -81,17 +73,12 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     )
     logits = hidden @ weight.T
 
-    def call() -> tuple[torch.Tensor, ...]:
-        if operation == "linear_grpo_loss":
-            return linear_call(hidden, weight, tokens, old_logps)
-        if operation == "linear_logps":
-            return (
-                linear_logps(
-                    hidden.detach(), weight.detach(), tokens["target_ids"], backend=BACKEND
-                ),
-            )
-        return logits_call(logits, tokens, old_logps, inplace=False)
-
+    head = hidden.detach(), weight.detach()
+    call = {
+        "linear_grpo_loss": lambda: linear_call(hidden, weight, tokens, old_logps),
+        "linear_logps": lambda: [linear_logps(*head, tokens["target_ids"], backend=BACKEND)],
+        "logits_grpo_loss": lambda: logits_call(logits, tokens, old_logps, inplace=False),
+    }[operation]
     first = [tensor.clone() for tensor in call()]
     different = torch.zeros((), dtype=torch.int64, device=DEVICE)
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
@@ -106,47 +93,34 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     assert different.item() == 0
 
 
-def exact_loss(logits: torch.Tensor, tokens: dict, old_logps: torch.Tensor) -> exact.Truth:
-    """fp64, a block of rows at a time."""
-    lse = exact.logits_lse(logits, torch.float64)
-    logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
-    advantages, mask = tokens["advantages"].expand(len(logits)), torch.ones_like(old_logps)
-    loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)
-    gradient = exact.LogitRows(logits, tokens["target_ids"], lse, slope)
-    return exact.Truth(
-        {"loss": loss, "grad_logits": gradient, "logps": logps}, loss_scale=scale, mask=mask
-    )
-
-
 @pytest.mark.parametrize(
     ("rows", "vocab"),
-    [
-        (LONG, 1003),
-        (16500, LONG),
-    ],  # one long completion with odd rows; 2.16e9 logits, 4.3 GB in bf16
+    # One long completion with odd rows; 2.16e9 logits, 4.3 GB in bf16.
+    [(LONG, 1003), (16500, LONG)],
     ids=["L131072", "NV-above-2**31"],
 )
 def test_logits_loss_is_exact(rows, vocab):
     if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * vocab + 2**33:
         pytest.skip("needs more free GPU memory")
     g = torch.Generator(DEVICE).manual_seed(1)
-    logits, tokens = (
-        torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE),
-        random_tokens(rows, vocab, g),
-    )
+    logits = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
+    tokens = random_tokens(rows, vocab, g)
     for block in exact.blocks(rows, logits.device, 1024):
         logits[block] = 2 * torch.randn(logits[block].shape, generator=g, device=DEVICE)
     lse = exact.logits_lse(logits, torch.float64)
     logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
     old_logps = (logps - tokens["log_ratio"]).float()
-    truth = exact_loss(logits, tokens, old_logps)
+    mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(rows)
+    loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)
+    gradient = exact.LogitRows(logits, tokens["target_ids"], lse, slope)
+    named = {"loss": loss, "grad_logits": gradient, "logps": logps}
+    truth = exact.Truth(named, loss_scale=scale, mask=mask)
     for inplace in (False, True):
         given = logits.clone() if inplace else logits
         loss, found, gradient = logits_call(given, tokens, old_logps, inplace)
         errors = truth.errors({"loss": loss, "logps": found, "grad_logits": gradient})
-        assert (
-            errors["loss"] <= LOSS_BAR and errors["logps"] <= 1e-5 and errors["grad_logits"] <= BAR
-        ), errors
+        bars = {"loss": LOSS_BAR, "logps": 1e-5, "grad_logits": BAR}
+        assert all(errors[name] <= bar for name, bar in bars.items()), errors
 
 
 def test_linear_loss_of_a_long_completion_is_exact():

@@ -15,10 +15,7 @@ import torch
 
 from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 T, H, V, B = 192, 128, 5000, 3
 
 
@@ -37,30 +34,20 @@ def values(seed: int) -> dict[str, torch.Tensor]:
         "advantages": torch.rand(B, generator=g) + 0.5,
         "ref_logps": -torch.rand(T, generator=g) - 0.5,
         "cu_seqlens": torch.tensor([0, *cut, T], dtype=torch.int32),
-        "items": torch.tensor(float(200 + seed)),
+        "num_items_in_batch": torch.tensor(float(200 + seed)),
     }
     return {name: x.cuda() for name, x in found.items()}
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """A step: loss, logps, metrics, and the gradients of the floating tensors among `names`."""
+    """A step: loss, logps, metrics, and the gradients of the tensors of these names."""
     config = LossConfig(beta=0.1, **options)
 
     def step(x: dict) -> list:
-        leaves = [
-            x[name].detach().requires_grad_() for name in names if x[name].is_floating_point()
-        ]
-        inputs = [
-            *leaves,
-            *(x[name] for name in names if not x[name].is_floating_point()),
-            x["advantages"],
-        ]
-        keywords = {
-            "cu_seqlens": x["cu_seqlens"],
-            "ref_logps": x["ref_logps"],
-            "num_items_in_batch": x["items"],
-        }
-        result = function(*inputs, config, **keywords)
+        leaves = [x[name].detach().requires_grad_() for name in names]
+        targets = [] if function is grpo_loss else [x["target_ids"]]
+        more = {name: x[name] for name in ("cu_seqlens", "ref_logps", "num_items_in_batch")}
+        result = function(*leaves, *targets, x["advantages"], config, **more)
         metrics = list(result.metrics.values())
         return [result.loss, result.logps, *metrics, *torch.autograd.grad(result.loss, leaves)]
 
@@ -78,15 +65,12 @@ def frozen_step(x: dict) -> list:
         return [linear_logps(x["hidden"], x["weight"], x["target_ids"])]
 
 
+HEAD = "hidden", "weight"
 STEPS = {
-    "linear_grpo_loss": loss_of(linear_grpo_loss, "hidden", "weight", "target_ids"),
-    "linear_grpo_loss, entropy bonus": loss_of(
-        linear_grpo_loss, "hidden", "weight", "target_ids", entropy_coef=0.01
-    ),
-    "linear_grpo_loss, by sequence": loss_of(
-        linear_grpo_loss, "hidden", "weight", "target_ids", loss_type="gspo"
-    ),
-    "logits_grpo_loss": loss_of(logits_grpo_loss, "logits", "target_ids"),
+    "linear_grpo_loss": loss_of(linear_grpo_loss, *HEAD),
+    "linear_grpo_loss, entropy bonus": loss_of(linear_grpo_loss, *HEAD, entropy_coef=0.01),
+    "linear_grpo_loss, by sequence": loss_of(linear_grpo_loss, *HEAD, loss_type="gspo"),
+    "logits_grpo_loss": loss_of(logits_grpo_loss, "logits"),
     "grpo_loss": loss_of(grpo_loss, "logps"),
     "linear_logps": logps_step,
     "linear_logps without a gradient": frozen_step,
@@ -150,17 +134,12 @@ def test_rows_without_a_target_or_coefficient():
 def test_refused_and_usable_afterwards():
     """What cannot be recorded says so; the next call works."""
     x = values(0)
-    mask = torch.ones(T, dtype=torch.bool, device="cuda")
-    with pytest.raises(
-        ValueError, match="completion_mask: expected None while a CUDA graph is recorded"
-    ):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            grpo_loss(
-                x["logps"],
-                x["advantages"],
-                LossConfig(),
-                completion_mask=mask,
-                cu_seqlens=x["cu_seqlens"],
-            )
+    given = {
+        "cu_seqlens": x["cu_seqlens"],
+        "completion_mask": torch.ones(T, dtype=torch.bool, device="cuda"),
+    }
+    said = "completion_mask: expected None while a CUDA graph is recorded"
+    with pytest.raises(ValueError, match=said), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        grpo_loss(x["logps"], x["advantages"], LossConfig(), **given)
     torch.cuda.synchronize()
     assert torch.isfinite(STEPS["grpo_loss"](x)[0])

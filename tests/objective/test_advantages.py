@@ -28,64 +28,50 @@ def flat(groups):
     return torch.tensor([r for group in groups for r in group])
 
 
-def options_of(mode):
-    if mode == "baseline":
-        return {"value": 0.3}
-    return {"lengths": flat(LENGTHS)} if mode == "opo" else {}
+def options_of(mode, lengths):
+    return {"value": 0.3} if mode == "baseline" else {"lengths": lengths} if mode == "opo" else {}
 
 
 def group_by_group(mode, groups):
     """The definitions, one number at a time."""
-    everything = [r - statistics.fmean(g) for g in groups for r in g]
     rewards = [r for g in groups for r in g]
+    centered = [r - statistics.fmean(g) for g in groups for r in g]
     out = []
-    for g, lengths in zip(groups, LENGTHS, strict=False):
+    for g, lengths in zip(groups, LENGTHS, strict=True):
         mean, best = statistics.fmean(g), max(g)
         for i, r in enumerate(g):
             others = g[:i] + g[i + 1 :]
-            if mode == "rewards":
-                a = r
-            elif mode == "baseline":
-                a = r - 0.3
-            elif mode == "centered":
-                a = r - mean
-            elif mode == "rloo_normalized":
-                spread = statistics.stdev(others)
-                a = (r - statistics.fmean(others)) / (spread + 1e-6 if spread else 1.0)
-            elif mode == "normalized":
-                a = (r - mean) / (statistics.stdev(g) + 1e-4)
-            elif mode == "max":
-                a = r - mean if r == best else 0.0
-            elif mode == "max_code":
-                a = r if r == best else 0.0
-            elif mode == "batch":
-                a = (r - mean) / (statistics.stdev(rewards) + 1e-4)
-            elif mode == "rloo":
-                a = r - statistics.fmean(others)
-            elif mode == "reinforce_pp_baseline":
-                a = (r - mean - statistics.fmean(everything)) / (
-                    statistics.pstdev(everything) + 1e-8
-                )
-            elif mode == "opo":
-                a = r - sum(n * x for n, x in zip(lengths, g, strict=True)) / sum(lengths)
-            else:  # passk, k = G: what this completion adds to the best of the group
-                a = best - max(others) if r == best and g.index(best) == i else 0.0
-            out.append(a)
+            beside, spread = r - statistics.fmean(others), statistics.stdev(others)
+            shifted = r - mean - statistics.fmean(centered)
+            by_length = sum(n * x for n, x in zip(lengths, g, strict=True)) / sum(lengths)
+            defined = {
+                "rewards": r,
+                "baseline": r - 0.3,
+                "centered": r - mean,
+                "normalized": (r - mean) / (statistics.stdev(g) + 1e-4),
+                "biased": (r - mean) / (statistics.pstdev(g) + 1e-4),
+                "max": r - mean if r == best else 0.0,
+                "max_code": r if r == best else 0.0,
+                "batch": (r - mean) / (statistics.stdev(rewards) + 1e-4),
+                "rloo": beside,
+                "rloo_normalized": beside / (spread + 1e-6 if spread else 1.0),
+                "reinforce_pp_baseline": shifted / (statistics.pstdev(centered) + 1e-8),
+                "opo": r - by_length,
+                # k = G: what this completion adds to the best of the group
+                "passk": best - max(others) if r == best and g.index(best) == i else 0.0,
+            }
+            out.append(defined[mode])
     return torch.tensor(out)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "biased"])
 def test_modes(mode):
-    own = group_advantages(flat(GROUPS), mode, group_size=4, **options_of(mode))
+    rewards, options = flat(GROUPS), options_of(mode, flat(LENGTHS))
+    given = ("normalized", {"unbiased": False}) if mode == "biased" else (mode, options)
+    own = group_advantages(rewards, given[0], group_size=4, **given[1])
     assert own.dtype == torch.float32 and own.shape == (12,)
     torch.testing.assert_close(own, group_by_group(mode, GROUPS), rtol=1e-5, atol=1e-6)
-
-
-def test_the_default_mode_is_normalized():
-    assert torch.equal(
-        group_advantages(flat(GROUPS), group_size=4),
-        group_advantages(flat(GROUPS), "normalized", group_size=4),
-    )
+    assert torch.equal(rewards, flat(GROUPS))
 
 
 def test_a_constant_baseline():
@@ -101,22 +87,18 @@ def test_a_constant_baseline():
         group_advantages(rewards, "baseline", group_size=1, running=True)
 
 
-def test_biased_standard_deviation():
-    own = group_advantages(flat(GROUPS), "normalized", group_size=4, unbiased=False)
-    expected = [
-        (r - statistics.fmean(g)) / (statistics.pstdev(g) + 1e-4) for g in GROUPS for r in g
-    ]
-    torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
 @pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
        value=[0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0], G=[2, 3, 7, 8])  # fmt: skip
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
-    """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point."""
+    """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point. Beside
+    another such group, and beside a mixed one, which is not zero.
+    """
+    options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        rewards = torch.full((2 * G,), value, dtype=torch.float64).to(dtype)
-        options = {"lengths": torch.arange(1, 2 * G + 1)} if mode == "opo" else {}
-        assert (group_advantages(rewards, mode, group_size=G, **options) == 0).all()
+        for beside in ([value] * G, [1.0] + [0.0] * (G - 1)):
+            rewards = torch.tensor([value] * G + beside, dtype=torch.float64).to(dtype)
+            own = group_advantages(rewards, mode, group_size=G, **options)
+            assert (own[:G] == 0).all() and own[G:].any() == (beside[0] != beside[1])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,24 +108,15 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
 
     rewards = torch.tensor([1.0, 0.0, 0.5])
     settings = ["rollout.group_size=1", f"advantages={mode}"]
-    options = {"lengths": torch.ones(3)} if mode == "opo" else {}
     if mode in WITHOUT_GROUPS:
         assert torch.equal(group_advantages(rewards, mode, group_size=1), rewards)
         assert load_recipe("sort", settings).rollout.group_size == 1
         return
     said = f"group_size: expected at least 2 of mode '{mode}', got 1: all advantages would be 0"
     with pytest.raises(ValueError, match=said):
-        group_advantages(rewards, mode, group_size=1, **options)
+        group_advantages(rewards, mode, group_size=1, **options_of(mode, torch.ones(3)))
     with pytest.raises(ValueError, match=said):
         load_recipe("sort", settings)
-
-
-@pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
-def test_an_equal_group_beside_a_mixed_one_is_exactly_zero(mode):
-    rewards = torch.tensor([0.1] * 4 + [1.0, 0.0, 0.3, 0.0])
-    options = {"lengths": torch.arange(1, 9)} if mode == "opo" else {}
-    own = group_advantages(rewards, mode, group_size=4, **options)
-    assert (own[:4] == 0).all() and (own[4:] != 0).any()
 
 
 @pytest.mark.parametrize(
@@ -153,12 +126,11 @@ def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
     """A failing reward drops that sample from the baseline (mean, spread,
     leave-one-out alike).
     """
-    group, lengths = [1.0, math.nan, 0.0, 0.4], torch.tensor([4, 9, 2, 7])
-    options = {"lengths": lengths} if mode == "opo" else {}
-    own = group_advantages(torch.tensor(group), mode, group_size=4, **options)
-    keep = torch.tensor([0, 2, 3])
-    options = {"lengths": lengths[keep]} if mode == "opo" else {}
-    expected = group_advantages(torch.tensor([1.0, 0.0, 0.4]), mode, group_size=3, **options)
+    rewards, lengths = torch.tensor([1.0, math.nan, 0.0, 0.4]), torch.tensor([4, 9, 2, 7])
+    keep = ~rewards.isnan()
+    own = group_advantages(rewards, mode, group_size=4, **options_of(mode, lengths))
+    options = options_of(mode, lengths[keep])
+    expected = group_advantages(rewards[keep], mode, group_size=3, **options)
     assert own[1] == 0
     torch.testing.assert_close(own[keep], expected, rtol=1e-6, atol=1e-6)
 
@@ -168,26 +140,13 @@ def test_a_group_without_any_verdict_is_zero():
     assert (own[:2] == 0).all() and (own[2:] != 0).all()
 
 
+@pytest.mark.parametrize("rewards", [torch.full((4,), math.nan), torch.zeros(0)], ids=len)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_any_verdict_is_zero_without_a_warning(mode):
-    options = {"lengths": torch.ones(4)} if mode == "opo" else {}
+def test_a_step_without_any_verdict_is_zero_without_a_warning(mode, rewards):
     with warnings.catch_warnings(action="error"):
-        rewards = torch.full((4,), math.nan)
-        assert not group_advantages(rewards, mode, group_size=2, **options).any()
-
-
-def test_no_rewards_at_all():
-    for mode in MODES:
-        options = {"lengths": torch.zeros(0)} if mode == "opo" else {}
-        assert group_advantages(torch.zeros(0), mode, group_size=4, **options).shape == (0,)
-
-
-def test_rewards_are_not_modified():
-    rewards = flat(GROUPS)
-    before = rewards.clone()
-    for mode in MODES:
-        group_advantages(rewards, mode, group_size=4, **options_of(mode))
-    assert torch.equal(rewards, before)
+        options = options_of(mode, torch.ones_like(rewards))
+        own = group_advantages(rewards, mode, group_size=2, **options)
+    assert own.shape == rewards.shape and not own.any()
 
 
 BAD = [
@@ -264,29 +223,6 @@ def test_gdpo():
 
 # ----------------------------------------------------------
 # gae
-def test_gae_against_its_definition():
-    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t, V = 0 after the last token."""
-    g = torch.Generator().manual_seed(0)
-    lengths, gamma, lam = [5, 3, 0, 1], 0.9, 0.8
-    rewards, values = torch.randn(4, 5, generator=g), torch.randn(4, 5, generator=g)
-    mask = torch.arange(5)[None] < torch.tensor(lengths)[:, None]
-    own = gae(
-        torch.where(mask, rewards, math.nan),
-        torch.where(mask, values, math.nan),
-        gamma,
-        lam,
-        mask=mask,
-    )
-    expected = torch.zeros(4, 5)
-    for b, n in enumerate(lengths):
-        for t in range(n):
-            for k in range(n - t):
-                following = values[b, t + k + 1] if t + k + 1 < n else 0.0
-                delta = rewards[b, t + k] + gamma * following - values[b, t + k]
-                expected[b, t] += (gamma * lam) ** k * delta
-    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_gae_skips_gaps():
     """What a tool wrote between two turns is no step: the same as without those tokens."""
     g = torch.Generator().manual_seed(1)
@@ -300,9 +236,6 @@ def test_gae_skips_gaps():
         r, v = rewards[b][mask[b]][None], values[b][mask[b]][None]
         alone = gae(r, v, 0.9, float(lam[b]), following=following[b : b + 1])
         torch.testing.assert_close(found[b][mask[b]], alone[0])
-    for bad in (torch.tensor([0.5]), torch.tensor([0.5, 1.1, 0.5]), torch.full((3,), math.nan)):
-        with pytest.raises(ValueError, match="lam: expected"):
-            gae(rewards, values, lam=bad)
 
 
 def test_lambda_by_length():
@@ -312,24 +245,21 @@ def test_lambda_by_length():
     )
 
 
-def test_gae_without_a_mask_and_its_limits():
-    rewards, values = torch.randn(2, 6), torch.randn(2, 6)
-    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)
-    torch.testing.assert_close(gae(rewards, values, 0.9, 0.0), rewards + 0.9 * following - values)
-    returns = rewards.flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(
-        gae(rewards, values, 1.0, 1.0), returns - values, rtol=1e-5, atol=1e-5
-    )
-    with pytest.raises(ValueError, match="gamma"):
-        gae(rewards, values, 1.5)
-    with pytest.raises(ValueError, match="gamma"):
-        gae(rewards, values, "a")
-    with pytest.raises(ValueError, match="values"):
-        gae(rewards, values[:, :3])
-    with pytest.raises(ValueError, match="mask"):
-        gae(rewards, values, mask=torch.ones(3))
-    with pytest.raises(ValueError, match="rewards"):
-        gae([[1.0]], values)
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"gamma": 1.5}, "gamma"),
+        ({"gamma": "a"}, "gamma"),
+        ({"values": torch.ones(2, 3)}, "values"),
+        ({"mask": torch.ones(3)}, "mask"),
+        ({"rewards": [[1.0]]}, "rewards"),
+        ({"following": torch.zeros(3)}, r"following: expected shape \(B,\) = \(2,\)"),
+        *[({"lam": torch.tensor(x)}, "lam: expected") for x in ([0.5], [0.5, 1.1], [math.nan] * 2)],
+    ],
+)
+def test_gae_refuses(changes, name):
+    with pytest.raises(ValueError, match=name):
+        gae(**{"rewards": torch.ones(2, 6), "values": torch.ones(2, 6), **changes})
 
 
 def test_process_advantages_are_the_papers():

@@ -58,14 +58,17 @@ def test_explained_variance():
         assert explained_variance(torch.ones(1), torch.zeros(1)).isnan()
 
 
-def test_the_value_after_a_cut_completion():
-    """Its last difference is r + γ·V_after − V; one that ended has 0 there, wherever padding is."""
+def test_gae_against_its_recursion():
+    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t: behind the last token of a completion
+    that was cut V_after, of one that ended 0, wherever padding is.
+    """
     g = torch.Generator().manual_seed(1)
-    rewards, values = torch.randn(3, 9, generator=g), torch.randn(3, 9, generator=g)
-    lengths, gamma, lam, after = [9, 4, 1], 0.9, 0.7, [0.5, 0.0, -2.0]
+    rewards, values = torch.randn(4, 9, generator=g), torch.randn(4, 9, generator=g)
+    lengths, gamma, lam, after = [9, 4, 0, 1], 0.9, 0.7, [0.5, 0.0, 3.0, -2.0]
     mask = torch.arange(9)[None] < torch.tensor(lengths)[:, None]
-    own = gae(rewards, values, gamma, lam, mask=mask, following=torch.tensor(after))
-    expected = torch.zeros(3, 9, dtype=torch.float64)
+    given = [torch.where(mask, x, math.nan) for x in (rewards, values)]
+    own = gae(*given, gamma, lam, mask=mask, following=torch.tensor(after))
+    expected = torch.zeros(4, 9, dtype=torch.float64)
     for b, n in enumerate(lengths):
         trace, following = 0.0, after[b]
         for t in reversed(range(n)):
@@ -73,8 +76,6 @@ def test_the_value_after_a_cut_completion():
             trace = rewards[b, t].item() + gamma * following - value + gamma * lam * trace
             expected[b, t], following = trace, value
     torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match=r"following: expected shape \(B,\) = \(3,\)"):
-        gae(rewards, values, following=torch.zeros(2))
 
 
 def test_whitened_leaves_out_what_is_unknown():

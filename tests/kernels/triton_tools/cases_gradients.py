@@ -34,9 +34,8 @@ def worst_row(actual, expected):
 # ---- the kernels alone
 
 
-# Widths below a block, one beyond it, and a block and a bit; a padded and an unpadded row count.
-@pytest.mark.parametrize("width", [5, 256, 1030])
-@pytest.mark.parametrize("rows", [3, 32])
+# A width below a block, and a block and a bit; a padded and an unpadded row count.
+@pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
     product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
     by_row, by_target = numbers(32, seed=2), numbers(32, seed=3)
@@ -161,17 +160,17 @@ def terms_of(rows=300):
     return logps, terms
 
 
-TOKEN_LEVEL = [name for name, o in OBJECTIVES.items() if o.window in ("ratio", "sum")]
+TOKEN_LEVEL = [(o.leaf, x) for x, o in OBJECTIVES.items() if o.window in ("ratio", "sum")]
 
 
-@pytest.mark.parametrize("name", TOKEN_LEVEL)
+@pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # the first of each leaf
 def test_coefficients(name):
     """Not further from fp64 than twice torch's fp32."""
     logps, terms = terms_of()
-    for estimator in KL_ESTIMATORS if name == "dapo" else ("k3",):
+    for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
             loss_type=name, kl_estimator=estimator, max_completion_length=9,
-            kl_times_ratio=name == "dapo", beta=0.1, kl_clamp=0.4 if name == "dapo" else None,
+            kl_times_ratio=name == "grpo", beta=0.1, kl_clamp=0.4 if name == "grpo" else None,
         )  # fmt: skip
         exact = torch_coefficients(logps.double(), terms.map(lambda x: x.double()), config)
         near = torch_coefficients(logps, terms, config)
@@ -282,12 +281,13 @@ def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
     assert taken.pop() == [32, 32, 6]
 
 
-@pytest.mark.parametrize("chunks", ["one chunk", "chunks"])
-@pytest.mark.parametrize("active", [0, 1, 30, 69, 70])
-def test_rows_without_advantage_are_left_out(active, chunks, monkeypatch):
+@pytest.mark.parametrize(
+    ("active", "is_chunked"), [(0, False), (1, True), (30, True), (69, False), (70, True)]
+)
+def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
-    if chunks == "chunks":
+    if is_chunked:
         monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     found = gradients_of(hidden, weight, ids, advantages)
     exact = gradients_of(hidden.double(), weight.double(), ids, advantages, backend="torch")
@@ -296,7 +296,7 @@ def test_rows_without_advantage_are_left_out(active, chunks, monkeypatch):
         assert (actual.double() - expected).norm() <= 3e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("active", [0, 30, 69])
+@pytest.mark.parametrize("active", [0, 69])
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
     """Whether or not the row was multiplied, the loss and every gradient show it."""
     hidden, weight, ids, advantages = make()

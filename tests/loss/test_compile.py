@@ -148,22 +148,6 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     assert len(checked) == 4
 
 
-# ----------------------------------------------------------
-# autocast
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
-       autocast=[torch.bfloat16, torch.float16], function=FUNCTIONS)  # fmt: skip
-def test_autocast_changes_nothing(function, autocast, dtype, backend):
-    if function == "logps" and dtype != torch.float32:
-        pytest.skip("logps are fp32")
-    case = make_case(117, dtype=dtype, **options_for("grpo", beta=0.1))
-    plain = run(function, case, backend=backend)
-    with torch.autocast("cpu", autocast):
-        inside = run(function, case, backend=backend)
-    assert torch.equal(plain.loss, inside.loss)
-    for name in plain.grads:
-        assert torch.equal(plain.grads[name], inside.grads[name])
-
-
 def test_global_precision_settings_do_not_reach_fp32_results():
     """float32_matmul_precision is the user's trade for their model; a loss that reads ratios near 1
     keeps fp32.

@@ -100,23 +100,6 @@ def test_gradients_against_fp64_overall_and_worst_row(
     assert worst_row(d_weight, exact.weight_grad) <= bar
 
 
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], std=[1.0, 2.5])
-def test_gradient_error_is_at_most_twice_that_of_torch(std, dtype, backend):
-    hidden, weight, ids, advantages = problem(dtype, N=64, seed=3, std=std)
-    d_hidden, d_weight = loss_gradients(
-        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
-    )
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    lp = torch.log_softmax((h @ w.T).float(), -1).gather(1, ids[:, None]).squeeze(1)
-    (-(advantages * lp).sum() / len(ids)).backward()
-    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
-    (-(advantages * lp).sum() / len(ids)).backward()
-    for own, torchs, true in ((d_hidden, h.grad, h64.grad), (d_weight, w.grad, w64.grad)):
-        assert relative_l2(own, true) <= 2 * relative_l2(torchs, true)
-        assert worst_row(own, true) <= 2 * worst_row(torchs, true)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
     """bf16 sums over 32 chunks would cost 2.8× the error; with fp32 sums the only rounding is the

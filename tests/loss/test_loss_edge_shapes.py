@@ -172,17 +172,6 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
     check("linear", case, layout=layout, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_token_completions(backend):
-    case = make_case(73, mask=torch.ones(6, 1, dtype=torch.bool), **options_for("grpo"))
-    expected = run("linear", case, backend=backend)
-    # A completion of one token: the sequence ratio is the token's.
-    for loss_type in ("gspo", "gspo_token"):
-        same = run("linear", case.with_options(loss_type=loss_type), backend=backend)
-        assert same.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-        assert relative_l2(same.grads["weight"], expected.grads["weight"]) < 1e-6
-
-
 # --------------------------------------------------------------------------------------------------
 # −inf columns
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -220,15 +209,3 @@ def test_a_row_with_one_allowed_token(backend):
         x, ids, torch.ones(1), config, cu_seqlens=cu, backend=backend
     ).loss.backward()
     assert (x.grad == 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [30.0, 300.0, 3e4])
-def test_large_logits_do_not_overflow(scale, backend):
-    g = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(5, 129, generator=g)
-    ids = logits.argmax(-1)
-    lp, H = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
-    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
-    torch.testing.assert_close(lp.double(), lp64, rtol=1e-6, atol=4e-7 * scale)
-    torch.testing.assert_close(H.double(), H64, rtol=1e-5, atol=4e-7 * scale)

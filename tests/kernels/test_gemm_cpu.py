@@ -139,16 +139,21 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
     )
 
 
-@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
-def test_an_fp32_operand_beside_a_bf16_one(tiles: bool) -> None:
+@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
+def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
+    """And beside one of fp32; a transposed one takes a scale for every k."""
     torch.manual_seed(0)
-    for (m, n, k), a_transposed, b_transposed in itertools.product(
-        SHAPES, (False, True), (False, True)
-    ):
-        a, b = matrix(m, k, torch.float32, a_transposed), matrix(k, n, torch.bfloat16, b_transposed)
-        out = multiply(a, b, torch.empty(m, n), tiles=tiles)
-        size = a.double().abs() @ b.double().abs()
-        assert ((out.double() - a.double() @ b.double()).abs() <= 2**-15 * size).all()
+    bound = 1e-6 if dtype == torch.float32 else 2**-15
+    for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
+        a, straight = matrix(m, k, torch.float32, is_transposed), matrix(k, n, dtype, False)
+        scales = torch.randn(k).index_fill(0, torch.tensor(0), 0.0)
+        # A transposed b has no scales.
+        for by, b in ((None, straight), (scales, straight), (None, matrix(k, n, dtype, True))):
+            if by is None or (is_transposed and not tiles):
+                out = multiply(a, b, torch.empty(m, n), tiles=tiles, scales=by)
+                wide = a.double() if by is None else a.double() * by.double()
+                error = (out.double() - wide @ b.double()).abs()
+                assert (error <= bound * (wide.abs() @ b.double().abs()) + 1e-12).all()
 
 
 def test_a_number_without_a_sign_has_two_digits_more() -> None:
@@ -205,21 +210,6 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
         out = multiply(positive16(stored), b, torch.empty(m, n), tiles=tiles)
         error.append(((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max())
     assert error[0] > 1e-3 and error[1] < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scale_for_every_k(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    for m, n, k in SHAPES:
-        a, b, scales = matrix(m, k, torch.float32, True), matrix(k, n, dtype, False), torch.randn(k)
-        scales[0] = 0
-        out = multiply(a, b, torch.empty(m, n), scales=scales)
-        scaled = a.double() * scales.double()
-        bound = 1e-6 if dtype == torch.float32 else 2**-15
-        assert (
-            (out.double() - scaled @ b.double()).abs()
-            <= bound * (scaled.abs() @ b.double().abs()) + 1e-12
-        ).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

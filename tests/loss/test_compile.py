@@ -13,7 +13,6 @@ from grpo_fast.loss.arguments import Options
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
-    LEAVES_AND_LEVELS,
     LOSSES_OF,
     arguments,
     make_case,
@@ -50,9 +49,9 @@ def gradients(step, case):
 
 
 # What a graph does with each keyword of the public functions: test_argument_table.py.
-@pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
-def test_a_step_with_every_leaf_compiles_in_one_graph(loss_type, level):
-    case = make_case(111, **options_for(loss_type, level, beta=0.1))
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "vespo"])  # one of each kind of ratio
+def test_a_step_compiles_in_one_graph(loss_type):
+    case = make_case(111, **options_for(loss_type, beta=0.1))
     step = training_step(case)
     for own, expected in zip(gradients(compiled(step), case), gradients(step, case), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)

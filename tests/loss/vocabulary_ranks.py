@@ -34,10 +34,9 @@ for _index, (_type, _level) in enumerate(LOSS_LEVELS):
     CASES[f"fp64-{_type}-{_level}-{_layout}"] = lambda w, t=_type, v=_level, y=_layout: as_one(
         w, values.every_loss(t, v, DOUBLE), layout=y
     )
-for _type, _level in LEAVES_AND_LEVELS:
-    CASES[f"plain64-{_type}-{_level}"] = lambda w, t=_type, v=_level: as_one(
-        w, make_case(5, dtype=DOUBLE, bias=False, **options_for(t, v))
-    )
+CASES["fp64-no-bias"] = lambda w: as_one(
+    w, make_case(5, dtype=DOUBLE, bias=False, **options_for("grpo"))
+)
 for _name, _rule in values.RULES.items():
     CASES[f"fp64-rule-{_name}"] = lambda w, r=_rule: as_one(
         w, make_case(6, dtype=DOUBLE, **options_for("grpo", beta=0.1)).with_options(**r)
@@ -48,7 +47,6 @@ for _level in ("token", "sequence"):
     )
 CASES["fp64-hidden_rows"] = lambda w: values.hidden_rows(w, DOUBLE)
 CASES["fp64-minus-infinity"] = values.columns_at_minus_infinity
-CASES["fp64-twice"] = values.twice
 CASES["fp64-nothing-active"] = lambda w: as_one(
     w, make_case(3, dtype=DOUBLE, mask=torch.zeros(2, 4, dtype=torch.bool), **options_for("grpo"))
 )
@@ -56,8 +54,6 @@ for _kind in ("forward_kl", "reverse_kl", "jsd"):
     CASES[f"fp64-divergence-{_kind}"] = lambda w, k=_kind: values.divergence(w, k, DOUBLE)
 for _wants in ("hwb", "h", "w", "wb", ""):
     CASES[f"fp64-logps-{_wants or 'no_grad'}"] = lambda w, x=_wants: values.logps(w, x)
-for _wanted in ("hidden", "weight", "bias", "nothing"):
-    CASES[f"fp64-frozen-{_wanted}"] = lambda w, x=_wanted: values.frozen(w, x)
 for _count in (3, 61):
     for _by_mesh in (False, True):
         CASES[f"fp64-dtensor-{_count}-{'mesh' if _by_mesh else 'group'}"] = (

@@ -1,9 +1,8 @@
-"""What surrounds the gradient GEMMs on a GPU, in the interpreter against fp64.
-
-Run by test_triton_interpreter.py in a process of its own.
-"""
+"""What surrounds the gradient GEMMs on a GPU, in the interpreter against fp64."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -103,14 +102,10 @@ def test_target_rows_in_fp32():
     hidden[4] = NAN  # its coefficient is 0
     ordered, order = ids.sort(stable=True)
     results = []
-    for reverse in (False, True):
+    for programs in (contextlib.nullcontext(), reversed_programs()):
         total = product.float()
-        with only_memory_of(total, ordered, order, by_target, hidden):
-            if reverse:
-                with reversed_programs():
-                    target_rows.add_targets_(total, ordered, order, by_target, hidden)
-            else:
-                target_rows.add_targets_(total, ordered, order, by_target, hidden)
+        with only_memory_of(total, ordered, order, by_target, hidden), programs:
+            target_rows.add_targets_(total, ordered, order, by_target, hidden)
         results.append(total)
     assert torch.equal(*results)
     assert worst_row(results[0], exact) <= 2e-6
@@ -119,7 +114,7 @@ def test_target_rows_in_fp32():
     assert torch.equal(results[0][untouched], product.float()[untouched])
 
 
-def test_target_rows_in_16_bits_are_rounded_once():
+def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
     """Also where the product and what is added nearly cancel: at most 3% above one rounding."""
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
@@ -133,11 +128,8 @@ def test_target_rows_in_16_bits_are_rounded_once():
         if options.get("flags") is not None:
             flags.append(options["flags"].any(1).sum().item())
 
-    target_rows.add_targets_ = spy
-    try:
-        target_rows.add_targets_narrow_(total, ordered, order, by_target, hidden, matrix, scaled)
-    finally:
-        target_rows.add_targets_ = original
+    monkeypatch.setattr(target_rows, "add_targets_", spy)
+    target_rows.add_targets_narrow_(total, ordered, order, by_target, hidden, matrix, scaled)
     assert 1 <= flags[0] < len(ids.unique()) // 4, "few rows are formed again"
     assert worst_row(twice, exact) > 4e-3, "the case must show what two roundings cost"
     assert worst_row(total, exact) <= 1.03 * worst_row(once, exact)
@@ -264,16 +256,12 @@ def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
 def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
     hidden, weight, ids, advantages = make()
     taken = chunks_of(monkeypatch, 70 * 1600 * 2 - 1)
-    loss = grpo_fast.linear_grpo_loss(
-        hidden.clone().requires_grad_(), weight, ids, advantages, LossConfig(), backend="triton",
-        cu_seqlens=torch.tensor([0, 70]),
-    ).loss  # fmt: skip
-    loss.backward()
+    given = ids, advantages, LossConfig()
+    options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 70])}
+    grpo_fast.linear_grpo_loss(hidden.clone().requires_grad_(), weight, *given, **options)
     assert taken.pop() == [64, 6]
-    grpo_fast.linear_grpo_loss(
-        hidden, weight.clone().requires_grad_(), ids, advantages, LossConfig(), backend="triton",
-        cu_seqlens=torch.tensor([0, 70]), grad_filter=0.01,
-    )  # fmt: skip
+    trained = weight.clone().requires_grad_()
+    grpo_fast.linear_grpo_loss(hidden, trained, *given, **options, grad_filter=0.01)
     assert taken.pop() == [64, 6]
     few = weight[:500]  # rows are more than an eighth of the vocabulary
     monkeypatch.setattr(loop, "workspace_bytes", lambda d, s=4, spared=0: 0 + spared)

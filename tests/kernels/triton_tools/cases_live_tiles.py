@@ -1,7 +1,4 @@
-"""The candidate for `grad_filter` (benchmarks/gpu/live_tiles.py) in the interpreter, against fp64.
-
-Run by test_triton_interpreter.py in a process of its own.
-"""
+"""The candidate for `grad_filter` (benchmarks/gpu/live_tiles.py) in the interpreter, against fp64."""
 
 from __future__ import annotations
 

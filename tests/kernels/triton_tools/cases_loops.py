@@ -1,7 +1,4 @@
-"""The candidate loops of slice_kernel in the interpreter: the shipped kernel's bits, or a refusal.
-
-Run by test_triton_interpreter.py in a process of its own.
-"""
+"""The candidate loops of slice_kernel in the interpreter: the shipped kernel's bits, or a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The candidate for `grad_filter` (benchmarks/gpu/live_tiles.py) in the interpreter, against fp64."""
+"""The candidate for `grad_filter` (benchmarks/gpu/live_tiles.py), interpreted, against fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The candidate loops of slice_kernel in the interpreter: the shipped kernel's bits, or a refusal."""
+"""The candidate loops of slice_kernel, interpreted: the shipped kernel's bits, or a refusal."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def test_bounds(config, tolerance, rows, monkeypatch):
 
 @pairs(backend=BACKENDS, dtype=DTYPES, config=CONFIGS.items(), rows=ROWS)
 def test_backends(dtype, backend, config, rows, monkeypatch):
-    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
+    size = rows * V * dtype.itemsize
+    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: size)
     leaves, ids, advantages = problem(12, dtype)
     plain, exact = run(leaves, ids, advantages, config, backend=backend)
     out, grads = run(leaves, ids, advantages, config, grad_filter=1e-3, backend=backend)

@@ -136,7 +136,7 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
     fresh = functools.cache(csrc_loader._load_once.__wrapped__)
     monkeypatch.setattr(csrc_loader, "_load_once", fresh)
     assert csrc_loader.load("rows") == csrc_loader.load("rows") == DISABLED
-    reason = f"the C++ kernels 'rows' are not available: {DISABLED}"
+    reason = f"kernels 'rows' are not available: {DISABLED}"
     with pytest.raises(csrc_loader.CsrcUnavailable, match=reason):
         csrc_loader.door.__wrapped__("rows", "row_logps")
     assert caplog.text.count(DISABLED) == 1  # logged once

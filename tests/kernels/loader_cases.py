@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,6 +52,10 @@ def one_loss() -> None:
     sys.stdout.write(route.rows_route("auto", torch.empty(0)).backend + "\n")  # whole or not at all
 
 
+def with_variables(variables: dict[str, str], folder: Path) -> None:
+    os.environ.update({name: x.replace("{}", str(folder)) for name, x in variables.items()})
+
+
 def a_run() -> None:
     folder = Path(os.environ[CACHE]).parent / "run"
     sizes = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16"]
@@ -83,9 +88,16 @@ def copying(folder: Path, before: str = "true") -> None:
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that a loss asks for here
 
 
-@case(one_loss)
-def no_compiler(folder: Path) -> None:
-    os.environ["PATH"] = str(folder)
+# By environment variables alone; {} is the case's folder.
+for _name, _variables in {
+    "no_compiler": {"PATH": "{}"},
+    "idle_compiler": {"CXX": "true"},
+    "garbage_cpu": {"GRPO_FAST_CPU": "sse9\x1b[2J\n" * 1000},
+    "switched_off": {"GRPO_FAST_DISABLE_CSRC": "1"},
+    "open_quote": {"CXX": "g++ -DNAME='x"},
+    "shell_words": {"CXX": "g++; touch {}/planted; $(touch {}/planted) #"},
+}.items():
+    CASES[_name] = partial(with_variables, _variables), one_loss
 
 
 @case(one_loss)
@@ -93,36 +105,6 @@ def failing_compiler(folder: Path) -> None:
     line = r"In file\nrows.cpp:1: error: \033[2Jplanted"
     shout = rf"(printf '{line}'; head -c 200000 /dev/zero | tr '\0' x) >&2"
     os.environ["CXX"] = script(folder, f"{shout}; exit 3")
-
-
-@case(one_loss)
-def idle_compiler(folder: Path) -> None:
-    os.environ["CXX"] = "true"
-
-
-@case(one_loss)
-def garbage_cpu(folder: Path) -> None:
-    os.environ["GRPO_FAST_CPU"] = "sse9\x1b[2J\n" * 1000
-
-
-@case(one_loss)
-def switched_off(folder: Path) -> None:
-    os.environ["GRPO_FAST_DISABLE_CSRC"] = "1"
-
-
-@case(one_loss)
-def open_quote(folder: Path) -> None:
-    os.environ["CXX"] = "g++ -DNAME='x"
-
-
-@case(one_loss)
-def shell_words(folder: Path) -> None:
-    os.environ["CXX"] = f"g++; touch {folder}/planted; $(touch {folder}/planted) #"
-
-
-@case(one_loss)
-def directory_as_compiler(folder: Path) -> None:
-    os.environ["CXX"] = str(folder)
 
 
 @case(one_loss)
@@ -175,12 +157,6 @@ def truncated(folder: Path) -> None:
 
 
 @case(one_loss)
-def emptied(folder: Path) -> None:
-    copying(folder)
-    os.truncate(compiled(), 0)
-
-
-@case(one_loss)
 def one_bit_changed(folder: Path) -> None:
     copying(folder)
     path = compiled()
@@ -210,9 +186,7 @@ def threads(folder: Path) -> None:
     copying(folder, before="sleep 0.5")
 
 
-@case(a_run)
-def a_slow_run(folder: Path) -> None:
-    garbage_cpu(folder)
+CASES["a_slow_run"] = CASES["garbage_cpu"][0], a_run
 
 
 @case(a_run)

@@ -5,7 +5,9 @@ its numbers under other instruction sets.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import logging
 import math
 import os
 import subprocess
@@ -24,6 +26,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.test_rows import LOCAL
 
 ROOT = Path(__file__).resolve().parents[2]
+DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 REASON = csrc_loader.load("rows")
 needs_library = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
@@ -127,33 +130,16 @@ def test_loader_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "the C++ sources are neither in" in (csrc_loader._load("rows") or "")
 
 
-DISABLED = """
-import logging, torch
-logging.basicConfig(level=logging.INFO)
-from grpo_fast.kernels.cpu import loader as csrc_loader
-from grpo_fast.kernels.cpu import rows as rows_cpu
-from grpo_fast.kernels import reference as rows_torch
-csrc_loader.load(), csrc_loader.load("rows")
-try:
-    zeros, ids = torch.zeros(1, 2), torch.zeros(1).long()
-    rows_cpu.row_logps(zeros, ids, rows_torch.LogitRule(), return_entropy=False)
-except csrc_loader.CsrcUnavailable as error:
-    print(error)
-"""
-
-
-def test_explicit_use_raises_the_reason() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DISABLED],
-        cwd=ROOT,
-        env=os.environ | {"GRPO_FAST_DISABLE_CSRC": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    reason = "GRPO_FAST_DISABLE_CSRC is set"
-    assert done.stdout.strip() == f"the C++ kernels 'rows' are not available: {reason}", done.stderr
-    assert done.stderr.count(reason) == 1  # logged once
+def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setenv("GRPO_FAST_DISABLE_CSRC", "1")
+    caplog.set_level(logging.INFO, "grpo_fast")
+    fresh = functools.cache(csrc_loader._load_once.__wrapped__)
+    monkeypatch.setattr(csrc_loader, "_load_once", fresh)
+    assert csrc_loader.load("rows") == csrc_loader.load("rows") == DISABLED
+    reason = f"kernels 'rows' are not available: {DISABLED}"
+    with pytest.raises(csrc_loader.CsrcUnavailable, match=reason):
+        csrc_loader.door.__wrapped__("rows", "row_logps")
+    assert caplog.text.count(DISABLED) == 1  # logged once
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:

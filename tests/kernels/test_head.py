@@ -37,7 +37,8 @@ DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
 # Rows below, at and off a tile of 64; hidden sizes and vocabularies below, at and off their tiles,
 # vectors and slices.
-SHAPES = [(1, 1, 1), (3, 17, 2), (5, 33, 127), (64, 64, 129), (65, 40, 257), (T, 48, 1031)]
+SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
+SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
 RULES = {
     "plain": LogitRule(), "temperature": LogitRule(1.3, None, 0.7),
     "softcap": LogitRule(-0.9, 4.0, 1.1),
@@ -179,7 +180,7 @@ def test_any_strides_of_the_weight(head) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 500.0])
-@pytest.mark.parametrize("nats", [15.0, 19.9, 20.1, 40.0, 90.0, 200.0, 1000.0])
+@pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
     """Such a row is weighed against its lse; d-logits and statistics stay those of fp64, weights
     finite. A row beside it keeps its bits.

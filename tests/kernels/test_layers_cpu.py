@@ -16,6 +16,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, layers, loader, modules
 from grpo_fast.kernels.cpu.layers import linear, rms_norm, rotary, swiglu
 from grpo_fast.kernels.cpu.modules import fast_layers
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(
     gemm.unavailable(torch.float32) or loader.load("layers"), reason="no C++ kernels here"
@@ -47,9 +48,8 @@ def draw(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("frozen", ["", "x", "weight", "bias", "x weight"])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("shape", [(40, 33), (2, 30, 33), (1, 24, 33)])
+@pairs(shape=[(40, 33), (2, 30, 33), (1, 24, 33)], has_bias=[True, False],
+       frozen=["", "x", "weight", "bias", "x weight"])  # fmt: skip
 def test_values_and_gradients(calls, shape, has_bias, frozen):
     x, weight = draw(*shape), draw(19, 33, seed=1)
     given = {"x": x, "weight": weight} | ({"bias": draw(19, seed=2)} if has_bias else {})
@@ -237,9 +237,8 @@ def turned_halves(q, k, cos, sin):
     return [x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)]
 
 
-@pytest.mark.parametrize("frozen", ["", "q", "k"])
-@pytest.mark.parametrize(("heads", "width"), [((3, 1), 2), ((4, 2), 32), ((2, 2), 54)])
-@pytest.mark.parametrize(("batch", "angles"), [(1, 1), (2, 1), (2, 2)])
+@pairs(frozen=["", "q", "k"], heads__width=[((3, 1), 2), ((4, 2), 32), ((2, 2), 54)],
+       batch__angles=[(1, 1), (2, 1), (2, 2)])  # fmt: skip
 def test_rotary(batch, angles, heads, width, frozen, poisoned_memory):
     q, k = (draw(batch, 7, n, width, seed=n).transpose(1, 2) for n in heads)  # as models have them
     q, k = q.requires_grad_(frozen != "q"), k.requires_grad_(frozen != "k")

@@ -86,7 +86,7 @@ def of_head(doors, tensors: tuple, rule: LogitRule, *, slopes: bool = True):
 
 
 # Widths around vectors and blocks; 300 columns where a program of Triton holds 128.
-@pairs(name=RULES, width=[1, 15, 64, 128, 131, 300], dtype=DTYPES)
+@pairs(name=RULES, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(doors, width, dtype, name, monkeypatch):
     """Logits, statistics and slopes, which change no bit of the others. 16 bits are summed in
     fp32.

@@ -49,11 +49,11 @@ def check(arch: str, other_triton: str | None = None) -> None:
             assert e["counts"]["HMMA"] == 0, where
         if e["kernel"] == "slice_kernel" and "float16" in e["name"] and arch in MATRIX_UNIT:
             assert e["counts"][MATRIX_UNIT[arch]] > 0, where
-            has_tma = arch in ("sm_90", "sm_100") and "V=32000" in e["name"]
+            has_tma = arch in ("sm_90", "sm_100") and " 32000 " in e["name"]
             assert (e["counts"]["UTMALDG"] > 0) == has_tma, where
-            assert (e["counts"]["UTMASTG"] > 0) == (
-                has_tma and e["name"].startswith("exponentials")
-            ), where
+            assert (e["counts"]["UTMASTG"] > 0) == (has_tma and e["name"].startswith("written")), (
+                where
+            )
 
 
 def test_the_entropy_changes_no_sum():
@@ -86,12 +86,12 @@ print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, "flatten"))
 LIVE_TILES = """
 import torch
 from benchmarks.gpu import live_tiles
-from benchmarks.gpu.fake_driver import TARGETS, compile_launches
+from benchmarks.gpu.fake_driver import compile_launches
 from benchmarks.gpu.resources import SHARED_LIMIT, resources
 from grpo_fast.kernels.types import LogitRule
 
 live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
-for arch in TARGETS:
+for arch in ("sm_90", "sm_120"):
     for width in (896, 70):
         sizes = (8, width), (32000, width), (8, 32000)
         hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
@@ -106,13 +106,13 @@ for arch in TARGETS:
             if name == "live_product_kernel":
                 assert cost.matrix > 0, (arch, width, cost)
                 pipelined = cost.counts.get("UTMALDG", 0) >= 6  # two loads, three stages
-                assert pipelined == (arch in ("sm_90", "sm_100") and width == 896), (arch, cost)
+                assert pipelined == (arch == "sm_90" and width == 896), (arch, cost)
 print("compiled")
 """
 
 
 def test_live_tiles_compile():
-    """The candidate for `grad_filter`, on every architecture."""
+    """The candidate for `grad_filter`."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

@@ -13,7 +13,6 @@ from grpo_fast.loss.arguments import Options
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
-    LEAVES_AND_LEVELS,
     LOSSES_OF,
     arguments,
     make_case,
@@ -50,9 +49,9 @@ def gradients(step, case):
 
 
 # What a graph does with each keyword of the public functions: test_argument_table.py.
-@pytest.mark.parametrize(("loss_type", "level"), LEAVES_AND_LEVELS)
-def test_a_step_with_every_leaf_compiles_in_one_graph(loss_type, level):
-    case = make_case(111, **options_for(loss_type, level, beta=0.1))
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "vespo"])  # one of each kind of ratio
+def test_a_step_compiles_in_one_graph(loss_type):
+    case = make_case(111, **options_for(loss_type, beta=0.1))
     step = training_step(case)
     for own, expected in zip(gradients(compiled(step), case), gradients(step, case), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
@@ -146,22 +145,6 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
         run(function, case)
         run(function, case.but(bias=None, sampling=None), layout="packed")
     assert len(checked) == 4
-
-
-# ----------------------------------------------------------
-# autocast
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
-       autocast=[torch.bfloat16, torch.float16], function=FUNCTIONS)  # fmt: skip
-def test_autocast_changes_nothing(function, autocast, dtype, backend):
-    if function == "logps" and dtype != torch.float32:
-        pytest.skip("logps are fp32")
-    case = make_case(117, dtype=dtype, **options_for("grpo", beta=0.1))
-    plain = run(function, case, backend=backend)
-    with torch.autocast("cpu", autocast):
-        inside = run(function, case, backend=backend)
-    assert torch.equal(plain.loss, inside.loss)
-    for name in plain.grads:
-        assert torch.equal(plain.grads[name], inside.grads[name])
 
 
 def test_global_precision_settings_do_not_reach_fp32_results():

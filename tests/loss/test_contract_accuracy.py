@@ -57,6 +57,13 @@ def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
     return h.grad, w.grad
 
 
+def exact_of(hidden, weight, ids, advantages, options, old=None):
+    """The oracle of one completion."""
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    own = hidden[None], weight, ids[None], advantages[None], options
+    return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
+
+
 def worst_row(value, true):
     rows = (value.double() - true).norm(dim=1) / true.norm(dim=1).clamp(min=1e-30)
     return rows[true.norm(dim=1) > 0].max().item()
@@ -76,45 +83,17 @@ def test_gradients_against_fp64_overall_and_worst_row(
     old, options = None, {"loss_type": "dapo"}
     if off_policy:
         lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
-        old = (
-            lp64
-            - 0.11 * torch.randn(len(ids), generator=torch.Generator().manual_seed(9)).clamp(-1, 1)
-        ).float()
+        g = torch.Generator().manual_seed(9)
+        old = (lp64 - 0.11 * torch.randn(len(ids), generator=g).clamp(-1, 1)).float()
     d_hidden, d_weight = loss_gradients(
         hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend
     )
-    mask = torch.ones(1, len(ids), dtype=torch.bool)
-    exact = oracle_inputs.oracle_from_hidden(
-        hidden[None],
-        weight,
-        ids[None],
-        advantages[None],
-        options,
-        mask=mask,
-        old=None if old is None else old[None],
-    )
+    exact = exact_of(hidden, weight, ids, advantages, options, old)
     bar = GRADIENT_BAR[dtype]
     assert relative_l2(d_hidden, exact.hidden_grad[0]) <= bar
     assert relative_l2(d_weight, exact.weight_grad) <= bar
     assert worst_row(d_hidden, exact.hidden_grad[0]) <= bar
     assert worst_row(d_weight, exact.weight_grad) <= bar
-
-
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], std=[1.0, 2.5])
-def test_gradient_error_is_at_most_twice_that_of_torch(std, dtype, backend):
-    hidden, weight, ids, advantages = problem(dtype, N=64, seed=3, std=std)
-    d_hidden, d_weight = loss_gradients(
-        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
-    )
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    lp = torch.log_softmax((h @ w.T).float(), -1).gather(1, ids[:, None]).squeeze(1)
-    (-(advantages * lp).sum() / len(ids)).backward()
-    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
-    (-(advantages * lp).sum() / len(ids)).backward()
-    for own, torchs, true in ((d_hidden, h.grad, h64.grad), (d_weight, w.grad, w64.grad)):
-        assert relative_l2(own, true) <= 2 * relative_l2(torchs, true)
-        assert worst_row(own, true) <= 2 * worst_row(torchs, true)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,10 +109,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     _, d_weight = loss_gradients(
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
     )
-    mask = torch.ones(1, len(ids), dtype=torch.bool)
-    exact = oracle_inputs.oracle_from_hidden(
-        hidden[None], weight, ids[None], advantages[None], {"loss_type": "reinforce"}, mask=mask
-    )
+    exact = exact_of(hidden, weight, ids, advantages, {"loss_type": "reinforce"})
     stored = exact.weight_grad.to(torch.bfloat16)
     assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
 

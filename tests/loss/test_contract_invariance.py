@@ -97,28 +97,20 @@ EVERY = torch.arange(N)
 
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
-def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend):
+def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
+    """Neither its neighbours, nor the packing, nor the chunks."""
     problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
     subsets += [torch.randperm(N, generator=g), torch.randperm(N, generator=g)[:77]]
     for index in subsets:
         assert_rows(rows_of(problem, index, backend, entropy_coef=entropy_coef), whole, index)
-
-
-@pairs(backend=BACKENDS, dtype=DTYPES, packing=[[N], [1] * N, [100, 0, 50], [7, 140, 3]])
-def test_a_row_does_not_see_the_packing(packing, dtype, backend):
-    problem = token_problem(dtype, N, 64, 512)
-    assert_rows(*(rows_of(problem, EVERY, backend, lengths=x) for x in (None, packing)))
-
-
-@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
-def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
-    problem = token_problem(dtype, N, H, V)
-    expected = rows_of(problem, EVERY, backend)
-    for rows in (1, 32, 64, 96, 149):
+    for lengths in ([1] * N, [100, 0, 50], [7, 140, 3]):
+        packed = rows_of(problem, EVERY, backend, lengths=lengths, entropy_coef=entropy_coef)
+        assert_rows(packed, whole)
+    for rows in (1, 64, 149):
         monkeypatch.setattr(loop, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
-        assert_rows(rows_of(problem, EVERY, backend), expected)
+        assert_rows(rows_of(problem, EVERY, backend, entropy_coef=entropy_coef), whole)
 
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)

@@ -111,7 +111,7 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
     assert (found[2][0][::5] == 0).all()
 
 
-@pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 20, 53])
+@pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
     """K ids and the rest as one category more; renormalised; places that hold nothing, by id 0."""
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
@@ -184,13 +184,13 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
         assert off(gradients[1], gradients[0].double()) < 1e-5
 
 
-@pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-5, 1e-6], doubt=[0.0, 14.0])
+@pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
     """One token has all but `gap`: p·log(p/q) and 1 - p cancel in fp32. In the gradient, too. The
     teacher likes that token less by `doubt` nats.
     """
     g = torch.Generator().manual_seed(0)
-    eye, V, N = torch.eye(64), 2049, 64  # several blocks of columns
+    eye, V, N = torch.eye(16), 2049, 16  # several blocks of columns
     weight = torch.randn(V, N, generator=g)
     weight[3] = weight[4:].double().logsumexp(0).float() - math.log(gap)
     teacher_weight = weight + 0.3 * torch.randn(V, N, generator=g)
@@ -206,15 +206,15 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
     """Logits of ±80, exact by a weight of 1; half of the rows have a teacher that is near."""
-    z, y = ((2 * torch.rand(64, 1000) - 1) * spread for _ in range(2))
-    y[:32] = z[:32] + 0.01 * torch.randn(32, 1000)
+    z, y = ((2 * torch.rand(16, 1000) - 1) * spread for _ in range(2))
+    y[:8] = z[:8] + 0.01 * torch.randn(8, 1000)
     eye, none = torch.eye(1000), torch.zeros(1000)
     sides = [z, eye, none, y, eye, none]
-    true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(64))
-    _, values, grads = ours(sides, kind, beta, weights=torch.ones(64), backend=backend)
+    true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(16))
+    _, values, grads = ours(sides, kind, beta, weights=torch.ones(16), backend=backend)
     assert (values >= 0).all()
-    assert ((values - true).abs() <= 2e-5 * true)[32:].all()
-    assert ((values - true).abs() <= 2e-2 * true)[:32].all()  # the logits' own last digits
+    assert ((values - true).abs() <= 2e-5 * true)[8:].all()
+    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # the logits' own last digits
     lost = (grads[0] - expected[0]).abs().sum(-1)
     assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
 

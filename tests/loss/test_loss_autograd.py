@@ -236,15 +236,3 @@ def test_expanded_inputs(backend):
             found.append((loss.detach(), torch.autograd.grad(loss, row)[0]))
         assert torch.equal(found[0][0], found[1][0]) and found[0][1].any()
         torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tied_embeddings_receive_both_gradients(backend):
-    case = make_case(63, bias=False, **options_for("grpo"))
-    embedding, inputs = case.weight.clone().requires_grad_(), case.ids.roll(1, 1)
-    hidden = embedding[inputs] * 0.5
-    call("linear", case, hidden=hidden, lm_head_weight=embedding, backend=backend).loss.backward()
-    expected = truth("linear", case.but(hidden=hidden.detach()))
-    of_inputs = 0.5 * expected.hidden_grad.reshape(-1, 8)
-    manual = expected.weight_grad.index_put((inputs.reshape(-1),), of_inputs, accumulate=True)
-    assert relative_l2(embedding.grad, manual) < 1e-5

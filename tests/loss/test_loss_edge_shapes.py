@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import grpo_fast
-from tests import oracle_inputs
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -20,15 +19,13 @@ from tests.loss_cases import (
     make_case,
     options_for,
     reference_logps,
-    relative_l2,
     run,
 )
 from tests.pairs import pairs
 
 # 1, 2: nothing to normalise; 127, 129: around a power of two and not a multiple of any vector
-# width; the rest: real tokenizers (GPT-2, Qwen twice, Gemma), of which 50257 is odd and 262144 the
-# largest in use.
-VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 152064, 262144)
+# width; the rest: real tokenizers (GPT-2, Qwen, Gemma): 50257 is odd, 262144 the largest in use.
+VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
 # One rounding at the store may cost half a unit in the last place, and half the smallest number
 # where it underflows.
 ONE_STORE = {
@@ -74,22 +71,6 @@ def test_vocabulary_sizes(V, dtype, backend):
             assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
         else:
             assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
-
-
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], V=[1, 2, 3, 127, 129, 1023, 50257])
-def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
-    g = torch.Generator().manual_seed(V)
-    logits = (3 * torch.randn(4, V, generator=g)).to(dtype)
-    ids, options = torch.randint(V, (4,), generator=g), {"entropy_coef": 0.1}
-    x, cu, A = logits.clone().requires_grad_(), torch.tensor([0, 4]), torch.tensor([1.0])
-    config = grpo_fast.LossConfig("reinforce", **options)
-    out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
-    out.loss.backward()
-    given = logits[None], ids[None], A, {"loss_type": "reinforce", **options}
-    exact = oracle_inputs.oracle_from_logits(*given, mask=torch.ones(1, 4, dtype=torch.bool))
-    assert (out.logps.double() - exact.logps[0]).abs().max() <= 1e-5
-    assert abs(out.loss.item() - exact.loss.item()) <= 1e-5
-    assert relative_l2(x.grad, exact.logits_grad[0]) <= (3e-6 if dtype == torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,17 +153,6 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
     check("linear", case, layout=layout, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_token_completions(backend):
-    case = make_case(73, mask=torch.ones(6, 1, dtype=torch.bool), **options_for("grpo"))
-    expected = run("linear", case, backend=backend)
-    # A completion of one token: the sequence ratio is the token's.
-    for loss_type in ("gspo", "gspo_token"):
-        same = run("linear", case.with_options(loss_type=loss_type), backend=backend)
-        assert same.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-        assert relative_l2(same.grads["weight"], expected.grads["weight"]) < 1e-6
-
-
 # --------------------------------------------------------------------------------------------------
 # −inf columns
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -220,15 +190,3 @@ def test_a_row_with_one_allowed_token(backend):
         x, ids, torch.ones(1), config, cu_seqlens=cu, backend=backend
     ).loss.backward()
     assert (x.grad == 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scale", [30.0, 300.0, 3e4])
-def test_large_logits_do_not_overflow(scale, backend):
-    g = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(5, 129, generator=g)
-    ids = logits.argmax(-1)
-    lp, H = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
-    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
-    torch.testing.assert_close(lp.double(), lp64, rtol=1e-6, atol=4e-7 * scale)
-    torch.testing.assert_close(H.double(), H64, rtol=1e-5, atol=4e-7 * scale)

@@ -118,29 +118,12 @@ def test_sampling_correction_without_old_logps_is_a_constant(correction):
         check(function, case, **EXACT)
 
 
-def test_sampling_correction_never_scales_the_kl():
-    case = make_case(
-        33, sampling=True, **options_for("grpo", beta=0.5), corrections=oracles.WORDS["token_mask"]
-    )
-    case = case.but(sampling=case.old - 5.0)  # every ratio is e^5 > cap: masked
-    assert (check("logps", case, **EXACT).grads["logps"][case.mask] != 0).all()
-
-
 @pairs(function=FUNCTIONS, with_sampling=[True, False], threshold=[0.0, 0.05, 0.3, 10.0],
        loss_type=["grpo", "gspo", "cispo"])  # fmt: skip
 def test_off_policy_mask(loss_type, threshold, with_sampling, function):
     options = options_for(loss_type, beta=0.2, corrections=[oracles.off_policy(threshold)])
     case = make_case(34, sampling=with_sampling, **options)
     check(function, case, **EXACT)
-
-
-def test_off_policy_mask_keeps_every_completion_with_a_nonnegative_advantage():
-    case = make_case(35, **options_for("grpo", corrections=[oracles.off_policy(0.1)]))
-    case = case.but(old=case.old + 3.0)  # every completion drifted by far
-    grad = run("logps", case).grads["logps"]
-    assert (grad[case.advantages < 0] == 0).all()
-    kept = (case.advantages > 0)[:, None] & case.mask
-    assert (grad[kept] != 0).all()
 
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
@@ -216,13 +199,6 @@ def test_all_extras_at_once():
 def test_entropy_bonus_is_differentiable_in_the_fused_path(loss_type, num_items, function, backend):
     case = make_case(39, **options_for(loss_type, entropy_coef=0.25))
     check(function, case.but(num_items=num_items), backend=backend, **EXACT)
-
-
-def test_entropy_bonus_reaches_the_entropy_given_to_grpo_loss():
-    case = make_case(39, **options_for("grpo", entropy_coef=0.25))
-    result = run("logps", case)
-    expected = torch.where(case.mask, -0.25 / case.mask.sum(), 0.0)
-    torch.testing.assert_close(result.grads["entropy"], expected, rtol=1e-6, atol=0)
 
 
 @pairs(backend=BACKENDS, function=["logits", "linear"])
@@ -419,10 +395,3 @@ def test_skipped_rows_are_counted():
     skipped = result.metrics["skipped_rows"].item()
     assert skipped in (total - active, case.mask.sum().item() - active)
     assert (result.grads["hidden"][1] == 0).all() and (result.grads["hidden"][3] == 0).all()
-
-
-def test_vespo_overflowing_weight_gives_zero_not_nan():
-    case = make_case(48, **options_for("vespo"))
-    logps, _ = reference_logps(case)
-    for shift in (15.0, -15.0):
-        check("logps", case.but(old=logps + shift), grad_tol=1e-4)

@@ -81,8 +81,3 @@ def test_totals_of_the_whole_step(aggregation, layout):
 def test_masks_of_any_dtype(loss_type, dtype):
     case = make_case(9, **options_for(loss_type))
     check("linear", case, completion_mask=case.mask.to(dtype))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_cispo_with_the_offset_bound(function):
-    check(function, make_case(21, **options_for("cispo", cispo_bound="offset", epsilon_high=0.28)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 import grpo_fast
@@ -31,6 +30,14 @@ from tests.pairs import pairs
 
 WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
+HEADS = ("linear", "logits")
+ON_POLICY = {"old": False, "on-policy": True}.items()
+# Weights of 0: a masked ratio to the sampler, the off-policy mask, the entropy mask; and no mask.
+FILTERS = {
+    **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
+    "masks": {"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3},
+    "rules": {"entropy_coef": 0.1, "softcap": 4.0, "temperature": 0.7},
+}
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
@@ -55,61 +62,45 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
 
 
-@pairs(layout=LAYOUTS, is_on_policy={"old": False, "on-policy": True}.items(), backend=BACKENDS,
+@pairs(layout=LAYOUTS, is_on_policy=ON_POLICY, backend=BACKENDS, function=HEADS,
        loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
-def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
+def test_for_every_loss(loss_type, level, backend, function, is_on_policy, layout):
     case = make_case(31, **options_for(loss_type, level))
     case = case.but(old=None) if is_on_policy else case
     for where in WHERE:
         for value in BAD:
-            for function in ("linear", "logits"):
-                assert_seen(spoiled(case, where, value), function, backend, layout)
+            assert_seen(spoiled(case, where, value), function, backend, layout)
 
 
-@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=BACKENDS,
-       loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
-def test_beside_a_kl(loss_type, backend, kl_estimator):
-    for times_ratio in (False, True):
-        options = options_for(
-            loss_type, beta=0.2, kl_estimator=kl_estimator, kl_times_ratio=times_ratio
-        )
-        for is_on_policy in (False, True):
-            case = make_case(32, **options)
-            case = spoiled(case.but(old=None) if is_on_policy else case, "hidden", math.nan)
-            for function in ("linear", "logits"):
-                assert_seen(case, function, backend)
+@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=BACKENDS, function=HEADS, is_on_policy=ON_POLICY,
+       times_ratio=[False, True], loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
+def test_beside_a_kl(loss_type, backend, function, kl_estimator, is_on_policy, times_ratio):
+    kl = {"beta": 0.2, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
+    case = spoiled(make_case(32, **options_for(loss_type, **kl)), "hidden", math.nan)
+    assert_seen(case.but(old=None) if is_on_policy else case, function, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "dapo", "kimi", "reinforce"])
-def test_where_a_filter_drops_the_row(loss_type, backend):
-    """Weights of 0: an advantage of 0, a masked ratio to the sampler, the off-policy mask, the
-    entropy mask.
-    """
-    filters: list[dict] = [{"corrections": x} for x in oracles.WORDS.values()]
-    filters += [{"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3}]
-    filters += [{"entropy_coef": 0.1, "softcap": 4.0, "temperature": 0.7}]
-    cases = [make_case(33, sampling=True, **options_for(loss_type, **x)) for x in filters]
-    cases += [case.but(sampling=case.sampling - 5) for case in cases]  # ratios above the cap
-    for case in cases:
-        for advantage in (-0.8, 0.0):
-            values = case.advantages.index_fill(0, torch.tensor(1), advantage)
-            bad = spoiled(case.but(advantages=values), "hidden", math.nan)
-            for function in ("linear", "logits"):
-                assert_seen(bad, function, backend)
+@pairs(options=FILTERS.items(), backend=BACKENDS, function=HEADS, advantage=[-0.8, 0.0],
+       loss_type=["grpo", "gspo", "kimi", "reinforce"])  # fmt: skip
+def test_where_a_filter_drops_the_row(loss_type, backend, function, options, advantage):
+    case = make_case(33, sampling=True, **options_for(loss_type, **options))
+    values = case.advantages.index_fill(0, torch.tensor(1), advantage)
+    bad = spoiled(case.but(advantages=values), "hidden", math.nan)
+    for below in (0, 5):  # ratios to the sampler, and those above the cap
+        assert_seen(bad.but(sampling=bad.sampling - below), function, backend)
 
 
-@pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE)
-def test_with_a_vocabulary_for_the_fused_kernels(where, backend, dtype):
+@pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE,
+       value=BAD)  # fmt: skip
+def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
     """Enough columns for several slices and blocks, several chunks, and a filter of the
     gradient.
     """
     options = options_for("grpo", beta=0.1)
     mask = torch.ones(5, 30, dtype=torch.bool)
     case = make_case(34, H=16, V=2500, mask=mask, dtype=dtype, **options)
-    for value in BAD:
-        for more in ({}, {"grad_filter": 0.05}):
-            assert_seen(spoiled(case, where, value), "linear", backend, **more)
+    for more in ({}, {"grad_filter": 0.05}):
+        assert_seen(spoiled(case, where, value), "linear", backend, **more)
 
 
 @pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS)

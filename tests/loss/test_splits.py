@@ -77,17 +77,10 @@ def test_splits_of_every_normaliser(level, aggregation, pieces):
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_splits_with_extras(pieces):
     options = options_for(
-        "dapo",
-        beta=0.2,
-        kl_times_ratio=True,
-        corrections=[oracles.off_policy(0.3)],
+        "dapo", beta=0.2, kl_times_ratio=True, corrections=[oracles.off_policy(0.3)],
         entropy_coef=0.1,
-    )
-    mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
-    case = make_case(92, mask=mask, sampling=True, **options).but(
-        num_items=float(mask.sum()), num_completions=12
-    )
-    assert_split(case, pieces, "packed", "torch")
+    )  # fmt: skip
+    assert_split(step(sampling=True, **options), pieces, "packed", "torch")
 
 
 def test_totals_may_be_numbers_or_tensors():

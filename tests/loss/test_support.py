@@ -18,7 +18,7 @@ from tests.loss_cases import (
     BACKENDS,
     ENGINES,
     LAYOUTS,
-    LOSS_LEVELS,
+    LEAVES_AND_LEVELS,
     kept_ids,
     make_case,
     options_for,
@@ -50,7 +50,7 @@ def check(function, case, **how):
     return result
 
 
-@pairs(form=FORMS, loss_type__level=LOSS_LEVELS, backend=ENGINES)
+@pairs(form=FORMS, loss_type__level=LEAVES_AND_LEVELS, backend=ENGINES)
 def test_every_loss(loss_type, level, form, backend, monkeypatch):
     beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
     case = make_case(31, support=True, **options_for(loss_type, level, **beta))

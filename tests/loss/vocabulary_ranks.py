@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,78 +29,67 @@ from tests.loss.vocabulary_world import Found, World, as_one, as_truth
 from tests.loss_cases import LEAVES_AND_LEVELS, LOSS_LEVELS, make_case, options_for
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
-CASES: dict[str, Callable[[World], Found]] = {}
+CASES: dict[str, Callable[[World], Found]] = {
+    "fp64-no-bias": partial(
+        as_one, case=make_case(5, dtype=DOUBLE, bias=False, **options_for("grpo"))
+    ),
+    "fp64-hidden_rows": partial(values.hidden_rows, dtype=DOUBLE),
+    "fp64-minus-infinity": values.columns_at_minus_infinity,
+    "fp64-nothing-active": partial(
+        as_one,
+        case=make_case(
+            3, dtype=DOUBLE, mask=torch.zeros(2, 4, dtype=torch.bool), **options_for("grpo")
+        ),
+    ),
+}
 for _index, (_type, _level) in enumerate(LOSS_LEVELS):
     _layout = ("padded", "packed")[_index % 2]
-    CASES[f"fp64-{_type}-{_level}-{_layout}"] = lambda w, t=_type, v=_level, y=_layout: as_one(
-        w, values.every_loss(t, v, DOUBLE), layout=y
-    )
-for _type, _level in LEAVES_AND_LEVELS:
-    CASES[f"plain64-{_type}-{_level}"] = lambda w, t=_type, v=_level: as_one(
-        w, make_case(5, dtype=DOUBLE, bias=False, **options_for(t, v))
-    )
+    _case = values.every_loss(_type, _level, DOUBLE)
+    CASES[f"fp64-{_type}-{_level}-{_layout}"] = partial(as_one, case=_case, layout=_layout)
 for _name, _rule in values.RULES.items():
-    CASES[f"fp64-rule-{_name}"] = lambda w, r=_rule: as_one(
-        w, make_case(6, dtype=DOUBLE, **options_for("grpo", beta=0.1)).with_options(**r)
-    )
+    _case = make_case(6, dtype=DOUBLE, **options_for("grpo", beta=0.1)).with_options(**_rule)
+    CASES[f"fp64-rule-{_name}"] = partial(as_one, case=_case)
 for _level in ("token", "sequence"):
-    CASES[f"fp64-chunks-{_level}"] = lambda w, v=_level: as_one(
-        w, make_case(4, dtype=DOUBLE, mask=values.LONG, **options_for("grpo", v, beta=0.1))
-    )
-CASES["fp64-hidden_rows"] = lambda w: values.hidden_rows(w, DOUBLE)
-CASES["fp64-minus-infinity"] = values.columns_at_minus_infinity
-CASES["fp64-twice"] = values.twice
-CASES["fp64-nothing-active"] = lambda w: as_one(
-    w, make_case(3, dtype=DOUBLE, mask=torch.zeros(2, 4, dtype=torch.bool), **options_for("grpo"))
-)
+    _options = options_for("grpo", _level, beta=0.1)
+    _case = make_case(4, dtype=DOUBLE, mask=values.LONG, **_options)
+    CASES[f"fp64-chunks-{_level}"] = partial(as_one, case=_case)
 for _kind in ("forward_kl", "reverse_kl", "jsd"):
-    CASES[f"fp64-divergence-{_kind}"] = lambda w, k=_kind: values.divergence(w, k, DOUBLE)
+    CASES[f"fp64-divergence-{_kind}"] = partial(values.divergence, kind=_kind, dtype=DOUBLE)
 for _wants in ("hwb", "h", "w", "wb", ""):
-    CASES[f"fp64-logps-{_wants or 'no_grad'}"] = lambda w, x=_wants: values.logps(w, x)
-for _wanted in ("hidden", "weight", "bias", "nothing"):
-    CASES[f"fp64-frozen-{_wanted}"] = lambda w, x=_wanted: values.frozen(w, x)
+    CASES[f"fp64-logps-{_wants or 'no_grad'}"] = partial(values.logps, wants=_wants)
 for _count in (3, 61):
     for _by_mesh in (False, True):
-        CASES[f"fp64-dtensor-{_count}-{'mesh' if _by_mesh else 'group'}"] = (
-            lambda w, n=_count, m=_by_mesh: values.of_dtensors(w, n, m)
+        CASES[f"fp64-dtensor-{_count}-{'mesh' if _by_mesh else 'group'}"] = partial(
+            values.of_dtensors, vocabulary=_count, by_mesh=_by_mesh
         )
 BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
 if os.environ.get("TRITON_INTERPRET") == "1":
     BACKENDS, CASES = ["triton"], {}
 for _backend in BACKENDS:
-    for _type, _level in LEAVES_AND_LEVELS if _backend != "triton" else LOSS_LEVELS[:2]:
-        CASES[f"fp32-{_type}-{_level}-{_backend}"] = lambda w, t=_type, v=_level, b=_backend: (
-            as_truth(w, values.every_loss(t, v, SINGLE), backend=b)
-        )
-    CASES[f"bf16-grpo-{_backend}"] = lambda w, b=_backend: as_truth(
-        w, values.every_loss("grpo", "token", HALF, entropy_coef=0.0), backend=b
-    )
-    CASES[f"fp16-grpo-{_backend}"] = lambda w, b=_backend: as_truth(
-        w, values.every_loss("grpo", "token", torch.float16, entropy_coef=0.0), backend=b
-    )
-    CASES[f"fp32-softcap-{_backend}"] = lambda w, b=_backend: as_truth(
-        w, make_case(6, **options_for("grpo", beta=0.1, **values.RULES["everything"])), backend=b
-    )
-    CASES[f"fp32-hidden_rows-{_backend}"] = lambda w, b=_backend: values.hidden_rows(
-        w, SINGLE, backend=b
-    )
-    CASES[f"fp32-logps-{_backend}"] = lambda w, b=_backend: values.logps(
-        w, "hwb", SINGLE, backend=b
-    )
-    CASES[f"fp32-divergence-{_backend}"] = lambda w, b=_backend: values.divergence(
-        w, "jsd", SINGLE, b
-    )
-    CASES[f"confident-{_backend}"] = lambda w, b=_backend: values.confident(w, b)
-    CASES[f"inert-{_backend}"] = lambda w, b=_backend: values.masked_slots_are_inert(w, b)
-    CASES[f"bits-{_backend}"] = lambda w, b=_backend: values.bits(w, b)
-    for _where in ("hidden", "weight"):
-        CASES[f"nan-{_where}-{_backend}"] = lambda w, x=_where, b=_backend: values.nan_is_seen(
-            w, x, b
-        )
+    _cases = {
+        f"fp32-{t}-{level}": values.every_loss(t, level, SINGLE)
+        for t, level in (LEAVES_AND_LEVELS if _backend != "triton" else LOSS_LEVELS[:2])
+    }
+    for _name, _dtype in (("bf16", HALF), ("fp16", torch.float16)):
+        _cases[f"{_name}-grpo"] = values.every_loss("grpo", "token", _dtype, entropy_coef=0.0)
+    _options = options_for("grpo", beta=0.1, **values.RULES["everything"])
+    _cases["fp32-softcap"] = make_case(6, **_options)
+    _works = {name: partial(as_truth, case=x) for name, x in _cases.items()} | {
+        "fp32-hidden_rows": partial(values.hidden_rows, dtype=SINGLE),
+        "fp32-logps": partial(values.logps, wants="hwb", dtype=SINGLE),
+        "fp32-divergence": partial(values.divergence, kind="jsd", dtype=SINGLE),
+        "confident": values.confident,
+        "inert": values.masked_slots_are_inert,
+        "bits": values.bits,
+        "nan-hidden": partial(values.nan_is_seen, where="hidden"),
+        "nan-weight": partial(values.nan_is_seen, where="weight"),
+    }
+    for _name, _work in _works.items():
+        CASES[f"{_name}-{_backend}"] = partial(_work, backend=_backend)
 if "triton" not in BACKENDS:
     CASES["collectives"] = values.collectives
     for _who in ("first", "last", "all"):
-        CASES[f"refusals-{_who}"] = lambda w, x=_who: refusals.refusals(w, x)
+        CASES[f"refusals-{_who}"] = partial(refusals.refusals, who=_who)
     CASES["wrong-groups"] = refusals.wrong_groups
 
 

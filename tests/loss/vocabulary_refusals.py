@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,25 +111,19 @@ def wrong_groups(world: World) -> Found:
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))
     by_columns = distribute_tensor(weight, world.mesh, [Shard(1)])
     copies = distribute_tensor(weight, world.mesh, [Replicate()])
-    told = {
-        "group: expected a process group": said(lambda: plain_call(world, group=0)),
-        "group: expected a process group or a mesh of one dimension, got a mesh": said(
-            lambda: plain_call(world, group=plane)
-        ),
-        "lm_head_weight: expected the rows of this rank, or a DTensor": said(
-            lambda: plain_call(world, lm_head_weight=by_columns)
-        ),
-        "lm_head_weight: expected the rows of this rank, or a DTensor with placements": said(
-            lambda: plain_call(world, lm_head_weight=copies)
-        ),
-        "hidden: expected a plain tensor": said(
-            lambda: plain_call(world, hidden=distribute_tensor(weight, world.mesh, [Shard(0)]))
-        ),
+    rows, one_dimension = "the rows of this rank, or a DTensor", "a mesh of one dimension"
+    wrong: dict[str, dict[str, Any]] = {
+        "group: expected a process group": {"group": 0},
+        f"group: expected a process group or {one_dimension}, got a mesh": {"group": plane},
+        f"lm_head_weight: expected {rows}": {"lm_head_weight": by_columns},
+        f"lm_head_weight: expected {rows} with placements": {"lm_head_weight": copies},
+        "hidden: expected a plain tensor": {
+            "hidden": distribute_tensor(weight, world.mesh, [Shard(0)])
+        },
     }
     if world.rank:
-        told["group: expected a process group or a mesh of one dimension that"] = said(
-            lambda: plain_call(world, group=other)
-        )
+        wrong[f"group: expected a process group or {one_dimension} that"] = {"group": other}
+    told = {name: said(partial(plain_call, world, **x)) for name, x in wrong.items()}
     told["group: expected None in a graph of torch.compile"] = compiled_in_one_graph(world)
     distributed.barrier()
     return {"told": told}

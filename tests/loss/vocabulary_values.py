@@ -103,33 +103,6 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
     return beside_one(world, case, lambda x, group: logps_of(x, group, wants=wants, **more))
 
 
-def frozen(world: World, wanted: str) -> Found:
-    """The gradients of one of the three tensors; under no_grad of none."""
-    case = make_case(12, dtype=torch.float64, **options_for("grpo", beta=0.1))
-
-    def compute(case: Case, group: Any) -> dict[str, Tensor]:
-        given = loss_cases.leaves_of("linear", case).items()
-        leaves = {n: x.requires_grad_(n.endswith(wanted)) for n, x in given}
-        out = loss_cases.call("linear", case, **leaves, group=group)
-        values = {"loss": out.loss, "logps": out.logps}
-        return values if wanted == "nothing" else gradients(out.loss, leaves, **values)
-
-    return beside_one(world, case, compute)
-
-
-def twice(world: World) -> Found:
-    """A second backward through a retained graph, with another upstream gradient."""
-
-    def compute(case: Case, group: Any) -> dict[str, Tensor]:
-        given = loss_cases.leaves_of("linear", case).items()
-        leaves = {n: x.requires_grad_() for n, x in given}
-        loss = loss_cases.call("linear", case, **leaves, group=group).loss
-        loss.backward(retain_graph=True)
-        return gradients(3 * loss, leaves)
-
-    return beside_one(world, make_case(13, dtype=torch.float64, **options_for("dapo")), compute)
-
-
 # ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
     """Torch's own chunks, of which the last ranks may have none; gradients stay where they are."""

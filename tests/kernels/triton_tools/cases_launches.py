@@ -1,7 +1,5 @@
 """The public functions with backend="triton" launch its kernels, and no more of them than a call
 needs: the tests of all engines would pass by another engine's kernels, too.
-
-Run by test_triton_interpreter.py in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The Triton kernels on a head whose places are more than 32 bits tell.
-
-Run by test_triton_interpreter.py in a process of its own.
-"""
+"""The Triton kernels on a head whose places are more than 32 bits tell."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block_v", [64, 128])
+@pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
     """The TMA path of Hopper and Blackwell, loads and stores, on rows, columns and depth that do
     not fill the last tile, with tiles of one and of several pieces: no bit depends on them.
@@ -77,7 +76,7 @@ def test_several_slices(monkeypatch):
     check_logps((hidden, weight, bias, ids, RULE))
 
 
-@pytest.mark.parametrize("first", [0, 31, 32, 63, 64, 95, 149])
+@pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
     """The short form of the epilogue, for calls without options: targets at both ends of a tile of
     64, and nowhere.
@@ -96,23 +95,22 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """5 row blocks in groups of 1, 2 and all: another order of the programs, the same bits, every
-    row written.
+    """5 row blocks in groups of 2 and all: another order of the programs, the same bits, every row
+    written.
     """
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
     given = *problem(130, 16, 300, torch.float32), RULE
     expected = check_logps(given)
-    for count in (1, 2, 4):
-        monkeypatch.setattr(linear, "GROUP_BYTES", count * 32 * 16 * 4)
-        assert all(map(torch.equal, check_logps(given), expected))
+    monkeypatch.setattr(linear, "GROUP_BYTES", 2 * 32 * 16 * 4)
+    assert all(map(torch.equal, check_logps(given), expected))
 
 
-@pytest.mark.parametrize("slices", [1, 64, 70])
-def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks, slices):
-    """Up to 70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in
-    every block.
+def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
+    """70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in every
+    block.
     """
+    slices = 70
     blocks(32, 32, 32, 4, 2, 32)
     hidden, weight, bias, _ = problem(40, 24, slices * 32, torch.float32)
     # The maximum rises from block to block of the join, and falls.

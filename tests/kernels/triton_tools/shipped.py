@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,126 +48,105 @@ def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> t
 
 def linear(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
-) -> Callable[[], object]:
+) -> None:
     """The hidden -> logps kernel, bare (a pass without gradient), or storing fp32 logits."""
-
-    def call() -> object:
-        arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
-        out = torch.empty(ROWS, vocab) if store else None
-        return linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
-
-    return call
+    arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
+    out = torch.empty(ROWS, vocab) if store else None
+    linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
 
 
 def written(
-    vocab: int, hidden_size: int, options: str, *, known: bool = False
-) -> Callable[[], object]:
+    dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, known: bool = False
+) -> None:
     """The hidden -> 16-bit weights kernels: first pass and guard, or from known statistics."""
-
-    def call() -> object:
-        arguments, has_entropy = problem(torch.bfloat16, vocab, hidden_size, options)
-        out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
-        v = torch.ones(ROWS)
-        stats = (v, v, None) if known else None
-        return exponentials.head_exponentials(
-            *arguments, out, return_entropy=has_entropy, known=stats
-        )
-
-    return call
+    arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
+    out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
+    v = torch.ones(ROWS)
+    stats = (v, v, None) if known else None
+    exponentials.head_exponentials(*arguments, out, return_entropy=has_entropy, known=stats)
 
 
-def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
+def rows(dtype: torch.dtype, vocab: int) -> None:
     """The three row kernels with every option that adds code."""
-
-    def call() -> None:
-        logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
-        v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-        rule = LogitRule(1.0, 30.0, v)
-        rows_triton.row_logps(logits, target, rule, return_entropy=True)
-        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
-        if dtype == torch.float32:  # d-logits in 16 bits beside the logits
-            out = torch.empty(4, vocab, dtype=torch.bfloat16)
-            rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
-            rows_triton.row_loss_(
-                logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
-            )
+    logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
+    v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
+    rule = LogitRule(1.0, 30.0, v)
+    rows_triton.row_logps(logits, target, rule, return_entropy=True)
+    rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
+    if dtype == torch.float32:  # d-logits in 16 bits beside the logits
+        out = torch.empty(4, vocab, dtype=torch.bfloat16)
+        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
         rows_triton.row_loss_(
-            logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+            logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
         )
-
-    return call
-
-
-def scaled(dtype: torch.dtype) -> Callable[[], object]:
-    return lambda: scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+    rows_triton.row_loss_(
+        logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+    )
 
 
-def surrounded(hidden_size: int) -> Callable[[], object]:
+def scaled(dtype: torch.dtype) -> None:
+    scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+
+
+def surrounded(hidden_size: int) -> None:
     """What surrounds the gradient GEMMs of exponentials, dH in the hidden's order and not."""
-
-    def call() -> None:
-        vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
-        hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
-        weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
-        product = torch.empty(ROWS, hidden_size)
-        gradients.times(by, by, by, ROWS)
-        for places in (None, ids):
-            gradients.write_hidden_(hidden, product, by, by, ids, weight, places)
-        scaled = gradients.scaled_hidden(hidden, by)
-        gradients.add_targets_(torch.empty(vocab, hidden_size), ids, ids, by, hidden)
-        matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
-        gradients.add_targets_narrow_(weight, ids, ids, by, hidden, matrix, scaled)
-
-    return call
+    vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
+    hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
+    weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
+    product = torch.empty(ROWS, hidden_size)
+    gradients.times(by, by, by, ROWS)
+    for places in (None, ids):
+        gradients.write_hidden_(hidden, product, by, by, ids, weight, places)
+    scaled = gradients.scaled_hidden(hidden, by)
+    gradients.add_targets_(torch.empty(vocab, hidden_size), ids, ids, by, hidden)
+    matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
+    gradients.add_targets_narrow_(weight, ids, ids, by, hidden, matrix, scaled)
 
 
-def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[], object]:
+def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Rows in a support, from hidden and back; `options` as in `problem`."""
-
-    def call() -> None:
-        (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
-        v, index = torch.ones(ROWS), ids if "b" in options else None
-        rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
-        support_triton.head_rows(
-            hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
-        )
-        ends = torch.arange(ROWS + 1)
-        rows_triton.row_logps(v[None], ids, rule, return_entropy=has_entropy, offsets=ends)
-        of_entropy = v if has_entropy else None
-        rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, rule, offsets=ends)
-        support_triton.head_weight(v, hidden, index, rows, weight, add=False)
-        if has_entropy:
-            support_triton.head_hidden(v, weight, rows)
-            wide = torch.empty(1000, hidden_size)
-            support_triton.head_weight(v, hidden, index, rows, wide, add=True)
-
-    return call
+    (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
+    v, index = torch.ones(ROWS), ids if "b" in options else None
+    rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
+    support_triton.head_rows(
+        hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
+    )
+    ends = torch.arange(ROWS + 1)
+    rows_triton.row_logps(v[None], ids, rule, return_entropy=has_entropy, offsets=ends)
+    of_entropy = v if has_entropy else None
+    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, rule, offsets=ends)
+    support_triton.head_weight(v, hidden, index, rows, weight, add=False)
+    if has_entropy:
+        support_triton.head_hidden(v, weight, rows)
+        wide = torch.empty(1000, hidden_size)
+        support_triton.head_weight(v, hidden, index, rows, wide, add=True)
 
 
-def compared(kind: str, vocab: int) -> Callable[[], object]:
+def compared(kind: str, vocab: int) -> None:
     """Divergences from a teacher: values and gradients with soft caps, values, a rank's columns."""
-
-    def call() -> None:
-        z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
-        rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
-        given = z, y, w, Divergence(kind), *rules
-        found = divergence_triton.row_divergence_(*given, out=y)
-        divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
-        divergence_triton.row_divergence_(*given, out=y, known=found)
-
-    return call
+    z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
+    rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
+    given = z, y, w, Divergence(kind), *rules
+    found = divergence_triton.row_divergence_(*given, out=y)
+    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
+    divergence_triton.row_divergence_(*given, out=y, known=found)
 
 
-def loss(config: LossConfig) -> Callable[[], object]:
-    def call() -> None:
-        logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
-        rule = LogitRule(1.0, None, 1.0)
-        rows_triton.row_loss_(
-            logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
-        )
-        coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
+def loss(config: LossConfig) -> None:
+    logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
+    rule = LogitRule(1.0, None, 1.0)
+    rows_triton.row_loss_(
+        logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
+    )
+    coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
-    return call
+
+def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
+    """A call and its name."""
+    options = [f"{name}={x}" for name, x in more.items()]
+    words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
+    name = " ".join(map(str, (function.__name__, *words, *options)))
+    return name, partial(function, *given, **more)
 
 
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -175,53 +156,35 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     On sm_90, which has a tile of its own for light epilogues, with more of the options between none
     and all.
     """
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
-        size = f"V={vocab} H={hidden_size}"
-        for dtype in (torch.bfloat16, torch.float32):
-            for options in ("", "bce"):
-                yield (
-                    f"linear {str(dtype)[6:]} {size} {options}",
-                    linear(dtype, vocab, hidden_size, options),
-                )
-        yield f"exponentials bfloat16 {size} bce", written(vocab, hidden_size, "bce")
-    yield (
-        "linear bfloat16 V=32000 H=896 be store",
-        linear(torch.bfloat16, 32000, 896, "be", store=True),
-    )
-    yield (
-        "linear float16 V=32000 H=896 bce store",
-        linear(torch.float16, 32000, 896, "bce", store=True),
-    )
+        for dtype, options in itertools.product((bf16, fp32), ("", "bce")):
+            yield call(linear, dtype, vocab, hidden_size, options)
+        yield call(written, bf16, vocab, hidden_size, "bce")
+    of_even = bf16, 32000, 896
+    yield call(linear, *of_even, "be", store=True)
+    yield call(linear, fp16, 32000, 896, "bce", store=True)
     for options in ("", "b", "be", "c", "te") if arch == "sm_90" else ("",):
-        yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
+        yield call(written, *of_even, options)
     if arch == "sm_90":
         for options in ("te", "ce", "be", "c"):
-            yield (
-                f"linear bfloat16 V=32000 H=896 {options}",
-                linear(torch.bfloat16, 32000, 896, options),
-            )
-        yield "exponentials bfloat16 V=32000 H=896 known b", written(32000, 896, "b", known=True)
-    yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
-    for dtype, vocab in (
-        (torch.float16, 1000),
-        (torch.float32, 1001),
-        (torch.bfloat16, 32000),
-        (torch.float32, 32001),
-    ):
-        yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+            yield call(linear, *of_even, options)
+        yield call(written, *of_even, "b", known=True)
+    yield call(written, *of_even, "", known=True)
+    for dtype, vocab in ((fp16, 1000), (fp32, 1001), (bf16, 32000), (fp32, 32001)):
+        yield call(rows, dtype, vocab)
     for kind, vocab in zip(DIVERGENCES, (1000, 32000, 32001), strict=True):
-        yield f"divergence {kind} V={vocab}", compared(kind, vocab)
+        yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
-        yield f"surrounded H={hidden_size}", surrounded(hidden_size)
+        yield call(surrounded, hidden_size)
     # Each number of warps, an odd width, the widest that a program holds, and one beyond it.
     for hidden_size in (897, 4096, 8192):
-        yield f"support bfloat16 H={hidden_size} bce", supported(torch.bfloat16, hidden_size, "bce")
-    yield "support float32 H=8192 bce", supported(torch.float32, 8192, "bce")
-    yield "support bfloat16 H=16384", supported(torch.bfloat16, 16384, "")
-    config = LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    yield "loss dapo", loss(config)
-    for dtype in (torch.float32, torch.bfloat16):
-        yield f"scale {str(dtype)[6:]}", scaled(dtype)
+        yield call(supported, bf16, hidden_size, "bce")
+    yield call(supported, fp32, 8192, "bce")
+    yield call(supported, bf16, 16384, "")
+    yield call(loss, LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True))
+    for dtype in (fp32, bf16):
+        yield call(scaled, dtype)
     # The leaves have no architecture of their own (and there are fewer estimators than losses).
     if arch == "sm_90":
         token = {
@@ -231,5 +194,4 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         }
         for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):
             estimator = estimator if OBJECTIVES[name].reference else LossConfig.kl_estimator
-            config = LossConfig(loss_type=name, kl_estimator=estimator, max_completion_length=8)
-            yield f"loss {name}, kl {estimator}", loss(config)
+            yield call(loss, LossConfig(name, kl_estimator=estimator, max_completion_length=8))

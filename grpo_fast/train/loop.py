@@ -54,12 +54,14 @@ def train(config: RunConfig) -> dict[str, Any]:
         return _train(config, start)
 
 
-def _be_deterministic() -> None:
+def _be_deterministic(seed: int) -> None:
     """The same bits in every run, without torch's fill of empty memory: it would be one more sweep
     over each buffer of the loss.
     """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
@@ -90,9 +92,7 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 
 def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
-    torch.manual_seed(config.seed)
-    if torch.cuda.is_available():
-        _be_deterministic()
+    _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
     rewards, questions, prints = _load_inputs(config, start)
     policy, another = _load_models(config, questions)

@@ -154,8 +154,10 @@ def test_a_model_in_bf16_by_other_kernels_is_told_by_its_correlation(policy):
 def test_an_adapter_that_is_not_loaded():
     from peft import LoraConfig, get_peft_model
 
-    base, other = policy_of("llama"), policy_of("llama")
-    adapted = get_peft_model(other.lm, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    base = policy_of("llama")
+    special = {"eos_token_id": base.tokenizer.eos_token_id}
+    model = tiny_model("llama", vocab_size=len(base.tokenizer), **special)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)

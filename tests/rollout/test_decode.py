@@ -16,7 +16,7 @@ from grpo_fast.rollout.own import decode
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model
-from tests.train.tiny_steps import logits_of, taken
+from tests.train.tiny_steps import taken
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
 EOS = 1
@@ -165,9 +165,12 @@ def test_16_bits(how, monkeypatch):
     sampling = Sampling(max_new_tokens=8)
     monkeypatch.setitem(hf._unsuited, policy.lm, None)
     found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
-    wide = Policy(model.float(), policy.tokenizer)
+    wide = model.float()
     for n, one in enumerate(found):
-        own = taken(logits_of(wide, PROMPTS[n // 2], one.ids), one.ids)
+        ids = torch.tensor([PROMPTS[n // 2] + one.ids])
+        with policy.generation(), torch.autocast("cpu", enabled=False):
+            logits = wide(ids, use_cache=False).logits[0]
+        own = taken(logits[-1 - len(one.ids) : -1], one.ids)
         assert one.logps.dtype == torch.float32
         torch.testing.assert_close(one.logps, own, rtol=0, atol=0.25)
 

@@ -77,8 +77,8 @@ def test_a_lost_sample_is_lost_and_the_kl_is_added():
         of_each=lambda name: values, advantages=torch.tensor([3.0, torch.nan, 5.0]),
         token_rewards=[torch.tensor([1.0, 2.0]), torch.tensor([torch.nan]), torch.tensor([5.0, 0])],
     )  # fmt: skip
-    found = token_rewards(batch, None)
+    found = token_rewards(batch, None, "k3")
     assert found[0].tolist() == [1.0, 2.0] and found[1].isnan().all()
     assert found[2].tolist() == [5.0, 0.0]
     batch.token_rewards = None
-    assert token_rewards(batch, None)[2].tolist() == [0.0, 5.0]
+    assert token_rewards(batch, None, "k3")[2].tolist() == [0.0, 5.0]

@@ -99,7 +99,7 @@ MUTANTS = [
            "\n    def rest",
            "a checkpoint holds the state of the beginning", "checkpoint_random"),
     Mutant("random-state-unseeded", LOOP,
-           "    torch.manual_seed(config.seed)\n", "",
+           "    torch.manual_seed(seed)\n", "",
            "a run depends on what the process has drawn before", "checkpoint_random"),
     Mutant("rows-of-prompts-overfull", DECODE,
            "sum(map(len, chunk)) + len(prompt) > PREFILL_TOKENS",

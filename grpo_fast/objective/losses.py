@@ -65,8 +65,10 @@ def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
     """-A·σ(τ(r-1))·4/τ (2511.20347)."""
     ratio = tl.exp(log_ratio)
     tau = tl.where(advantage > 0, temperature_pos, temperature_neg)
-    gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
-    return -4.0 / tau * gate * advantage, -4.0 * gate * (1.0 - gate) * ratio * advantage
+    exponent = tau * (ratio - 1.0)
+    gate = 1.0 / (1.0 + tl.exp(-exponent))
+    closed = 1.0 / (1.0 + tl.exp(exponent))  # 1 - gate, which would cancel at large ratios
+    return -4.0 / tau * gate * advantage, -4.0 * gate * closed * ratio * advantage
 
 
 def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):

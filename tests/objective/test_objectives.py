@@ -77,6 +77,19 @@ def test_leaf_value_and_slope(loss_type, delta):
     torch.testing.assert_close(own.expand_as(lr), slope, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", LEAF_LOSSES)
+def test_a_slope_in_fp32_keeps_its_digits(loss_type):
+    """Also where a gate is nearly closed: sapo at a ratio of 12."""
+    params = LossConfig(**options_for(loss_type)).params
+    lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
+    logp = torch.full_like(lr, -4.0)
+    slopes = [
+        torch.as_tensor(OBJECTIVES[loss_type].leaf(*inputs, *params)[1]).double()
+        for inputs in ((logp, lr, A), (logp.double(), lr.double(), A.double()))
+    ]
+    torch.testing.assert_close(*slopes, rtol=5e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("kl_estimator", oracles.KL_ORACLES)
 def test_kl_value_and_slope(kl_estimator):
     d = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-30.0, 19.9, 20.1, 25.0])]).double()

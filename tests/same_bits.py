@@ -1,11 +1,10 @@
 """`python -m tests.same_bits`: what the public functions return on a fixed set of cases, as hashes.
 
-A change that claims to change no number is compared with hashes stored before it. They hold for one
-kind of CPU and one torch (`fingerprint`). On another machine, store them first in a checkout of the
-commit before the change:
+A change that claims to change no number is compared with hashes of the commit before it. They hold
+for one kind of CPU and one torch (`fingerprint`), so no file of them is kept here:
 
-    python -m tests.same_bits --store FILE     write this machine's hashes (other machines' stay)
-    python -m tests.same_bits --against FILE   compare; status 1 and the names of what differs
+    python -m tests.same_bits --store FILE     in a checkout of the commit before the change
+    python -m tests.same_bits --against FILE   behind it; status 1 and the names of what differs
     --engine host|triton|runs   torch and C++; Triton (needs TRITON_INTERPRET=1); whole runs
 
 Each case is a call of a public function and its backward pass; the hash covers loss, logps,
@@ -40,7 +39,6 @@ import grpo_fast
 from tests.loss_cases import LOSS_LEVELS, Case, default_mask, make_case, options_for, run
 from tests.oracles import WORDS, off_policy
 
-STORE = Path(__file__).resolve().parent / "same_bits.json"
 CPU_WORDS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
 ENGINES = {"host": ("torch", "cpu"), "triton": ("triton",), "runs": ()}
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
@@ -245,8 +243,9 @@ def trained(words: list[str]) -> dict[str, Tensor | None]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(ENGINES), default="host")
-    parser.add_argument("--store", type=Path)
-    parser.add_argument("--against", type=Path, default=STORE)
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--store", type=Path)
+    files.add_argument("--against", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     listed = run_cases() if options.engine == "runs" else cases(options.engine)

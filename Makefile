@@ -169,7 +169,7 @@ unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
 	@$(PYTEST) --ignore=tests/integrations
 
-# After a change of a Triton kernel: all architectures (`make test` compiles for two), and what the oldest compiler
+# After a change of a Triton kernel: all architectures (`make test` compiles for one), and what the oldest compiler
 # makes of it. `make test-floor` has this triton, too.
 test-compile: $(SETUP) csrc $(OLD_TRITON)
 	@$(STEP) 'the Triton kernels on triton 3.6, too'

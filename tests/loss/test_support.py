@@ -17,6 +17,7 @@ from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     ENGINES,
+    IS_INTERPRETER,
     LAYOUTS,
     LEAVES_AND_LEVELS,
     kept_ids,
@@ -138,7 +139,7 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
 
 # ----------------------------------------------------------
 # log-probabilities
-V, H, T = 300, 41, 70
+V, H, T = 300, 41, 24 if IS_INTERPRETER else 70
 
 
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
@@ -260,7 +261,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
         lp = linear_logps(h, weight, ids[part], bias=bias, support=sets, backend=backend)
         return lp.detach(), torch.autograd.grad(lp.sum(), h)[0]
 
-    part = torch.tensor([3, 60, 17, 22])
+    part = torch.tensor([3, T - 10, 17, 22])
     for whole, own in zip(of(torch.arange(T)), of(part), strict=True):
         assert torch.equal(whole[part], own)
 

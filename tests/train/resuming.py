@@ -29,6 +29,7 @@ def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     """The report of a new run in this folder."""
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
+    folder.mkdir(parents=True, exist_ok=True)
     enter_folder(config, Start(), report)
     return report
 

@@ -17,7 +17,7 @@ from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
-from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
+from grpo_fast.train.runs.folder import OutputFolderError, locked
 from grpo_fast.train.runs.run import Run
 from tests.command_line import invoke, refused
 from tests.pairs import pairs
@@ -375,7 +375,6 @@ def test_an_exported_config_is_data(folder, tmp_path, monkeypatch):
     change(checkpoint, "config.model.attn", "some/kernel")
     monkeypatch.setattr(Policy, "save", lambda self, _: asked.append(self.generation_attn))
     assert invoke("export", str(checkpoint), str(out)).exit_code == 0 and asked == ["sdpa"]
-    shutil.rmtree(out)
     assert not out.exists()
 
 
@@ -451,46 +450,41 @@ def test_going_back_in_ones_own_folder(folder, monkeypatch):
 # -------------------------------------------------------------------------- the order at the start
 def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     """39: a run that is still being written is no start, whatever lies there now."""
-    lock = FolderLock(folder)
-    find_start = resume.find_start
-    monkeypatch.setattr(resume, "find_start", lambda *_: pytest.fail("looked without the lock"))
-    with pytest.raises(OutputFolderError, match="another process is writing"):
-        run(folder, *WORDS, "resume=auto", "steps=3")
-    lock.release()
-    monkeypatch.undo()
-
-    def looking(config, say):
-        with pytest.raises(OutputFolderError, match="another process is writing"):
-            FolderLock(folder)
-        return find_start(config, say)
-
-    monkeypatch.setattr(resume, "find_start", looking)
-    run(folder, *WORDS, "resume=auto", "steps=3")
+    with locked(folder), monkeypatch.context() as patched:
+        patched.setattr(resume, "find_start", lambda *_: pytest.fail("looked without the lock"))
+        is_refused(folder, "another process is writing", "resume=auto")
 
 
-def test_two_runs_that_start_at_once(tmp_path, monkeypatch):
-    """The other one comes between a look and the lock: it writes still, or has ended since."""
-    folder, claim, locks = tmp_path / "run", resume.claim_folder, []
+@pytest.mark.parametrize("name", ["find_start", "load_policy", "build_rewards"])
+def test_the_second_of_two_runs_that_start_at_once_is_refused(tmp_path, monkeypatch, name):
+    """In a folder that did not exist: before anything is looked for or loaded."""
+    folder, owner = tmp_path / "run", resume if name == "find_start" else loop
+    own, tried = getattr(owner, name), list[int]()
 
-    def taken(place):
-        locks.append(FolderLock(claim(place)))
-        return place
+    def second(*arguments: Any, **options: Any) -> Any:
+        tried.append(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_, **__: pytest.fail("the second run went on"))
+            is_refused(folder, f"cannot use {folder}: another process is writing a run into it")
+        return own(*arguments, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(resume, "claim_folder", taken)
-        with pytest.raises(OutputFolderError, match="another process"):
-            run(folder, *WORDS)
-        locks[0].release()
+    monkeypatch.setattr(owner, name, second)
+    run(folder, *WORDS)
+    assert len(tried) == 1
 
-    def comes_too_late(place):
-        (folder / "metrics.jsonl").write_text("theirs")
-        return FolderLock(place)
 
-    monkeypatch.setattr(resume, "FolderLock", comes_too_late)
-    folder.rmdir()
-    with pytest.raises(OutputFolderError, match="occupied"):
-        run(folder, *WORDS)
-    assert contents(folder) == {folder / "metrics.jsonl": b"theirs"}
+def test_a_folder_that_its_last_process_removed_is_not_taken(tmp_path, monkeypatch):
+    """Another process has the lock when this one has opened the folder, and fails."""
+    opened = os.open
+
+    def other(path: Any, flags: int, *mode: int) -> int:
+        handle = opened(path, flags, *mode)
+        (tmp_path / "run").rmdir()
+        return handle
+
+    monkeypatch.setattr(os, "open", other)
+    with pytest.raises(OutputFolderError, match="another process"), locked(tmp_path / "run"):
+        pytest.fail("it is in no folder")
 
 
 @pytest.mark.parametrize(
@@ -528,4 +522,3 @@ def test_locks_of_a_run_that_ended_are_free(folder, monkeypatch):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             run(folder, *WORDS, "resume=auto", "steps=3")
-    FolderLock(folder).release()

@@ -15,7 +15,7 @@ from grpo_fast.data import escape_control
 from grpo_fast.train.config.recipes import load_recipe, parse_config
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
-from grpo_fast.train.runs.folder import OutputFolderError, check_folder, run_folder
+from grpo_fast.train.runs.folder import OutputFolderError, check_folder, locked, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 from tests.train.test_train_config import MINIMAL
@@ -107,28 +107,39 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 
 
 def test_occupied_folder_is_refused(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "old.txt").write_text("x")
-    with pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it holds"):
-        opened(tmp_path / "a", config())
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
-    old, link = tmp_path / "a" / "old.txt", tmp_path / "link"
+    folder, old, link = tmp_path / "a", tmp_path / "a" / "old.txt", tmp_path / "link"
+    folder.mkdir()
+    old.write_text("x")
+    with (
+        locked(folder),
+        pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it"),
+    ):
+        check_folder(folder)
+    assert [p.name for p in folder.iterdir()] == ["old.txt"]
+    link.symlink_to("nowhere")
     for wrong in (old, old / "b", "x" * 5000, "a\0b", link):
-        link.unlink(missing_ok=True)
-        link.symlink_to("nowhere")
-        with pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "):
-            opened(wrong, config())
+        with (
+            pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "),
+            locked(wrong),
+        ):
+            pytest.fail("it was made")
+    assert link.is_symlink()
+
+
+def test_a_folder_that_stays_empty_is_removed_with_those_made_around_it(tmp_path):
+    for name in ("deep/new", "deep/other"):
+        with locked(tmp_path / name) as folder:
+            check_folder(folder)
+    assert not list(tmp_path.iterdir())
+    with locked(tmp_path / "deep" / "new") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "deep" / "new" / "file").exists()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
-    """Known without writing anything; the nearest folder that exists decides."""
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(OutputFolderError, match=f"new as a folder: {tmp_path} is not writable"):
-        check_folder(tmp_path / "deep" / "new")
-    assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    check_folder(tmp_path / "deep" / "new")
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(OutputFolderError, match="a folder: it is not writable"):
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_scorer
 from grpo_fast.train.models.policy import in_silence
 from grpo_fast.train.report.curves import plot_runs
-from grpo_fast.train.runs.folder import check_folder, claim_folder
+from grpo_fast.train.runs.folder import check_folder, locked
 
 LINES = 20  # of metrics, over the whole training
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -34,8 +34,13 @@ SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "
 
 def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     """Train, judge held-out pairs, save; returns what also lies in `output_dir/summary.json`."""
+    with locked(config.output_dir) as folder:
+        check_folder(folder)
+        return _train(config, folder)
+
+
+def _train(config: RewardModelConfig, folder: Path) -> dict[str, float]:
     torch.manual_seed(config.seed)
-    check_folder(config.output_dir)
     splits = Splits(config.data, config.seed)
     symbols = splits.symbols() if config.data.task in ("sort", "arithmetic") else None
     train = pairs_of(splits.train, symbols, seed=config.seed)
@@ -44,7 +49,6 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     pad_id = set_padding(model, tokenizer)
     listed = train if isinstance(train, list) else [train[0]]  # made pairs are all alike
     _check_lengths(tokenizer, [*test, *listed], model)
-    folder = claim_folder(config.output_dir)
     save_config(config, folder / "config.yaml")
     trainer = BradleyTerryTrainer(
         model=model, args=_arguments(config, folder), train_dataset=train,

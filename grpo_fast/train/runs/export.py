@@ -13,7 +13,7 @@ from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.checkpoint import TOKENIZER, WEIGHTS, problem_of
-from grpo_fast.train.runs.folder import check_folder, claim_folder
+from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.state import read_state
 from grpo_fast.train.runs.storage import read_tensors
 from grpo_fast.train.update.critic import Critic, load_critic
@@ -28,16 +28,16 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     source = Path(checkpoint)
     problem = problem_of(source) if source.is_dir() else "there is no such folder"
     require(problem is None, "export", "a whole checkpoint", f"{source}: {problem}")
-    check_folder(out)
-    config = RunConfig.model_validate(read_state(source).config).model
-    # A run's folder is data: it may ask for no code, not for that of an attention either.
-    plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
-    tokenizer = load_tokenizer(ModelConfig(path=str(source / TOKENIZER)))
-    policy = load_policy(config.model_copy(update=plain), tokenizer)
-    weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
-    read_tensors(source / WEIGHTS, weights, prefix="policy.")
-    target = claim_folder(out)
-    policy.save(target)
+    with locked(out) as target:
+        check_folder(target)
+        config = RunConfig.model_validate(read_state(source).config).model
+        # A run's folder is data: it may ask for no code, not for that of an attention either.
+        plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
+        tokenizer = load_tokenizer(ModelConfig(path=str(source / TOKENIZER)))
+        policy = load_policy(config.model_copy(update=plain), tokenizer)
+        weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+        read_tensors(source / WEIGHTS, weights, prefix="policy.")
+        policy.save(target)
     return target
 
 

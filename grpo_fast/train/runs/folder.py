@@ -1,4 +1,4 @@
-"""The folder of a run: its name, whether it is free, and its making."""
+"""The folder of a run: its name, whether it is free, its making and its lock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import fcntl
 import itertools
 import os
 import unicodedata
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_fast.errors import require
@@ -42,64 +43,55 @@ def is_occupied(folder: str | Path) -> bool:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise OutputFolderError for a folder that is occupied or not writable. Creates nothing."""
-    try:
-        existing = _nearest_existing(Path(folder).absolute())
-        occupants = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    except (OSError, ValueError) as error:
-        raise _unusable(folder, error) from error
-    if occupants:
+    """Raise OutputFolderError for a folder that is occupied or not writable; it is there."""
+    if is_occupied(folder):
+        occupants = sorted(os.listdir(folder))
         listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")
         raise OutputFolderError(
             f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
             "with output_dir=… or --name …"
         )
-    if not os.path.isdir(existing):
-        raise _unusable(folder, f"{existing} is no folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unusable(folder, f"{existing} is not writable")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unusable(folder, "it is not writable")
 
 
-def claim_folder(folder: str | Path) -> Path:
-    """The folder, made where it does not exist; as `check_folder`."""
-    check_folder(folder)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    return Path(folder)
+@contextmanager
+def locked(folder: str | Path) -> Iterator[Path]:
+    """A folder that is this process's alone, by a lock of the kernel's; made where it is missing.
 
-
-class FolderLock:
-    """A folder that is this process's alone until `release` or its end, by a lock of the kernel's.
-
-    Raises OutputFolderError if another has it.
+    Folders that were made and stay empty are removed at the end. Raises OutputFolderError if
+    another process has the folder, or it cannot be made.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        self.release = weakref.finalize(self, os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
+    path = Path(folder)
+    missing = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
+    try:
+        if not _takes_lock(handle, path):
             said = "another process is writing a run into it"
-            raise OutputFolderError(f"output_dir: cannot use {folder}: {said}") from None
-        except OSError:  # a file system without locks
-            pass
-
-
-def _nearest_existing(path: Path) -> Path:
-    for candidate in (path, *path.parents):
+            raise OutputFolderError(f"output_dir: cannot use {folder}: {said}")
         try:
-            os.lstat(candidate)
-            return candidate
-        except FileNotFoundError:
-            continue
-    return path
+            yield path
+        finally:  # with the lock still held: the empty folder of another run must stay
+            with suppress(OSError):
+                for place in missing:
+                    place.rmdir()
+    finally:
+        os.close(handle)
+
+
+def _takes_lock(handle: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    # A process that had the lock may have removed the folder after it was opened here.
+    return folder.exists() and os.path.samefile(handle, folder)
 
 
 def _unusable(folder: str | Path, reason: object) -> OutputFolderError:

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,7 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint as checkpoints
 from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
 from grpo_fast.train.runs.fingerprints import check_same
-from grpo_fast.train.runs.folder import (
-    FolderLock,
-    OutputFolderError,
-    check_folder,
-    claim_folder,
-    is_occupied,
-)
+from grpo_fast.train.runs.folder import OutputFolderError, check_folder, is_occupied, locked
 from grpo_fast.train.runs.state import read_state
 
 log = logging.getLogger(__name__)
@@ -42,13 +36,11 @@ TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.htm
 
 @dataclass
 class Start:
-    """Where a run begins, and the lock of its folder."""
+    """Where a run begins."""
 
     checkpoint: Path | None = None  # where it goes on; None: from the beginning
     lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
-    again: bool = False  # files of this run lie in the folder already
     fingerprints: dict[str, str] = field(default_factory=dict)  # the checkpoint's
-    lock: FolderLock | None = None  # taken before anybody looked; None: no folder was there yet
 
     @property
     def source(self) -> Path | None:
@@ -62,27 +54,22 @@ class Start:
 @contextmanager
 def entered(config: RunConfig) -> Iterator[Start]:
     """Lock the folder of a run, then look for its start: rank 0 does, for all."""
-    start = Start()  # with the lock, if one is taken: a start that is refused releases it
-    try:
+    with ExitStack() as until_the_end:
         with distributed.together():
-            if distributed.is_main() and os.path.isdir(config.output_dir):
-                start.lock = FolderLock(config.output_dir)
+            if distributed.is_main():
+                until_the_end.enter_context(locked(config.output_dir))
 
         def look() -> list[Any]:
-            main = find_start(config, log.warning)
-            place = None if main.checkpoint is None else str(main.checkpoint)
-            return [place, main.lengths, main.again, main.fingerprints]
+            start = find_start(config, log.warning)
+            place = None if start.checkpoint is None else str(start.checkpoint)
+            return [place, start.lengths, start.fingerprints]
 
-        place, lengths, start.again, start.fingerprints = distributed.from_main(look)
-        start.checkpoint, start.lengths = None if place is None else Path(place), tuple(lengths)
-        yield start
-    finally:
-        if start.lock is not None:
-            start.lock.release()
+        place, lengths, prints = distributed.from_main(look)
+        yield Start(None if place is None else Path(place), tuple(lengths), prints)
 
 
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
-    """Where `config.resume` leads. Creates nothing; the folder is locked, if it exists.
+    """Where `config.resume` leads, for a folder that is locked. Changes nothing.
 
     Raises OutputFolderError for a folder that this run cannot go on from; ValueError for a
     checkpoint that is not there or damaged, or of another configuration or version, logs that are
@@ -96,13 +83,13 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
         _check_files(folder)
         checkpoint = newest(folder, say)
         if checkpoint is None:
-            return Start(again=_may_begin_again(folder, config))
+            _check_begins(folder, config)
+            return Start()
     else:
         checkpoint = _named(Path(config.resume), say)
     source = checkpoint.parent.parent
     _check_files(source)
-    is_own = source.resolve() == folder.resolve()
-    if not is_own:
+    if source.resolve() != folder.resolve():
         check_folder(folder)
     state = read_state(checkpoint)
     check_same(state.config, config)
@@ -110,11 +97,11 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     require(state.step <= config.steps, "resume", expected, checkpoint)
     for name, length in zip(LOGS, state.lengths, strict=True):
         _check_log(source / name, length)
-    return Start(checkpoint, state.lengths, is_own, state.fingerprints)
+    return Start(checkpoint, state.lengths, state.fingerprints)
 
 
 def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
-    """Take the folder of a run, and let its report write into it: rank 0 does, for all."""
+    """Let a run and its report write into its folder: rank 0 does, for all."""
     with distributed.together():
         if distributed.is_main():
             _put_back(config, start)
@@ -122,25 +109,22 @@ def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
 
 
 def _put_back(config: RunConfig, start: Start) -> None:
-    """Make and lock the folder, as it was when `start` was written, with the resolved config.yaml.
+    """The folder as it was when `start` was written, with the resolved config.yaml.
 
-    Newer checkpoints are set aside; the logs of another run are copied into a new folder.
+    Newer checkpoints are set aside; the logs of another run are copied into the empty folder.
     """
-    folder = Path(config.output_dir) if start.again else claim_folder(config.output_dir)
-    start.lock = start.lock or FolderLock(folder)
-    if not start.again:
-        check_folder(folder)  # two that came at the same time: the second finds it occupied
-    elif start.checkpoint is not None:
+    folder, source = Path(config.output_dir), start.source
+    if start.checkpoint is not None:
         place = order_of(start.checkpoint.name)
         for path in checkpoints.checkpoints_in(folder):
             if order_of(path.name) > place:
                 checkpoints.set_aside(path)
-    if start.source is not None and not start.again:
+    if source is not None and not is_occupied(folder):
         for name in (*LOGS, COMPLETIONS):
-            if (start.source / name).is_dir():
-                shutil.copytree(start.source / name, folder / name)
-            elif (start.source / name).exists():
-                shutil.copyfile(start.source / name, folder / name)
+            if (source / name).is_dir():
+                shutil.copytree(source / name, folder / name)
+            elif (source / name).exists():
+                shutil.copyfile(source / name, folder / name)
     with written(folder):
         save_config(config.model_copy(update={"resume": None}), folder / CONFIG)
 
@@ -173,19 +157,18 @@ def _check_log(path: Path, length: int) -> None:
     require(size >= length, "resume", expected, came)
 
 
-def _may_begin_again(folder: Path, config: RunConfig) -> bool:
-    """Whether a run that ended before its first checkpoint lies there; an empty folder: False."""
+def _check_begins(folder: Path, config: RunConfig) -> None:
+    """Raise where neither nothing lies in a folder nor a run that had no checkpoint yet."""
     if not is_occupied(folder):
         check_folder(folder)
-        return False
+        return
     damaged = checkpoints.checkpoints_in(folder)
     if damaged:
         came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to begin again"
         raise ValueError(f"resume: expected a whole checkpoint in {folder}, got {came}")
     if os.listdir(folder) == [f"{CONFIG}.tmp"]:
-        return True
+        return
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():
         said = "is occupied by something else than a run that was ended"
         raise OutputFolderError(f"output_dir: {folder} {said}; choose another with output_dir=…")
     check_same(load_recipe(str(folder / CONFIG)).model_dump(mode="json"), config)
-    return True

@@ -13,7 +13,7 @@ from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.divergence import checked_term
-from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.ranks import Agreement
 from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
 
@@ -75,7 +75,7 @@ def linear_logps(
     """
     with Agreement(group) as ranks:
         raise_pending()
-        tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
+        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         rule = checks.rule(target_ids, temperature, softcap, logit_scale, backend)
         checks.support(support, target_ids, is_shard=group is not None)
@@ -203,7 +203,7 @@ def linear_grpo_loss(
     """
     with Agreement(group) as ranks:
         raise_pending()
-        tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
+        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
@@ -256,16 +256,6 @@ def logits_grpo_loss(
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
     return call.loss("logits", tensors, options, config, inputs)
-
-
-def _head_tensors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(N, H) rows of hidden, and the weight and bias that this process works with, checked."""
-    weight = own_rows("lm_head_weight", weight, ranks.group)
-    bias = own_rows("bias", bias, ranks.group)
-    checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
 def _logit_rows(logits: Tensor) -> Tensor:

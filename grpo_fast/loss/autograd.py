@@ -21,7 +21,7 @@ from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
 from grpo_fast.loss.logits import LogitsSweep
-from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
+from grpo_fast.loss.passes import Sweep, kernel_precision
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -37,53 +37,41 @@ def wants_gradient(*tensors: Tensor | None) -> list[bool]:
 
 
 class Formed(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward."""
+    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward.
+
+    Args:
+        overwrites: the gradient is written over the only tensor, so nothing is there to form it
+            again from.
+    """
 
     @staticmethod
-    def forward(ctx, run, *tensors):
-        tensors = tuple(None if x is None else x.detach() for x in tensors)
+    def forward(ctx, run, overwrites, *inputs):
+        tensors = tuple(None if x is None else x.detach() for x in inputs)
         result = run(*tensors)
-        ctx.save_for_backward(*tensors)
-        ctx.run = run
-        return _outputs(ctx, tensors, result)
+        if not overwrites:
+            ctx.save_for_backward(*tensors)
+        elif result.gradients[0].numel():
+            # Autograd does not see the kernels write: who saved the logits must hear of it.
+            torch.autograd.graph.increment_version(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.overwrites = run, overwrites
+        ctx.kept = kept_gradients(tensors, result.gradients, result.units)
+        outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
+        ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
+        return outputs
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):
         def again():
+            if ctx.overwrites:
+                raise RuntimeError(OVERWRITTEN)
             result = ctx.run(*ctx.saved_tensors)
             return kept_gradients(ctx.saved_tensors, result.gradients, result.units)
 
-        return None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[1:], again)
-
-
-class Overwriting(torch.autograd.Function):
-    """`Formed` with the gradient written over the logits: nothing else is kept."""
-
-    @staticmethod
-    def forward(ctx, run, logits):
-        result = run(logits.detach())
-        if result.gradients[0].numel():
-            # Autograd does not see the kernels write: who saved the logits must hear of it.
-            torch.autograd.graph.increment_version(logits)
-        return _outputs(ctx, (logits,), result)
-
-    @staticmethod
-    def backward(ctx, grad_loss, *unused):
-        def gone():
-            raise RuntimeError(OVERWRITTEN)
-
-        return None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[1:], gone)
+        return None, None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[2:], again)
 
 
 Kept = list[tuple[Tensor | None, Tensor | None]]
-
-
-def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
-    ctx.set_materialize_grads(False)
-    ctx.kept = kept_gradients(tensors, result.gradients, result.units)
-    outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
-    ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
-    return outputs
 
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:

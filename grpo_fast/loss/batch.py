@@ -149,9 +149,10 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
         return None
     refuse("completion_mask", mask, mask)
     flat = mask.reshape(-1)
-    kept = flat if flat.dtype == torch.bool else flat != 0
-    values.mask(flat, kept, validate)
-    return _unless_all(kept.nonzero().squeeze(1), len(flat))
+    if flat.dtype != torch.bool:
+        values.numbers(validate, completion_mask=flat)
+        flat = flat != 0
+    return _unless_all(flat.nonzero().squeeze(1), len(flat))
 
 
 def _segments(
@@ -174,7 +175,8 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     if not by_prompt:
         items = _total("num_items_in_batch", items, places, validate)
     elif isinstance(items, Tensor):
-        items = values.prompt_items(items.detach().to(places.lengths.device), validate)
+        items = items.detach().to(places.lengths.device).double()
+        values.numbers(validate, num_items_in_batch=items)
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )

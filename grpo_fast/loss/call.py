@@ -17,7 +17,7 @@ from grpo_fast.errors import wrong
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
-from grpo_fast.loss.ranks import ALONE, Agreement
+from grpo_fast.loss.ranks import ALONE, Agreement, own_rows
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
@@ -81,6 +81,16 @@ class LossOutput:
         return self._metrics
 
 
+def head_tensors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(N, H) rows of hidden, and the weight and bias that this process works with, checked."""
+    weight = own_rows("lm_head_weight", weight, ranks.group)
+    bias = own_rows("bias", bias, ranks.group)
+    checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
+    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
+
+
 def loss(
     name: str,
     tensors: tuple[Tensor | None, ...],
@@ -101,10 +111,7 @@ def loss(
             numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
-        if options.inplace:
-            outputs = autograd.Overwriting.apply(run, *tensors)
-        else:
-            outputs = autograd.Formed.apply(run, *tensors)
+        outputs = autograd.Formed.apply(run, options.inplace, *tensors)
         metrics = batch.metrics
     (value, logps, entropy, filtered, *others), like = outputs, inputs.like
     divergence, more = (others[0] if others else None), {}

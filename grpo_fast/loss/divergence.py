@@ -82,16 +82,14 @@ def linear_divergence(
     """
     with Agreement(group) as ranks:
         raise_pending()
-        weight = own_rows("lm_head_weight", lm_head_weight, ranks.group)
-        bias = own_rows("bias", bias, ranks.group)
-        checks.head(hidden, weight, bias, is_shard=(is_shard := group is not None))
+        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
+        weight, is_shard = tensors[1], group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         checks.rule(like, float(temperature), softcap, logit_scale, backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
         rule, options = LogitRule(float(logit_scale), softcap, float(temperature)), (kind, beta)
-        tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias
         wanted, shard = Wanted(*autograd.wants_gradient(*tensors)), ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
         rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
@@ -102,7 +100,7 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
-        loss, each, *_ = autograd.Formed.apply(run, *tensors)
+        loss, each, *_ = autograd.Formed.apply(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 

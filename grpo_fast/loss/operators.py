@@ -7,7 +7,6 @@ torch.compile the dispatcher is left out: it costs 0.2 ms a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ OPTIONS = (
     f"bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter, {SETS}"
 )
 # the gradients follow
-LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"
+LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 ROWS = (
     "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
     f"float? softcap, float logit_scale, bool return_entropy, str backend, {SETS}"
@@ -95,16 +94,17 @@ def build(
 def compiled_loss(
     name: str, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
-    """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics of these."""
+    """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics."""
     row = _row(config, inputs)
     known = carried(options, NUM_OPTIONS)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
-    loss, logps, entropy, filtered = outputs[:4]
-    entropy = entropy if entropy.numel() or config.needs_entropy else None
+    loss, logps, entropy, filtered, metrics = outputs[:5]
+    has_entropy = _has_entropy(LOSSES[name], tensors, config)
+    entropy = entropy if has_entropy else None
     filtered = None if options.grad_filter is None else filtered
-    # Copies: the caller may reuse its buffers before the metrics are read.
-    kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in row]
-    return (loss, logps, entropy, filtered), partial(_metrics, kept, config)
+    names = _names(config, row, has_entropy)
+    named = dict(zip(names, metrics.detach().unbind(), strict=True))
+    return (loss, logps, entropy, filtered), lambda *_: named
 
 
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
@@ -130,25 +130,12 @@ def _unpacked(row: tuple) -> tuple[LossConfig, BatchInputs]:
     return config, BatchInputs(*inputs)
 
 
-def _metrics(
-    row: list, config: LossConfig, logps: Tensor, entropy: Tensor | None
-) -> dict[str, Tensor]:
-    names = _names(config, row, entropy)
-    return dict(zip(names, torch.ops.grpo_fast.metrics(logps, entropy, *row).unbind(), strict=True))
+def _has_entropy(loss: LossPass, tensors: tuple, config: LossConfig) -> bool:
+    return config.needs_entropy if loss.run is not logps_loss else tensors[1] is not None
 
 
-def _names(config: LossConfig, row: Sequence[Any], entropy: Tensor | None) -> list[str]:
-    return metric_names(config, row[SAMPLING] is not None, entropy is not None)
-
-
-def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
-    """(K,) in the order of `metric_names`."""
-    batch = TokenBatch.build(*_unpacked(row))
-    return torch.stack(list(batch.metrics(logps, entropy).values()))
-
-
-def metrics_fake(logps, entropy, *row):
-    return logps.new_empty(len(_names(LossConfig.from_key(row[-1]), row, entropy)))
+def _names(config: LossConfig, row: Sequence[Any], has_entropy: bool) -> list[str]:
+    return metric_names(config, row[SAMPLING] is not None, has_entropy)
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:
@@ -202,28 +189,29 @@ def _register_loss(name: str, loss: LossPass) -> None:
         tensors, options, row = split(inputs)
         batch = build(loss, tensors, options, *_unpacked(row))
         result = loss.run(*tensors, batch=batch, options=options)
-        extras = result.entropy, result.filtered, result.units
+        metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
+        extras = result.entropy, result.filtered, metrics, result.units
         extras = (result.loss.new_empty(0) if x is None else x for x in extras)
         return (result.loss, result.logps, *extras, *result.gradients)
 
     def fake(*inputs):
         tensors, options, row = split(inputs)
         x, rows, config = tensors[0], row[0].numel(), LossConfig.from_key(row[-1])
-        wanted, has_entropy, units = options.wanted, config.needs_entropy, 0
+        wanted, has_entropy, units = options.wanted, _has_entropy(loss, tensors, config), 0
         if loss.run is logps_loss:
-            has_entropy = tensors[1] is not None
             wanted = [True, has_entropy and config.entropy_coef != 0]
             tensors = tuple(x.float() for _ in wanted)
         elif any(wanted) and needs_range(x.dtype):
             units = len(tensors)
-        sizes = rows, rows if has_entropy else 0, 0 if options.grad_filter is None else 2, units
+        filtered, metrics = options.grad_filter is not None, _names(config, row, has_entropy)
+        sizes = rows, rows * has_entropy, 2 * filtered, len(metrics), units
         likes = (tensors[0] if t is None else t for t in tensors)
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
         return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
 
     def backward(ctx, inputs, grads):
         def kept(output):
-            return kept_gradients(tuple(inputs[:count]), tuple(output[5:]), output[4])
+            return kept_gradients(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
         def again():
             return kept(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
@@ -282,4 +270,3 @@ for _name, _loss in LOSSES.items():
     _register_loss(_name, _loss)
 _register_logps("linear", HEAD, D_HEAD)
 _register_logps("logits", LOGITS, D_LOGITS)
-_register("metrics", f"(Tensor logps, Tensor? entropy, {BATCH}) -> Tensor", metrics, metrics_fake)

@@ -104,6 +104,8 @@ RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
     "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
     "temperature": ("finite numbers > 0 at the active tokens", "others", lambda x: ~is_positive(x)),
     "weights": ("finite numbers", "NaN or inf", is_not_finite),
+    "completion_mask": ("only 0 and 1", "other values", lambda x: (x != 0) & (x != 1)),
+    "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
 
@@ -131,18 +133,6 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
         return number
     check_values([(~is_positive(value), f"{name}: expected a number > 0")], validate)
     return value.double()
-
-
-def prompt_items(x: Tensor, validate: str) -> Tensor:
-    bad = ~((x >= 0) & torch.isfinite(x))
-    check_values([(bad.any(), "num_items_in_batch: expected numbers >= 0")], validate)
-    return x.double()
-
-
-def mask(x: Tensor, kept: Tensor, validate: str) -> None:
-    if x.dtype != torch.bool:
-        expected = "completion_mask: expected only 0 and 1"
-        check_values([elements(x, x != kept, expected, "other values")], validate)
 
 
 def offsets(

@@ -151,6 +151,13 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # options that are numbers
+    "eps": ("a finite number >= 0", lambda x: x >= 0),
+    "value": ("a finite number", lambda x: True),
+    "clip_low": ("None or a number <= 0", lambda x: x <= 0),
+    "clip_high": ("None or a number >= 0", lambda x: x >= 0),
+}
+
 # Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
@@ -239,20 +246,14 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         expected = f"one of {sorted(known)} of mode {mode!r}"
         require(name in known, name, expected, repr(name))
-        if name == "eps":
-            number("eps", value, "a finite number >= 0", lambda x: x >= 0)
-        if name == "clip_low" and value is not None:
-            number("clip_low", value, "None or a number <= 0", lambda x: x <= 0)
-        if name == "clip_high" and value is not None:
-            number("clip_high", value, "None or a number >= 0", lambda x: x >= 0)
-        if name == "each":
+        if name in NUMBERS and not (value is None and name.startswith("clip_")):
+            number(name, value, *NUMBERS[name])
+        elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
-        if name == "weights":
+        elif name == "weights":
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:
                 number("weights", x, "finite numbers", lambda x: True)
-        if name == "value":
-            number("value", value, "a finite number", lambda x: True)
-        if name == "unbiased":
+        elif name == "unbiased":
             require(isinstance(value, bool), "unbiased", "True or False", repr(value))

@@ -39,6 +39,10 @@ class TokenLoss(NamedTuple):
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
     grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
+    policy: Tensor  # (T,) what the policy term adds to the loss
+    kl: Tensor | None  # (T,) the KL before its weight, None without one
+    ratio: Ratio
+    correction: Corrected
 
 
 def token_loss(
@@ -69,10 +73,10 @@ def token_loss(
         grad = ratio.route(weights * slope, tokens)
     else:
         grad = weights * slope
-    total = weights * loss
     is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
-    grad, total = torch.where(is_lost, torch.nan, grad), torch.where(is_lost, torch.nan, total)
+    grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
 
+    total, kl = policy, None
     if config.uses_reference and tokens.ref_logps is not None:
         kl, kl_grad = weighted_kl(logps, ratio, tokens, config)
         total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
@@ -83,7 +87,7 @@ def token_loss(
     if config.entropy_coef and entropy is not None:
         grad_entropy = -config.entropy_coef * entropy_share(keep_entropy, tokens)
         loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
-    return TokenLoss(loss.float(), grad, grad_entropy)
+    return TokenLoss(loss.float(), grad, grad_entropy, policy, kl, ratio, correction)
 
 
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.coefficients import token_loss, weighted_kl
+from grpo_fast.objective.coefficients import token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-from grpo_fast.objective.ratios import Corrected, corrected, importance_ratio
+from grpo_fast.objective.ratios import Corrected
 from grpo_fast.objective.tokens import Tokens
 
 
@@ -26,9 +26,8 @@ def token_metrics(
     """
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
-    correction = corrected(logps, old_logps, tokens, config)
-    ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
     result = token_loss(logps, entropy, tokens, config)
+    ratio, correction = result.ratio, result.correction
     active = result.grad_logps != 0
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
@@ -36,7 +35,7 @@ def token_metrics(
     is_pooled = objective.window in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
-        "policy_loss": policy_term(logps, entropy, tokens, config),
+        "policy_loss": result.policy.sum(dtype=torch.float64).float(),
         **extents("ratio", r),
         "approx_kl": mean(ratio.raw * ratio.raw) / 2,
         "active_tokens": logps.new_full((), float(logps.numel())),
@@ -44,8 +43,8 @@ def token_metrics(
     }
     if entropy is not None:
         metrics["entropy"] = mean(entropy)
-    if config.uses_reference and tokens.ref_logps is not None:
-        metrics["kl"] = mean(weighted_kl(logps, ratio, tokens, config)[0])
+    if result.kl is not None and tokens.ref_logps is not None:
+        metrics["kl"] = mean(result.kl)
         metrics["kl_guarded"] = (tokens.ref_logps - logps > K3_GUARD).sum().float()
     if objective.clips == "ppo":
         metrics |= clip_metrics(r, tokens, config)
@@ -61,15 +60,6 @@ def token_metrics(
     if any(x.is_read(tokens) for x in config.corrections):
         metrics |= correction_metrics(correction, logps)
     return metrics
-
-
-def policy_term(
-    logps: Tensor, entropy: Tensor | None, tokens: Tokens, config: LossConfig
-) -> Tensor:
-    """0-d: the loss without its KL term and its entropy bonus."""
-    beta = 0.0 if config.uses_reference else config.beta  # kimi's is part of its policy term
-    alone = config.replace(beta=beta, entropy_coef=0.0)
-    return token_loss(logps, entropy, tokens, alone).loss
 
 
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:

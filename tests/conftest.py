@@ -55,9 +55,9 @@ def fused_kernels(
         return
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
     monkeypatch.setattr(route, "FROM_HIDDEN", 1)
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
     yield
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
 
 
 # These take minutes in one process; started last they would run alone while the other processes

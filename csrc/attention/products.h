@@ -72,7 +72,11 @@ template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
-  for (; token + 2 * kLanes <= whole_tiles(end); token += 2 * kLanes)
+  const int64_t whole = whole_tiles(end);
+  if constexpr (kRows < 4)  // sums that do not wait for each other, as many as an adder is long
+    for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
+      multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
+  for (; token + 2 * kLanes <= whole; token += 2 * kLanes)
     multiply_tokens<kRows, 2>(x, tiles, depth, token, to);
   for (; token < end; token += kLanes) multiply_tokens<kRows, 1>(x, tiles, depth, token, to);
 }
@@ -113,6 +117,9 @@ template <int kRows>
 void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, int64_t depth,
                 const Matrix<float>& out) {
   int64_t d = 0;
+  if constexpr (kRows < 4)
+    for (; d + 4 * kLanes <= depth; d += 4 * kLanes)
+      add_tokens<kRows, 4>(w, x, count, depth, d, out);
   for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
     add_tokens<kRows, 2>(w, x, count, depth, d, out);
   for (; d < depth; d += kLanes) add_tokens<kRows, 1>(w, x, count, depth, d, out);

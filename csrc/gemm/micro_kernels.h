@@ -1,7 +1,7 @@
 // The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
 //
-// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half
-// of an AMD core. bf16 with fp32 sums by the same kernel on AVX512_BF16, or by the tile product
+// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which takes no
+// AVX-512 on AMD: half of a Zen 4 or 5. bf16 with fp32 sums by the same kernel on AVX512_BF16, or by the tile product
 // inside torch, at::native::cpublas::brgemm (AMX), looked up in the loaded libtorch_cpu: it is not
 // part of the stable ABI, so it may be absent.
 #pragma once
@@ -35,7 +35,7 @@ GRPO_FAST_INLINE Floats dot(float, Words a, Words b, Floats sum) {
 template <class T>
 struct PanelProduct {
   const T* a;
-  int64_t stride;  // elements between two rows of a
+  int64_t stride, step;  // elements between two rows of a, and between two words of k
   const uint32_t* panel;
   int64_t words;
   float* c;
@@ -49,7 +49,7 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
   const T* a = p.a + first * p.stride;
   const uint32_t* panel = p.panel;
-  for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += kPerWord<T>) {
+  for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += p.step) {
     Words b[kAcross];
 #pragma GCC unroll 4
     for (int v = 0; v < kAcross; ++v) b[v] = read<Words>(panel + v * kLanes);
@@ -70,7 +70,8 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
 }
 
 struct Vectors {
-  static constexpr int64_t kGroup = 1;  // rows come in multiples of this
+  static constexpr int64_t kGroup = 1;       // rows come in multiples of this
+  static constexpr bool kTakesDown = true;   // an a whose k goes down
 
   // between(part, parts) is called after each part of the rows.
   template <class T, class Between>
@@ -124,6 +125,7 @@ inline const TorchKernel& torch_kernel() {
 // the block's.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
+  static constexpr bool kTakesDown = false;
 
   template <class Between>
   static void multiply(const PanelProduct<Bfloat16>& p, int64_t rows, const Between& between) {

@@ -16,7 +16,8 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
+// Of k between two additions to the block's sums: a panel of them leaves half of the L1 cache.
+constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below, waking threads costs more than they give
 constexpr int64_t kFewRows = 96;  // of a: blocks may be lower, and each packs its panels itself
@@ -72,10 +73,11 @@ struct Blocks {
   int64_t rows, columns, across, count;
 
   template <class P>
-  Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns) {
+  Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
-    int64_t most_rows = p.a.k_down ? 96 : p.b.k_down ? 256 : 512;
-    int64_t most_columns = !p.b.k_down ? 128 : p.a.k_down ? 1024 : 512;
+    const bool packs_cheaply = is_packed || p.b.k_down;  // else the side of b is kept short
+    int64_t most_rows = p.a.k_down ? 96 : packs_cheaply ? 256 : 512;
+    int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
     for (;;) {
       rows = evened(p.m, most_rows, std::max(group, kRows));
@@ -139,7 +141,7 @@ struct Worker {
     product.words = p.panel(slice, 0).words, product.c_stride = blocks.columns;
     const T* rows[kParts];
     for (int part = 0; part < kParts; ++part)
-      rows[part] = rows_of(block, slice, part, &product.stride);
+      rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
     // The limits of the next block need all slices of its rows.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
@@ -163,22 +165,26 @@ struct Worker {
   }
 
   // One slice of a: as it lies in memory, or packed.
-  const T* rows_of(const Block& block, int64_t slice, int part, int64_t* stride) {
+  const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
-    *stride = kSliceWords * kPerWord<T>;
+    product->stride = kSliceWords * kPerWord<T>, product->step = kPerWord<T>;
     if (!x.k_down) {
       if constexpr (std::is_same_v<S, T>)
         if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
-          *stride = x.stride;
+          product->stride = x.stride;
           return x.data;
         }
       pack_along<T>(x, up(block.rows, Kernel::kGroup), part, to, kSliceWords);
-    } else {
-      // Words of neighbouring k first, then the transposition.
-      const int64_t from = p.first_k(slice), width = up(block.rows, kLanes);
-      const float* scales = p.scales ? p.scales + from : nullptr;
-      const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), from, &heavy};
+      return reinterpret_cast<const T*>(to);
+    }
+    const int64_t from = p.first_k(slice), width = up(block.rows, kLanes);
+    const float* scales = p.scales ? p.scales + from : nullptr;
+    const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), from, &heavy};
+    if constexpr (Kernel::kTakesDown) {
+      pack_down<T>(x, width, entry, to);
+      product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
+    } else {  // words of neighbouring k first, then the transposition
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};
@@ -188,30 +194,41 @@ struct Worker {
   }
 };
 
+template <class Body>
+void in_parallel(int64_t threads, int64_t count, const Body& body) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) { body(next); };
+  torch::stable::parallel_for(0, std::min(threads, count), 1, work);
+}
+
+// All panels of b, slice by slice, kPanelWords each.
+template <class S, class T>
+void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
+  const int64_t panels = p.slices() * p.panels();
+  in_parallel(threads, panels, [&](std::atomic<int64_t>& next) {
+    for (int64_t i; (i = next.fetch_add(1)) < panels;)
+      pack_panel(p.panel(i / p.panels(), i % p.panels()), to + i * kPanelWords);
+  });
+}
+
 // finish(block, sums, stride) is called once for every block, by the thread that summed it.
 // fixed_columns: blocks have this many columns (a multiple of kPanel) whatever the sizes and the
-// threads.
+// threads. packed: of b, whose data is not read then.
 template <class Kernel, class S, class T, class Finish>
-void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0) {
+void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0,
+              const uint32_t* packed = nullptr) {
   const double flops = 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n * p.k);
   const int64_t threads = flops < kInlineFlops ? 1 : torch::stable::get_num_threads();
-  const auto in_parallel = [&](int64_t count, const auto& body) {
-    std::atomic<int64_t> next{0};
-    const auto work = [&](int64_t, int64_t) { body(next); };
-    torch::stable::parallel_for(0, std::min(threads, count), 1, work);
-  };
-  const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns);
-  const int64_t panels = p.slices() * p.panels();
-  uint32_t* shared = nullptr;
-  if (p.m > kFewRows && blocks.count > blocks.across && panels * kPanelWords <= kSharedWords) {
-    shared = scratch<uint32_t>(Purpose::kShared, panels * kPanelWords);
-    in_parallel(panels, [&](std::atomic<int64_t>& next) {
-      for (int64_t i; (i = next.fetch_add(1)) < panels;)
-        pack_panel(p.panel(i / p.panels(), i % p.panels()), shared + i * kPanelWords);
-    });
+  const int64_t words = p.slices() * p.panels() * kPanelWords;
+  const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
+  const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
+  if (packs_once) {
+    uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
+    pack_panels(p, threads, shared);
+    packed = shared;
   }
-  in_parallel(blocks.count, [&](std::atomic<int64_t>& next) {
-    Worker<Kernel, S, T> worker{p, blocks, shared};
+  in_parallel(threads, blocks.count, [&](std::atomic<int64_t>& next) {
+    Worker<Kernel, S, T> worker{p, blocks, packed};
     for (int64_t i = next.fetch_add(1), following; i < blocks.count; i = following) {
       following = next.fetch_add(1);
       const Block block = blocks.at(i, p.m, p.n);

@@ -35,6 +35,7 @@ struct Slice {
 
   // Asks for one of `parts` equal parts, into L2.
   void prefetch(int64_t part, int64_t parts) const {
+    if (data == nullptr) return;
     const int64_t rows = k_down ? depth : across, columns = k_down ? across : depth;
     const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row)

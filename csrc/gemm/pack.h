@@ -5,6 +5,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "gemm/operand.h"
@@ -74,29 +75,36 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
+// Lanes of two rows `kStep` apart that make the first (kOdd: the second) of a pair, transposed.
+template <int kStep, bool kOdd, int... kLane>
+GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
+  constexpr int kFirst = kOdd ? kStep : 0;
+  constexpr Words order{static_cast<uint32_t>(
+      kFirst + ((kLane & kStep) ? kLanes + kLane - kStep : kLane))...};
+  return __builtin_shuffle(a, b, order);
+}
+
+template <int kStep>
+GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kStep) continue;
+    const Words a = rows[i], b = rows[i + kStep];
+    rows[i] = paired<kStep, false>(a, b, lanes), rows[i + kStep] = paired<kStep, true>(a, b, lanes);
+  }
+}
+
 // kLanes x kLanes words, transposed.
 GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
                                        int64_t to_stride) {
   Words rows[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) rows[i] = read<Words>(from + i * from_stride);
-#pragma GCC unroll 4
-  for (int step = 1; step < kLanes; step *= 2) {
-    // Lanes of (a, b) that make the first and the second row of a pair whose rows are `step` apart.
-    Words even, odd;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes; ++lane) {
-      even[lane] = lane & step ? kLanes + lane - step : lane;
-      odd[lane] = lane & step ? kLanes + lane : lane + step;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & step) continue;
-      const Words a = rows[i], b = rows[i + step];
-      rows[i] = __builtin_shuffle(a, b, even);
-      rows[i + step] = __builtin_shuffle(a, b, odd);
-    }
-  }
+  transpose_pairs<1>(rows);
+  transpose_pairs<2>(rows);
+  if constexpr (kLanes > 4) transpose_pairs<4>(rows);
+  if constexpr (kLanes > 8) transpose_pairs<8>(rows);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }

@@ -125,20 +125,21 @@ def divergence_doors(backend: str) -> Any:
 def own_product(x: Tensor) -> bool:
     """Whether products with x as their second operand are our own (csrc) instead of torch's.
 
-    Through MKL torch multiplies fp32 on an AMD core at half its speed, and rounds a bf16 product to
-    bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, for
+    Through MKL torch multiplies fp32 without AVX-512 on an AMD core, which is half of a Zen 4 or 5
+    (a Zen 3 has none: there it is as fast as ours), and rounds a bf16 product to bf16, which moves
+    logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, for
     bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets torch round
     its operands (medium matmul precision on AMX).
     """
-    if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
+    if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    is_vendors = x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto"
+    is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
     return not is_vendors or gemm.vendor_rounds()
 
 
 @functools.cache
-def _gemm_choice() -> str:
+def gemm_choice() -> str:
     choice = os.environ.get("GRPO_FAST_GEMM", "auto")
     if choice not in GEMMS:
         raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")

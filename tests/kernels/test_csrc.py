@@ -192,7 +192,7 @@ def test_loader_key_covers_what_changes_the_code(
 
 
 FILES = ("rows", "gemm_cpu", "head", "support_doors", "decode_cpu")
-ATTENTION = "tests/attention/test_attention_csrc.py"
+ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/test_decoder.py"
 
 
 @needs_library
@@ -211,8 +211,9 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             "CXX": " ".join([*command, f"-DGRPO_FAST_LANES={lanes}"]),
         }  # fmt: skip
         names = "numerics and cpu and not 151936 and not per_row and not 5000 or every_layout or "
-        names += "beside_a_bf16 or values_against or a_head and cpu"
+        names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
         files = [f"tests/kernels/test_{x}.py" for x in FILES] + [ATTENTION]
+        files += [DECODER] * (instruction_set == "avx2")  # without it no products
         options = ["-q", "-x", "-p", "no:cacheprovider", "-k", names]
         line = [sys.executable, "-m", "pytest", *options, *files]
         processes.append(
@@ -225,3 +226,4 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
     libraries = ("rows", "gemm", "linear", "support", "decode", "attention")
     for (instruction_set, _), library in itertools.product(variants, libraries):
         assert list((tmp_path / instruction_set).glob(f"{library}-*.so"))
+    assert list((tmp_path / "avx2").glob("decoder-*.so"))

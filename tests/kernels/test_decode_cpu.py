@@ -33,7 +33,7 @@ class Rollout:
         """`decode_` of token `time`, room growing a tile at a time."""
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
-            self.own = decode.with_room(self.own, v, time + 1)
+            self.own = decode.with_room(self.own, self.tiles, v.shape[1], time + 1)
         numbers = torch.tensor(self.lengths), torch.tensor(self.counts)
         q = self.q[time][:, rows]
         return decode.decode_(q, k, v, self.tiles, self.own, *numbers, time, scale, window)
@@ -132,7 +132,7 @@ def test_refusals_name_the_argument(name, change):
     k, v = rollout.new[:, 0]
     given = {
         "q": rollout.q[0], "k": k, "v": v, "prompts": rollout.tiles,
-        "own": decode.with_room((), v, 1), "lengths": torch.tensor([17]),
+        "own": decode.with_room((), rollout.tiles, 3, 1), "lengths": torch.tensor([17]),
         "counts": torch.tensor([3]), "time": 0, "scale": 0.2, "window": None,
     }  # fmt: skip
     decode.decode_(**given)

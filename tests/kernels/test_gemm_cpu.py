@@ -38,7 +38,7 @@ SHAPES = [
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The questions that are asked once, asked again."""
-    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles, route._gemm_choice)
+    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -349,13 +349,13 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
     ]:
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
-        route._gemm_choice.cache_clear()
+        route.gemm_choice.cache_clear()
         assert route.own_product(torch.zeros(1)) is expected, (choice, vendor)
         assert not route.own_product(torch.zeros(1).double()) and not route.own_product(
             torch.zeros(1).half()
         )
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
     with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
         route.own_product(torch.zeros(1))
 

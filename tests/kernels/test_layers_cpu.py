@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 def calls(monkeypatch):
     """Our product is taken on every CPU; the list of its output shapes."""
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
     counted = []
 
     def counting(product):
@@ -41,7 +41,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(layers.gemm, "mm_", counting(gemm.mm_))
     monkeypatch.setattr(layers, "_product", counting(layers._product))
     yield counted
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

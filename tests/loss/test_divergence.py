@@ -366,7 +366,7 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
 @pytest.mark.parametrize("product", ["own", "vendor"])
 def test_autocast_changes_nothing(product, dtype, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_GEMM", product)
-    route._gemm_choice.cache_clear()
+    route.gemm_choice.cache_clear()
     sides = sides_of(dtype=torch.float32)
     try:
         plain = ours(sides, "reverse_kl")
@@ -374,7 +374,7 @@ def test_autocast_changes_nothing(product, dtype, monkeypatch):
             inside = ours(sides, "reverse_kl")
     finally:
         monkeypatch.undo()
-        route._gemm_choice.cache_clear()
+        route.gemm_choice.cache_clear()
     assert torch.equal(plain[1], inside[1])
     assert all(torch.equal(x, y) for x, y in zip(plain[2], inside[2], strict=True))
 

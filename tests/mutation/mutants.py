@@ -115,6 +115,7 @@ SUITES: dict[str, str] = {
     "csrc_windows": "attention/test_windows.py -k deepseek",
     "csrc_cache": "rollout/test_decode.py",
     "csrc_decode": "kernels/test_decode_cpu.py",
+    "csrc_decoder": "rollout/test_decoder.py",
     "engines": "rollout/test_engine.py rollout/test_continuous.py",
     "agreement": "train/test_agreement.py",
     "policy": "train/test_train_policy.py",

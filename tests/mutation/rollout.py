@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-SAMPLER, HF, DECODE, CACHE, ENGINE, CONTINUOUS, MODEL = (
+SAMPLER, HF, DECODE, DECODER, CACHE, ENGINE, CONTINUOUS, MODEL = (
     f"grpo_fast/rollout/{x}.py"
     for x in (
         "sampler",
         "own/engine",
         "own/decode",
+        "own/decoder",
         "own/cache",
         "engine",
         "own/continuous",
         "own/model",
     )
 )
-CPP, TILES = "csrc/api/decode.cpp", "grpo_fast/kernels/cpu/decode.py"
+CPP, TILES = "csrc/attention/decode.h", "grpo_fast/kernels/cpu/decode.py"
 PRODUCTS = "csrc/attention/products.h"
 AGREEMENT = "grpo_fast/train/metrics/samples.py"
 
@@ -146,6 +147,27 @@ MUTANTS = [
     Mutant("tiles-behind-the-end", PRODUCTS,
            "  std::fill(scores + end, scores + whole_tiles(end), kUnseen);\n", "",
            "the unwritten rest of a tile is seen", "csrc_decode"),
+    Mutant("decoder-hooks-unseen", DECODER,
+           "hooks = module._forward_hooks or module._forward_pre_hooks", "hooks = None",
+           "somebody's hooks are not called while the layers run in C++", "csrc_decoder"),
+    Mutant("decoder-foreign-forward", DECODER,
+           "(own is None or isinstance(own, OurForward))", "True",
+           "somebody's forward is not called while the layers run in C++", "csrc_decoder"),
+    Mutant("decoder-untried", DECODER,
+           "<= CLOSE * theirs.abs().max()", "<= torch.inf * theirs.abs().max()",
+           "a formula that is not Llama's runs as if it were", "csrc_decoder"),
+    Mutant("decoder-any-activation", DECODER,
+           'return act in ("SiLU", "SiLUActivation") and len', "return len",
+           "a layer of another activation is packed for nothing", "csrc_decoder"),
+    Mutant("decoder-bias", "csrc/api/decoder.cpp",
+           "if (added) add_scaled", "if (false) add_scaled",
+           "biases of queries, keys and values are lost", "csrc_decoder"),
+    Mutant("decoder-keys-unturned", "csrc/api/decoder.cpp",
+           "head < heads + keys; ++head", "head < heads; ++head",
+           "keys have no position", "csrc_decoder"),
+    Mutant("decoder-scales-of-queries", "csrc/api/decoder.cpp",
+           "head < heads ? q_scales : k_scales", "q_scales",
+           "keys take the norm of the queries", "csrc_decoder"),
     Mutant("kept-of-the-batch", DECODE,
            "self.rows.append(rows.repeat_interleave(counts))",
            "self.rows.append(torch.arange(len(rows)).repeat_interleave(counts))",

@@ -1,4 +1,7 @@
-"""The sampling loop against `generate`: tokens, logps, kept ids; attention in torch and C++."""
+"""The sampling loop against `generate`: tokens, logps, kept ids; attention in torch and C++.
+
+A model's own modules compute the rest here; `test_decoder.py` has whole layers in C++.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ EOS = 1
 
 @pytest.fixture(autouse=True, params=["torch", "csrc"])
 def attention(request, monkeypatch):
+    monkeypatch.setattr(decode, "decoder_of", lambda *_: None)
     if request.param == "torch":
         monkeypatch.setattr(cpp, "runs", lambda x: False)
     elif reason := loader.load("decode"):

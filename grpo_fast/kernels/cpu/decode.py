@@ -1,10 +1,13 @@
-"""Attention of one new token of each completion, in C++ for the CPU (csrc/api/decode.cpp).
+"""One new token of each completion, in C++ for the CPU: its attention (csrc/api/decode.cpp), or a
+whole layer of a decoder like Llama's (csrc/api/decoder.cpp).
 
 Keys and values lie in tiles of TILE tokens. A row's bits depend on that row alone: not on the
 batch, nor on the number of threads.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +32,11 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
     return k.mT.contiguous(), v.contiguous()
 
 
-def with_room(held: Tiles | tuple[()], like: Tensor, tokens: int) -> Tiles:
-    """Tiles for at least so many tokens of the rows of `like`, (H_kv, B, D); first what is held."""
-    (heads, rows, depth), tiles = like.shape, -(-tokens // TILE)
-    k = like.new_empty((rows, heads, tiles, depth, TILE))
-    v = like.new_empty((rows, heads, tiles, TILE, depth))
+def with_room(held: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
+    """Tiles for at least so many tokens of B completions of these prompts; first what is held."""
+    (_, heads, _, depth, _), tiles = prompts[0].shape, -(-tokens // TILE)
+    k = prompts[0].new_empty((rows, heads, tiles, depth, TILE))
+    v = prompts[0].new_empty((rows, heads, tiles, TILE, depth))
     for new, old in zip((k, v), held, strict=False):
         new[:, :, : old.shape[2]] = old
     return k, v
@@ -60,3 +63,46 @@ def decode_(
     return loader.door("decode", "decode_")(
         q, k, v, *prompts, *own, lengths, counts, time, scale, window
     )
+
+
+class LayerWeights(NamedTuple):
+    """A layer of a decoder; the weights of its linear layers by `pack`."""
+
+    norm: Tensor  # (hidden,) of the RMSNorm before the attention
+    qkv: Tensor  # queries, keys and values, one under another
+    bias: Tensor | None  # the same order
+    q_norm: Tensor | None  # (D,) of an RMSNorm of every head
+    k_norm: Tensor | None
+    out: Tensor
+    post_norm: Tensor  # (hidden,) of the RMSNorm before the MLP
+    gate_up: Tensor
+    down: Tensor
+    heads: int
+    inner: int  # columns of gate, and of up
+    eps: float  # of every norm
+
+
+def pack(*weights: Tensor) -> Tensor:
+    """(N, K) fp32 each, one under another, as products with few rows read them.
+
+    Raises CsrcUnavailable without the C++ kernels.
+    """
+    return loader.door("decoder", "pack")(torch.cat(weights))
+
+
+def decode_layer_(
+    x: Tensor,  # (B, hidden) fp32, contiguous
+    layer: LayerWeights,
+    cos: Tensor,  # (B, D)
+    sin: Tensor,  # (B, D)
+    prompts: Tiles,
+    own: Tiles,
+    lengths: Tensor,  # as in decode_
+    counts: Tensor,
+    time: int,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Put x through the layer, in place; its keys and values become token `time` of `own`."""
+    door = loader.door("decoder", "decode_layer_")
+    door(x, *layer, cos, sin, *prompts, *own, lengths, counts, time, scale, window)

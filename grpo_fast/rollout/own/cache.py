@@ -9,8 +9,8 @@ One attention function, registered with transformers, serves both halves of a ro
               own tokens, (B, H_kv, t, D), written in place; one softmax over both. fp32 on a CPU
               goes through our own kernel, which keeps the same in tiles
 
-Models are called without a cache of their own and without a mask. Softcaps arrive with the call; a
-layer's window arrives in prefill, and the cache keeps it for decoding.
+Models are called without a cache of their own and without a mask. A layer's rule (scale, window,
+softcap) arrives in prefill, and the cache keeps it for decoding.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def cached_attention(
     """Attention of the prompts on themselves, or of B tokens on what the cache holds."""
     layout = rollout_cache.layout
     if layout is None:
-        window = rollout_cache.layers[module].window
-        rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
-        out = rollout_cache.decode(module, query[0], key[0], value[0], rule)
+        out = rollout_cache.decode(module, query[0], key[0], value[0])
         return out.to(value.dtype)[None], None
-    rollout_cache.keep(module, key[0], value[0], window_of(attention_mask, sliding_window))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, window_of(attention_mask, sliding_window), softcap)
+    rollout_cache.keep(module, key[0], value[0], rule)
     return packed_attention(
         module, query, key, value, attention_mask, packed_layout=layout, scaling=scaling,
         sliding_window=sliding_window, softcap=softcap, **extra,
@@ -73,8 +73,8 @@ class Rule(NamedTuple):
 
 
 class Layer:
-    def __init__(self, window: int | None) -> None:
-        self.window = window
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
         self.parts: list[tuple[Tensor, Tensor]] = []  # (H_kv, T, D) of the prompts, packed
         self.prompts: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (N, H_kv, L, D)
         self.own: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (B, H_kv, room, D)
@@ -111,9 +111,9 @@ class RolloutCache:
         self.ends, self.places = ends, torch.arange(longest, device=self.device)
         self.padding = self.places >= ends if min(self.lengths) < longest else None
 
-    def keep(self, module: nn.Module, key: Tensor, value: Tensor, window: int | None) -> None:
-        """Keys and values of the prompts of `layout`, as one layer made them, and its window."""
-        self.layers.setdefault(module, Layer(window)).parts.append((key.to(value.dtype), value))
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor, rule: Rule) -> None:
+        """Keys and values of the prompts of `layout`, as one layer made them, and its rule."""
+        self.layers.setdefault(module, Layer(rule)).parts.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
         """All prompts have passed: stack what they left behind, padded at the end."""
@@ -148,12 +148,13 @@ class RolloutCache:
         self.lengths = [self.lengths[n] for n in prompts]
         self.seat([counts[n] for n in prompts])
 
-    def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(H, B, D) and (H_kv, B, D) twice → (B, H, D): one more token of each completion."""
         layer, heads = self.layers[module], k.shape[0]
+        rule = layer.rule
         # The kernel has no room for values shorter than keys (latent attention).
         if rule.softcap is None and k.shape == v.shape and cpp.runs(v):
-            return self.decode_in_tiles(layer, q.to(v.dtype), k.to(v.dtype), v, rule)
+            return cpp.decode_(q.to(v.dtype), k.to(v.dtype), v, *self.in_tiles(layer))
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if rule.window is None else max(0, self.time + 1 - rule.window)
         own_k, own_v = (x[:, :, first:] for x in self.extend(layer, k, v))
@@ -170,14 +171,15 @@ class RolloutCache:
         out = self.to_rows(product(on_prompt, prompt_v)) + product(self.to_rows(on_own), own_v)
         return out.flatten(1, 2)
 
-    def decode_in_tiles(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
+        """What the C++ kernels want to know of a layer; it has room for one more token then."""
         if not layer.own:
             layer.prompts = cpp.tiles_of(*layer.prompts)
         if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:
-            layer.own = cpp.with_room(layer.own, v, min(self.most, self.time + GROWTH))
-        return cpp.decode_(
-            q, k, v, layer.prompts, layer.own, *self.numbers, self.time, rule.scale, rule.window
-        )
+            room = min(self.most, self.time + GROWTH)
+            layer.own = cpp.with_room(layer.own, layer.prompts, sum(self.counts), room)
+        rule = layer.rule
+        return layer.prompts, layer.own, *self.numbers, self.time, rule.scale, rule.window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(H_kv, B, D) of the newest tokens into the layer: (B, H_kv, t + 1, D) of all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from grpo_fast.attention import Head, TreeLayout
 from grpo_fast.kernels.cpu.layers import linear
 from grpo_fast.rollout.engine import Kept
 from grpo_fast.rollout.own.cache import RolloutCache, register
+from grpo_fast.rollout.own.decoder import decoder_of
 from grpo_fast.rollout.sampler import Drawn, Sampling, sample
 
 PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone
@@ -86,6 +88,8 @@ def decode(
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
     decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
     every = LOOK_EVERY.get(device.type, 16)
+    through_modules = functools.partial(forward, policy)
+    step = decoder_of(policy, cache, through_modules) or through_modules
     for t in range(length):
         drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
         decoded.tokens[rows, t], decoded.logps[rows, t] = drawn.tokens, drawn.logps
@@ -101,7 +105,7 @@ def decode(
             if len(stay) <= FULL * len(rows):
                 cache.drop(stay)
                 rows, places, ended, new = (x[stay] for x in (rows, places, ended, new))
-        hidden = forward(policy, new, places + t, cache)
+        hidden = step(new, places + t, cache)
         cache.time += 1
     return decoded
 

@@ -1,0 +1,137 @@
+"""A token of every completion through a decoder like Llama's: a layer in one call of C++.
+
+A call of a small layer's modules takes longer than its mathematics. What is taken is a model of
+transformers whose layers have Llama's parameters (with biases or norms of queries and keys, too),
+plain and fp32 on a CPU, without hooks; whether they are its formula is tried on a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import decode as cpp
+from grpo_fast.kernels.cpu import gemm, layers, loader
+from grpo_fast.kernels.cpu.modules import OurForward
+from grpo_fast.rollout.own.cache import RolloutCache
+
+# (B,) token ids, their positions, the cache → (B, H) final hidden states
+Step = Callable[[Tensor, Tensor, RolloutCache], Tensor]
+
+CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in another order
+TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
+NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
+LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+REQUIRED = {
+    f"{name}.weight"
+    for name in (*NORMS[:2], *LINEAR, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+                 "mlp.down_proj")
+}  # fmt: skip
+OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *(f"{name}.bias" for name in LINEAR)}
+
+_agreeing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the trial, once for a model
+
+
+class Decoder:
+    """The layers of a model with their weights packed: as much memory as its gradient takes."""
+
+    def __init__(self, trunk: Any) -> None:
+        self.trunk = trunk
+        self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
+        x = self.trunk.embed_tokens(ids)
+        cos, sin = (a[0].contiguous() for a in self.trunk.rotary_emb(x, positions[None]))
+        for attention, weights in self.layers:
+            cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
+        states: Tensor = self.trunk.norm(x)
+        return states
+
+
+def decoder_of(policy: Any, cache: RolloutCache, through_modules: Step) -> Decoder | None:
+    """The decoder for a model and a cache that has its prompts; None: it is not of this kind."""
+    trunk = policy.lm.base_model
+    if _agreeing.get(trunk) is False or not has_its_form(trunk, cache):
+        return None
+    decoder = Decoder(trunk)
+    if trunk not in _agreeing:
+        _agreeing[trunk] = agrees(decoder, cache, through_modules)
+    return decoder if _agreeing[trunk] else None
+
+
+def has_its_form(trunk: Any, cache: RolloutCache) -> bool:
+    if {name for name, _ in trunk.named_children()} != TRUNK or not layers.is_plain(
+        *trunk.parameters()
+    ):
+        return False
+    if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
+        return False
+    if gemm.unavailable(torch.float32) or loader.load("decode") or loader.load("decoder"):
+        return False
+    if any(layer.rule.softcap is not None for layer in cache.layers.values()):
+        return False
+    return all(is_untouched(m) for m in trunk.modules()) and all(map(is_like_llamas, trunk.layers))
+
+
+def is_untouched(module: Any) -> bool:
+    """Nobody hooked into it or gave it a `forward`, but for ours."""
+    own = vars(module).get("forward")
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and (own is None or isinstance(own, OurForward))
+
+
+def is_like_llamas(layer: Any) -> bool:
+    names = {name for name, _ in layer.named_parameters()}
+    if not REQUIRED <= names <= REQUIRED | OPTIONAL:
+        return False
+    act = type(getattr(layer.mlp, "act_fn", None)).__name__
+    return act in ("SiLU", "SiLUActivation") and len(set(epsilons(layer))) == 1
+
+
+def epsilons(layer: nn.Module) -> list[float | None]:
+    norms = [module for name, module in layer.named_modules() if name in NORMS]
+    return [getattr(m, "variance_epsilon", getattr(m, "eps", None)) for m in norms]
+
+
+def weights_of(layer: Any) -> cpp.LayerWeights:
+    w = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    biases = [w.get(f"{name}.bias") for name in LINEAR]
+    if any(bias is not None for bias in biases):
+        widths = (len(w[f"{name}.weight"]) for name in LINEAR)
+        zeros = w["input_layernorm.weight"].new_zeros
+        biases = [zeros(n) if b is None else b for b, n in zip(biases, widths, strict=True)]
+    attention, up = layer.self_attn, w["mlp.up_proj.weight"]
+    (eps,) = set(epsilons(layer))
+    return cpp.LayerWeights(
+        norm=w["input_layernorm.weight"],
+        qkv=cpp.pack(*(w[f"{name}.weight"] for name in LINEAR)),
+        bias=None if biases[0] is None else torch.cat(biases),
+        q_norm=w.get("self_attn.q_norm.weight"),
+        k_norm=w.get("self_attn.k_norm.weight"),
+        out=cpp.pack(w["self_attn.o_proj.weight"]),
+        post_norm=w["post_attention_layernorm.weight"],
+        gate_up=cpp.pack(w["mlp.gate_proj.weight"], up),
+        down=cpp.pack(w["mlp.down_proj.weight"]),
+        heads=len(w["self_attn.q_proj.weight"]) // attention.head_dim,
+        inner=len(up),
+        eps=eps,
+    )  # fmt: skip
+
+
+def agrees(decoder: Decoder, cache: RolloutCache, through_modules: Step) -> bool:
+    """Whether one token of every completion becomes the same; the next one takes its place."""
+    rows, device = sum(cache.counts), cache.device
+    ids = torch.arange(rows, device=device) % len(decoder.trunk.embed_tokens.weight)
+    lengths, counts = cache.numbers
+    positions = lengths.repeat_interleave(counts)
+    theirs = through_modules(ids, positions, cache)
+    try:
+        ours = decoder(ids, positions, cache)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # its rotary embedding is another
+        return False
+    return bool((ours - theirs).abs().max() <= CLOSE * theirs.abs().max())

@@ -1,0 +1,194 @@
+"""Whole layers in C++ while sampling: the same tokens, and only for models that have the form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.kernels.cpu import decode as cpp
+from grpo_fast.kernels.cpu import gemm, loader
+from grpo_fast.rollout import Sampling, generate
+from grpo_fast.rollout.own import decode, decoder
+from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train.models.policy import Policy
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    if reason := loader.load("decoder") or gemm.unavailable(torch.float32):
+        pytest.skip(f"C++ kernels: {reason}")
+
+
+def policy_of(family: str = "llama", **changes: Any) -> Policy:
+    """With random biases and norms, which start as zeros and ones."""
+    model = tiny_model(family, **changes)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
+    hf._unsuited[policy.lm] = None  # sampled by our loop
+    return policy
+
+
+def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
+    sampling = Sampling(max_new_tokens=length)
+    return generate(policy, PROMPTS, sampling, group_size=group_size, seed=1)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What each call of `decode` found: a decoder, or None."""
+    found: list[Any] = []
+
+    def seen(*arguments: Any) -> Any:
+        found.append(decoder.decoder_of(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(decode, "decoder_of", seen)
+    yield found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_the_tokens_are_those_of_the_modules(family, steps, monkeypatch):
+    """Also when completions end and leave, and when the room for them grows."""
+    monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
+    policy = policy_of(family)
+    policy.eos_ids = frozenset(range(1, 8))
+    ours = sampled(policy, 5, 40)
+    assert isinstance(steps[-1], decoder.Decoder)
+    monkeypatch.setattr(decode, "decoder_of", lambda *_: None)
+    theirs = sampled(policy, 5, 40)
+    assert ours.completion_ids == theirs.completion_ids
+    lengths = [len(ids) for ids in ours.completion_ids]
+    assert min(lengths) < 8 and max(lengths) > cpp.TILE
+    for a, b in zip(ours.sampling_logps, theirs.sampling_logps, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=0, atol=2e-5)
+
+
+def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
+    rows, threads, tokens = 13, torch.get_num_threads(), torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=tokens)
+
+    hidden, inner, depth = 40, 60, 8
+    layer = cpp.LayerWeights(
+        normal(hidden), cpp.pack(normal(4 * depth, hidden)), None, None, None,
+        cpp.pack(normal(hidden, 2 * depth)), normal(hidden), cpp.pack(normal(2 * inner, hidden)),
+        cpp.pack(normal(hidden, inner)), heads=2, inner=inner, eps=1e-6,
+    )  # fmt: skip
+    x, cos, sin = normal(rows, hidden), normal(rows, depth), normal(rows, depth)
+    prompts = cpp.tiles_of(normal(1, 1, 21, depth), normal(1, 1, 21, depth))
+
+    def run(chosen: slice) -> torch.Tensor:
+        out, n = x[chosen].clone(), len(x[chosen])
+        own = cpp.with_room((), prompts, n, 1)
+        numbers = torch.tensor([21]), torch.tensor([n])
+        angles = cos[chosen].contiguous(), sin[chosen].contiguous()
+        cpp.decode_layer_(out, layer, *angles, prompts, own, *numbers, 0, 0.3, None)
+        return out
+
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([run(slice(i, i + 1)) for i in range(rows)])
+        torch.set_num_threads(2)
+        assert torch.equal(run(slice(None)), alone) and not torch.equal(alone, x)
+        assert torch.equal(run(slice(3, 8)), alone[3:8])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_weights_are_packed_anew_for_every_rollout(steps):
+    policy = policy_of()
+    first = sampled(policy)
+    with torch.no_grad():
+        policy.lm.model.layers[0].mlp.down_proj.weight.neg_()
+    assert all(steps) and sampled(policy).completion_ids != first.completion_ids
+    assert len(steps) == 2 and steps[1] is not steps[0]
+
+
+def hooked(policy: Policy) -> None:
+    policy.lm.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def hooked_before(policy: Policy) -> None:
+    policy.lm.model.layers[0].register_forward_pre_hook(lambda *_: None)
+
+
+def replaced(policy: Policy) -> None:
+    mlp = policy.lm.model.layers[1].mlp
+    mlp.forward = functools.partial(torch.mul, 2.0)
+
+
+def in_float64(policy: Policy) -> None:
+    policy.lm.double()
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, replaced, in_float64])
+def test_a_model_that_somebody_changed_computes_by_its_modules(change, steps):
+    policy = policy_of()
+    sampled(policy)
+    change(policy)
+    sampled(policy)
+    assert isinstance(steps[0], decoder.Decoder) and steps[1] is None
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+def test_layers_of_other_parts_are_not_packed(family, steps, monkeypatch):
+    monkeypatch.setattr(decoder, "Decoder", None)
+    sampled(policy_of(family))
+    assert steps == [None]
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu"])
+def test_another_activation_is_not_packed(act, steps, monkeypatch):
+    monkeypatch.setattr(decoder, "Decoder", None)
+    sampled(policy_of(hidden_act=act))
+    assert steps == [None]
+
+
+def test_a_formula_that_is_not_llamas_is_found_by_a_token_and_once(steps, monkeypatch):
+    """Granite has Llama's parameters, and multiplies what a layer adds."""
+    policy = policy_of("granite")
+    ours = sampled(policy)
+    monkeypatch.setattr(decoder, "Decoder", None)
+    again = sampled(policy)
+    assert steps == [None, None] and ours.completion_ids == again.completion_ids
+
+
+def test_the_operator_refuses_what_does_not_fit():
+    weight, bias = torch.ones(32, 16), torch.ones(5)
+    x, angles, norm = torch.ones(2, 16), torch.ones(2, 8), torch.ones(16)
+    tiles = cpp.tiles_of(*(torch.ones(1, 1, 3, 8) for _ in "kv"))
+    own = cpp.with_room((), tiles, 2, 4)
+    layer = cpp.LayerWeights(
+        norm, cpp.pack(weight), None, None, None, cpp.pack(torch.ones(16, 16)), norm,
+        cpp.pack(torch.ones(24, 16)), cpp.pack(torch.ones(16, 12)), heads=2, inner=12, eps=1e-6,
+    )  # fmt: skip
+
+    def run(layer: cpp.LayerWeights, rows: torch.Tensor = x, count: int = 2) -> None:
+        numbers = torch.tensor([3]), torch.tensor([count])
+        cpp.decode_layer_(rows, layer, angles, angles, tiles, own, *numbers, 0, 1.0, None)
+
+    run(layer)
+    for name, wrong in (
+        ("down", layer._replace(down=layer.qkv)),
+        ("bias", layer._replace(bias=bias)),
+        ("norm", layer._replace(norm=bias)),
+        ("heads", layer._replace(heads=0)),
+        ("inner", layer._replace(inner=0)),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=name):
+            run(wrong)
+    with pytest.raises((RuntimeError, ValueError), match="counts"):
+        run(layer, count=3)
+    with pytest.raises((RuntimeError, ValueError), match="weight"):
+        cpp.pack(torch.ones(2, 2, dtype=torch.float64))

@@ -21,7 +21,7 @@ from benchmarks.gpu import by_size
 from benchmarks.gpu.live_tiles import LiveTiles, live_product, live_tiles, weighed_exponentials
 from benchmarks.gpu.predict import LIVE_SHARES
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
-from grpo_fast.kernels.gpu.gradients import add_targets_narrow_, scaled_hidden, times, write_hidden_
+from grpo_fast.kernels.gpu.gradients import add_targets_, scaled_hidden, times, write_hidden_
 from grpo_fast.kernels.types import LogitRule
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 896)
@@ -61,7 +61,7 @@ def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, Live
     else:
         found, log_sums = weighed_exponentials(hidden, weight, ids, LogitRule(), matrix)
     by_row, by_target = times(slopes, found.unit, found.target_unit, hidden.shape[0])
-    scaled, live = scaled_hidden(hidden, by_row), None
+    scaled, live = scaled_hidden(hidden, by_row, hidden.dtype), None
     if tolerance is None or log_sums is None:
         product = torch.mm(matrix, weight, out_dtype=torch.float32)
         d_weight = matrix.t() @ scaled
@@ -71,7 +71,7 @@ def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, Live
         d_weight = live_product(matrix, scaled, live, torch.empty_like(weight), transposed=True)
     d_hidden = write_hidden_(torch.empty_like(hidden), product, by_row, by_target, ids, weight)
     sorted_ids, order = ids.sort(stable=True)
-    add_targets_narrow_(d_weight, sorted_ids, order, by_target, hidden, matrix, scaled)
+    add_targets_(d_weight, sorted_ids, order, by_target, hidden, matrix, scaled)
     return d_hidden, d_weight, live
 
 

@@ -40,11 +40,11 @@ def row_divergence_(
             `out` their `centers`, which are then returned as they came.
     """
     if offsets is not None:
-        return _ragged(logits, teacher, weights, divergence, rule, teacher_rule, out, offsets)
-    parts = []
-    for rows in _blocks(logits):
-        z, chain = final_logits(logits[rows], rule.rows(rows))
-        y, _ = final_logits(teacher[rows], teacher_rule.rows(rows))
+        logits, teacher, out = logits[0], teacher[0], None if out is None else out[0]
+    sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
+    for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
+        z, chain = final_logits(logits[at], rule.rows(rows))
+        y, _ = final_logits(teacher[at], teacher_rule.rows(rows))
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -54,33 +54,10 @@ def row_divergence_(
             center = here.centers if here else center
             w = weights[rows, None].to(z.dtype)
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
-            out[rows] = d.to(out.dtype)
-        parts.append((value.sum(-1, dtype=torch.float64), center, *lses))
-    return DivergenceRows(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _ragged(
-    logits: Tensor,  # (1, nnz)
-    teacher: Tensor,  # (1, nnz)
-    weights: Tensor,  # (C,)
-    divergence: Divergence,
-    rule: LogitRule,
-    teacher_rule: LogitRule,
-    out: Tensor | None,  # (1, nnz)
-    offsets: Tensor,  # (C+1,)
-) -> DivergenceRows:
-    whole = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
-    for here, at in by_length(offsets):
-        d = None if out is None else torch.zeros_like(logits[0, at])
-        rules = rule.rows(here), teacher_rule
-        part = row_divergence_(
-            logits[0, at], teacher[0, at], weights[here], divergence, *rules, out=d
-        )
-        for to, x in zip(whole, part, strict=True):
-            to[here] = x
-        if out is not None:
-            out[0, at] = d
-    return whole
+            out[at] = d.to(out.dtype)
+        for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
+            to[rows] = x
+    return sums
 
 
 def row_topk_divergence_(
@@ -98,7 +75,7 @@ def row_topk_divergence_(
     by their share in it.
     """
     values = []
-    for rows in _blocks(logits):
+    for rows, _ in _blocks(logits):
         z, chain = final_logits(logits[rows], rule.rows(rows))
         ids, lq = teacher.ids[rows], teacher.logps[rows].double()
         is_one = lq > -torch.inf
@@ -133,10 +110,18 @@ def row_lse(z: Tensor) -> Tensor:
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows, and where they lie in a matrix: there, too."""
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
-        yield slice(start, min(start + step, x.shape[0]))
+        rows = slice(start, min(start + step, x.shape[0]))
+        yield rows, rows
+
+
+def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of one length (n,), and where they lie in a vector (n, k)."""
+    for here, at in by_length(offsets):
+        yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:

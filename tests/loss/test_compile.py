@@ -49,12 +49,20 @@ def gradients(step, case):
 
 
 # What a graph does with each keyword of the public functions: test_argument_table.py.
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "vespo"])  # one of each kind of ratio
-def test_a_step_compiles_in_one_graph(loss_type):
+NEEDS_CPP = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+STEPS = [  # one of each kind of ratio
+    *[(loss_type, "aot_eager", "torch", 1e-6) for loss_type in ("grpo", "gspo", "vespo")],
+    pytest.param("dapo", "inductor", "auto", 1e-4, marks=NEEDS_CPP),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "compiler", "backend", "rtol"), STEPS)
+def test_a_step_compiles_in_one_graph(loss_type, compiler, backend, rtol):
     case = make_case(111, **options_for(loss_type, beta=0.1))
-    step = training_step(case)
-    for own, expected in zip(gradients(compiled(step), case), gradients(step, case), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
+    step = training_step(case, backend)
+    fast = gradients(compiled(step, compiler), case)
+    for own, expected in zip(fast, gradients(step, case), strict=True):
+        torch.testing.assert_close(own, expected, rtol=rtol, atol=rtol)
 
 
 @pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS)
@@ -68,15 +76,6 @@ def test_every_public_loss_compiles_in_one_graph(function, layout, backend, monk
     own = run(function, case, layout=layout, backend=backend)
     assert torch.equal(own.loss, expected.loss)
     assert all(torch.equal(own.grads[name], expected.grads[name]) for name in own.grads)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_step_compiles_with_inductor():
-    case = make_case(114, **options_for("dapo", beta=0.1))
-    step = training_step(case, backend="auto")
-    fast = gradients(compiled(step, "inductor"), case)
-    for own, expected in zip(fast, gradients(step, case), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_another_length_does_not_break_the_graph():

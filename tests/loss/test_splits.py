@@ -4,7 +4,6 @@ shown to differ."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests import oracles
@@ -35,14 +34,9 @@ def step(**options) -> Case:
 
 
 def piece(case: Case, rows: slice) -> Case:
-    def cut(x):
-        return None if x is None else x[rows]
-
-    return case.but(
-        hidden=case.hidden[rows], ids=case.ids[rows], mask=case.mask[rows],
-        advantages=case.advantages[rows], old=cut(case.old), ref=cut(case.ref),
-        sampling=cut(case.sampling),
-    )  # fmt: skip
+    fields = {n: getattr(case, n) for n in
+              ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling")}  # fmt: skip
+    return case.but(**{n: None if x is None else x[rows] for n, x in fields.items()})
 
 
 def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
@@ -67,32 +61,27 @@ def test_splits_of_every_loss(loss_type, level, pieces, layout, backend):
     )
 
 
-@pairs(pieces=[2, 4, 8], aggregation=GLOBAL, level=LEVELS)
-def test_splits_of_every_normaliser(level, aggregation, pieces):
-    assert_split(
-        step(**options_for("grpo", level, aggregation, entropy_coef=0.1)), pieces, "packed", "torch"
-    )
+EXTRAS = dict(beta=0.2, kl_times_ratio=True, corrections=[oracles.off_policy(0.3)])
+OPTIONS = {
+    "extras": options_for("dapo", **EXTRAS, entropy_coef=0.1),
+    **{f"{level} {x}": options_for("grpo", level, x, entropy_coef=0.1)
+       for level in LEVELS for x in GLOBAL},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_splits_with_extras(pieces):
-    options = options_for(
-        "dapo", beta=0.2, kl_times_ratio=True, corrections=[oracles.off_policy(0.3)],
-        entropy_coef=0.1,
-    )  # fmt: skip
-    assert_split(step(sampling=True, **options), pieces, "packed", "torch")
+@pairs(pieces=[2, 4, 8], name=OPTIONS)
+def test_splits_of_every_normaliser_and_with_extras(name, pieces):
+    case = step(sampling=name == "extras", **OPTIONS[name])
+    assert_split(case, pieces, "packed", "torch")
 
 
 def test_totals_may_be_numbers_or_tensors():
     case = step(**options_for("dapo"))
     expected = run("linear", case)
     for kind in (lambda x: int(x), lambda x: torch.tensor(x), lambda x: torch.tensor(int(x))):
-        same = run(
-            "linear",
-            case,
-            num_items_in_batch=kind(case.num_items),
-            num_completions_in_batch=kind(case.num_completions),
-        )
+        totals = {f"num_{n}_in_batch": kind(getattr(case, f"num_{n}"))
+                  for n in ("items", "completions")}  # fmt: skip
+        same = run("linear", case, **totals)
         assert torch.equal(same.loss, expected.loss)
 
 

@@ -13,9 +13,6 @@ MUTANTS = [
     Mutant("triton-dh-target-row", GRADIENTS,
            "total += tl.where(by_target == 0.0, 0.0, w * by_target)", "total += 0.0 * w",
            "dH lacks the target's row of W", "triton_gradients"),
-    Mutant("triton-dh-place", GRADIENTS,
-           "place = tl.load(place_ptr + row).to(tl.int64)\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        inside", "place = row\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        inside",
-           "dH of gathered rows lies in the first rows", "triton_gradients"),
     Mutant("triton-scaled-poison", GRADIENTS,
            "scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)\n        to", "scaled = h.to(tl.float32) * by_row * 2.0\n        to",
            "hidden is scaled by twice its coefficient", "triton_gradients"),
@@ -53,6 +50,6 @@ MUTANTS = [
            "rows <= TARGET_SHARE * self.weight.shape[0]", "True",
            "as many columns as the vocabulary has are multiplied again", "triton_gradients"),
     Mutant("fused-order", SUMS,
-           "doors.add_targets_narrow_(total, ids, order,", "doors.add_targets_narrow_(total, ids, ids,",
+           "doors.add_targets_(total, ids, order,", "doors.add_targets_(total, ids, ids,",
            "a target's row of dW gets another token's hidden", "triton_gradients"),
 ]  # fmt: skip

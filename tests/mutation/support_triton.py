@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-KERNELS, GRADIENTS = (f"grpo_fast/kernels/gpu/{x}.py" for x in ("support", "gradients"))
+KERNELS = "grpo_fast/kernels/gpu/support.py"
 GATHERED = "grpo_fast/kernels/head/gathered.py"
 
 MUTANTS = [
@@ -56,11 +56,8 @@ MUTANTS = [
     Mutant("triton-support-entropy", "grpo_fast/kernels/head/support.py",
            "slopes = None if g_entropy is not None else held.slopes", "slopes = held.slopes",
            "dH lacks the gradient of the entropy", "triton_support_public"),
-    Mutant("triton-support-places", GRADIENTS,
-           "place = tl.load(place_ptr + row).to(tl.int64)\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        h =", "place = row\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        h =",
-           "dH lies in the first rows", "triton_support_public"),
     Mutant("triton-support-zeros", GATHERED,
-           "self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros", "self.hidden.new_empty",
+           "rows.new_zeros(self.hidden.shape)", "rows.new_full(self.hidden.shape, float('nan'))",
            "dH of rows that predict nothing is not written", "triton_support_public"),
     Mutant("triton-support-repeats", GATHERED,
            "if total is not None or self.repeats:", "if total is not None:",

@@ -132,13 +132,9 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
     """Blocks of the kernel that reads the rows of W in a support, by the columns of W.
 
     A thread reads 128 bytes of W at a time: two programs of 4096 columns then have 64 KiB under way
-    on a multiprocessor. A quarter of that where each number needs an address of its own. More
-    columns than a program holds are read 2048 at a time.
+    on a multiprocessor. A quarter of that where each number needs an address of its own.
     """
-    most = SUPPORT_COLUMNS if width <= SUPPORT_COLUMNS else SUPPORT_COLUMNS // 4
-    block_h = 128
-    while block_h < min(width, most):
-        block_h *= 2
+    block_h = max(1 << (width - 1).bit_length(), 128)
     num_warps = min(max(block_h // 512, 4), 16)
     numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)
     return SupportConfig(min(max(numbers // block_h, 1), 32), block_h, num_warps)

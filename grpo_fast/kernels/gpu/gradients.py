@@ -3,7 +3,7 @@
     times            by_row, by_target: dL/dlogps times the units of a row and of its target
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
-    add_targets_, add_targets_narrow_   the targets' part of dW (target_rows.py)
+    add_targets_     the targets' part of dW (target_rows.py)
 
 HBM: 10 and 4 bytes per element of (C, H) for the second and third. A coefficient of 0 gives exact
 zeros, whatever the row holds.
@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch, vector
-from grpo_fast.kernels.gpu.target_rows import add_targets_, add_targets_narrow_
+from grpo_fast.kernels.gpu.target_rows import add_targets_
 
-__all__ = ["add_targets_", "add_targets_narrow_", "scaled_hidden", "times", "write_hidden_"]
+__all__ = ["add_targets_", "scaled_hidden", "times", "write_hidden_"]
 
 BLOCK_T, BLOCK_H = 128, 1024
 
@@ -41,16 +41,13 @@ def times_kernel(
 
 @triton.jit
 def write_hidden_kernel(
-    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, place_ptr, out_ptr, H,
+    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, H,
     stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
     read = tl.where(by_target == 0.0, 0, H)
-    place = row
-    if place_ptr is not None:
-        place = tl.load(place_ptr + row).to(tl.int64)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         inside = cols < H
@@ -59,26 +56,23 @@ def write_hidden_kernel(
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
-        to = out_ptr + place * stride_out_t + cols
+        to = out_ptr + row * stride_out_t + cols
         tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def scaled_hidden_kernel(
-    hidden_ptr, by_row_ptr, place_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
+    hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)
-    place = row
-    if place_ptr is not None:
-        place = tl.load(place_ptr + row).to(tl.int64)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         h = tl.load(hidden_ptr + row * stride_hidden_t + cols, mask=cols < read, other=0.0)
         scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
-        to = out_ptr + place * stride_out_t + cols
+        to = out_ptr + row * stride_out_t + cols
         tl.store(to, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
@@ -101,19 +95,18 @@ def times(
 
 
 def write_hidden_(
-    out: Tensor,  # (C, H), or (N, H) with `places`
+    out: Tensor,  # (C, H)
     product: Tensor,  # (padded C, H) fp32
     by_row: Tensor,  # (padded C,) fp32
     by_target: Tensor,  # (padded C,) fp32
     target_ids: Tensor,  # (C,)
     weight: Tensor,  # (V, H)
-    places: Tensor | None = None,  # (C,) the row of `out`; None: t
 ) -> Tensor:
-    """out[places[t]] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]]; `out` again."""
+    """out[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]]; `out` again."""
     if target_ids.shape[0]:
         launch(
             write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
-            weight, places, out, weight.shape[1], product.stride(0), weight.stride(0),
+            weight, out, weight.shape[1], product.stride(0), weight.stride(0),
             weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
         )  # fmt: skip
     return out
@@ -122,15 +115,13 @@ def write_hidden_(
 def scaled_hidden(
     hidden: Tensor,  # (C, H)
     by_row: Tensor,  # (C,) fp32
-    out: Tensor | None = None,  # (C, H), or (N, H) with `places`
-    places: Tensor | None = None,  # (C,) the row of `out`; None: t
-) -> Tensor:
-    """by_row[:, None]·hidden, rounded once to the dtype of `out` (None: fresh, like hidden)."""
-    if out is None:
-        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    dtype: torch.dtype,
+) -> Tensor:  # (C, H)
+    """by_row[:, None]·hidden, rounded once to the dtype."""
+    out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     if hidden.shape[0]:
         launch(
-            scaled_hidden_kernel, hidden.shape[0], hidden, by_row, places, out, hidden.shape[1],
+            scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
             hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
         )  # fmt: skip
     return out

@@ -24,13 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import (
-    GROUP_BYTES,
-    SLICE_COLUMNS,
-    LinearConfig,
-    architecture,
-    linear_config,
-)
+from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
@@ -187,15 +181,6 @@ def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
-def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
-    """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
-    if not config.use_tma:
-        return hidden, weight
-    return tiles(hidden, config.block_t, config.block_h), tiles(
-        weight, config.block_v, config.block_h
-    )
-
-
 def problem(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
 ) -> Problem:
@@ -241,10 +226,15 @@ def sweep(
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )
-    destination = tiles(out, config.block_t, config.piece) if store_tma else out
+    hidden, weight, destination = p.hidden, p.weight, out
+    if config.use_tma:  # by tensor descriptors
+        hidden = tiles(hidden, config.block_t, config.block_h)
+        weight = tiles(weight, config.block_v, config.block_h)
+    if store_tma:
+        destination = tiles(out, config.block_t, config.piece)
     launch(
         slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),
-        *sources(p.hidden, p.weight, config), p.bias, p.target_ids, temperature_ptr, destination,
+        hidden, weight, p.bias, p.target_ids, temperature_ptr, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
         group_blocks, *scalars,

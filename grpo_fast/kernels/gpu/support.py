@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import sums_config, support_config
+from grpo_fast.kernels import support_reference
+from grpo_fast.kernels.gpu import configs
 from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs, rule_arguments
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
 from grpo_fast.kernels.support import HeadRows, SupportRows
@@ -52,10 +53,10 @@ def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
 def support_head_kernel(
     hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr, temperature_ptr,
     raw_ptr, lse_ptr, logps_ptr, entropy_ptr, slope_ptr, H, stride_hidden_t, stride_hidden_h,
-    stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, HELD: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One row; slopes where BLOCK_H covers H (HELD)."""
+    """One row; BLOCK_H covers H."""
     row = tl.program_id(0).to(tl.int64)
     # Where the row begins in int64, inside of it int32: fewer registers.
     first = tl.load(offset_ptr + row)
@@ -72,22 +73,14 @@ def support_head_kernel(
     f_target = tl.zeros([], tl.float32)
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
-    at_hidden = hidden_ptr + source * stride_hidden_t
-    h = numbers(at_hidden, cols, H, stride_hidden_h)
+    h = numbers(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
         ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
         at_weight = weight_ptr + ids * stride_weight_v
-        if HELD:
-            w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
-            raw = tl.sum(w * h[None, :], 1)
-        else:
-            raw = tl.zeros([BLOCK_K], tl.float32)
-            for begin in range(0, H, BLOCK_H):
-                x = numbers(at_hidden, begin + cols, H, stride_hidden_h)
-                w = named_rows(at_weight, inside, begin + cols, H, stride_weight_h, "evict_last")
-                raw += tl.sum(w * x[None, :], 1)
+        w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
+        raw = tl.sum(w * h[None, :], 1)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
         tl.store(raw_ptr + first + at, raw, mask=inside)
@@ -174,23 +167,26 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """See support_reference.head_rows, all in fp32. Slopes change no bit of the others; those of
-    more columns than a program holds (configs.SUPPORT_COLUMNS) are None.
+    """See support_reference.head_rows, which takes more columns than a program holds; all in fp32.
+    Slopes change no bit of the others.
     """
     count, width = len(rows.places), weight.shape[1]
-    config = support_config(width, weight.dtype, aligned=is_aligned(weight))
+    if width > configs.SUPPORT_COLUMNS:
+        return support_reference.head_rows(
+            hidden, index, weight, bias, rows, rule, return_entropy=return_entropy,
+            return_slopes=return_slopes,
+        )  # fmt: skip
+    config = configs.support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
-    has_slopes = return_slopes and config.block_h >= width
-    slopes = new((count, width)) if has_slopes else None
+    slopes = new((count, width)) if return_slopes else None
     if count:
         temperature_ptr, *scalars = rule_arguments(rule)
         launch(
             support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
             rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
             hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
-            HELD=config.block_h >= width, BLOCK_K=config.block_k, BLOCK_H=config.block_h,
-            num_warps=config.num_warps,
+            BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
         )  # fmt: skip
     return HeadRows(raw, stats, slopes)
 
@@ -230,7 +226,7 @@ def _sums(
     add: bool = False,
 ) -> None:
     """out[s] = or += Σ factors[i]·matrix[index[i]] over the i of segment s."""
-    width, config = out.shape[1], sums_config(aligned=is_aligned(matrix))
+    width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
     if out.numel():
         launch(
             sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,

@@ -108,46 +108,39 @@ def column_product_kernel(
 
 
 def add_targets_(
-    d_weight: Tensor,  # (V, H)
+    d_weight: Tensor,  # (V, H): matrixᵀ·scaled
     ids: Tensor,  # (C,) the target ids in ascending order
     order: Tensor,  # (C,) the row of each of them, ascending where ids are equal
-    by_target: Tensor,  # (C,) fp32
-    hidden: Tensor,  # (C, H)
-    *,
-    ends: Tensor | None = None,  # (C,) where the run of each id ends, if that is known
-    flags: Tensor | None = None,  # (C, ceil(H/256)) int32: where A and what is added nearly cancel
-    places: Tensor | None = None,  # (C,) which ids; -1 behind them. None: all
-    products: Tensor | None = None,  # (C, H) fp32: their rows, instead of what d_weight holds
-) -> None:
-    """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in fp32."""
-    if ids.shape[0]:
-        ends = ends_of(ids) if ends is None else ends
-        blocks = triton.cdiv(hidden.shape[1], SEGMENT_H)
-        launch(
-            add_targets_kernel, ids.shape[0] * blocks, ids, ends, order, by_target, hidden, places,
-            products, flags, d_weight, hidden.shape[1], hidden.stride(0), d_weight.stride(0),
-            ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
-        )  # fmt: skip
-
-
-def add_targets_narrow_(
-    d_weight: Tensor,  # (V, H) 16 bits: matrixᵀ·scaled
-    ids: Tensor,  # (C,) ascending
-    order: Tensor,  # (C,)
     by_target: Tensor,  # (C,) fp32
     hidden: Tensor,  # (C, H)
     matrix: Tensor,  # (padded C, V) exponentials
     scaled: Tensor,  # (padded C, H), contiguous
 ) -> None:
-    """`add_targets_` for a d_weight in 16 bits, as if it had been there in fp32."""
+    """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in fp32; into 16 bits
+    as if the product had been there in fp32.
+    """
     count, (rows, width) = ids.shape[0], scaled.shape
-    blocks = triton.cdiv(width, SEGMENT_H)
-    flags = torch.empty((count, blocks), dtype=torch.int32, device=ids.device)
-    ends = ends_of(ids)
-    add_targets_(d_weight, ids, order, by_target, hidden, ends=ends, flags=flags)
-    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
-    columns = torch.empty((count, rows), dtype=matrix.dtype, device=ids.device)
-    products = torch.empty((count, width), dtype=torch.float32, device=ids.device)
+    if not count:
+        return
+    blocks, device = triton.cdiv(width, SEGMENT_H), ids.device
+    # Where the run of each id ends: the place behind its last.
+    ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
+
+    def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
+        launch(
+            add_targets_kernel, count * blocks, ids, ends, order, by_target, hidden, places,
+            products, flags, d_weight, width, hidden.stride(0), d_weight.stride(0),
+            ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
+        )  # fmt: skip
+
+    if d_weight.dtype.itemsize >= 4:
+        add(None, None, None)
+        return
+    flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
+    add(None, None, flags)
+    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]  # which ids; -1 behind them
+    columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
+    products = torch.empty((count, width), dtype=torch.float32, device=device)
     launch(
         gather_columns_kernel, count, matrix, ids, places, columns, rows, matrix.stride(0),
         BLOCK_T=1024, num_warps=4,
@@ -157,11 +150,4 @@ def add_targets_narrow_(
         scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,
         BLOCK_T=BLOCK_T, num_warps=8, num_stages=2,
     )  # fmt: skip
-    add_targets_(
-        d_weight, ids, order, by_target, hidden, ends=ends, places=places, products=products
-    )
-
-
-def ends_of(ids: Tensor) -> Tensor:
-    """(C,) for each of the ascending ids the place behind its last."""
-    return torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
+    add(places, products, None)

@@ -82,16 +82,15 @@ class GatheredHead:
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """(N, H) g times the slopes of the supported rows, added to `total`."""
         if total is not None or self.repeats:
+            assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total
-            add_rows_(total, self._places(g), scaled_rows(slopes, g))
+            add_rows_(total, self.index, scaled_rows(slopes, g))
             return total
         dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
-        new = self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros
-        total = new(self.hidden.shape, dtype=dtype)
         if self.kernels.gradients is None:
-            total[self._places(g)] = scaled_rows(slopes, g).to(dtype)
-            return total
-        return self.kernels.gradients.scaled_hidden(slopes, g, total, self.index)
-
-    def _places(self, g: Tensor) -> Tensor:
-        return torch.arange(len(g), device=g.device) if self.index is None else self.index
+            rows = scaled_rows(slopes, g).to(dtype)
+        else:
+            rows = self.kernels.gradients.scaled_hidden(slopes, g, dtype)
+        if self.index is None:
+            return rows
+        return rows.new_zeros(self.hidden.shape).index_copy_(0, self.index, rows)

@@ -25,35 +25,23 @@ ROWS = 64
 
 
 class Filtered(NamedTuple):
-    """Over all chunks so far: fp64 0-d tensors on the device, no sync."""
+    """What the filter did to one chunk."""
 
-    dropped: Tensor  # Σ of the masses left out
-    total: Tensor  # Σ of all masses
-    columns: Tensor  # Σ over chunks of rows · columns that stayed
-    elements: Tensor  # Σ over chunks of rows · columns
+    dropped: Tensor  # 0-d fp64, the mass left out
+    total: Tensor  # 0-d fp64, the mass of all columns
+    columns: int  # rows · columns that stayed
+    elements: int  # rows · columns
 
-    @classmethod
-    def none(cls, like: Tensor) -> Filtered:
-        zero = torch.zeros((), dtype=torch.float64, device=like.device)
-        return cls(zero, zero, zero, zero)
 
-    def add(
-        self, dropped: Tensor | float, total: Tensor, rows: int, kept: int, of: int
-    ) -> Filtered:
-        return Filtered(
-            self.dropped + dropped,
-            self.total + total,
-            self.columns + rows * kept,
-            self.elements + rows * of,
-        )
-
-    def shares(self) -> Tensor:
-        """(2,) fp32: the share of the mass left out, and the share of the columns kept."""
-        whole = self.elements.clamp(min=1)
-        stayed = torch.where(self.elements > 0, self.columns / whole, 1.0)
-        return torch.stack(
-            [self.dropped / self.total.clamp(min=torch.finfo(torch.float64).tiny), stayed]
-        ).float()
+def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
+    """(2,) fp32: the share of the mass left out, and the share of the columns kept."""
+    dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
+    for chunk in chunks:
+        dropped, total = dropped + chunk.dropped, total + chunk.total
+    elements = sum(x.elements for x in chunks)
+    stayed = sum(x.columns for x in chunks) / elements if elements else 1.0
+    share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.stack([share, torch.full_like(share, stayed)]).float()
 
 
 def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:

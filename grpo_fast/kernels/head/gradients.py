@@ -11,7 +11,6 @@ from torch import Tensor
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
-    is_wide,
     matmul_narrow,
     weighted_column_sum,
     weighted_product,
@@ -72,7 +71,7 @@ class GradientSums:
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
         self.tolerance, self.doors, self.sum_hidden = tolerance, doors, sum_hidden
-        self.filtered = None if tolerance is None else Filtered.none(self.hidden)
+        self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Parts of a sum are not rounded.
         in_parts = is_wide or repeats or sum_hidden is not None
@@ -160,46 +159,28 @@ class GradientSums:
     ) -> None:
         """`_add_weighted` by the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
-            product, places = matmul_narrow(d, self.weight), None
-            if self.repeats:
-                out = torch.empty_like(product[:count])
-            else:
-                out, places = self._place(count, index)
-            self.doors.write_hidden_(out, product, *by[:3], self.weight, places)
-            if self.repeats:
-                self._keep_hidden(out, index)
+            product = matmul_narrow(d, self.weight)
+            out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
+            self._keep_hidden(self.doors.write_hidden_(out, product, *by[:3], self.weight), index)
         if self.wanted.weight:
-            scaled = self.doors.scaled_hidden(h, by.by_row)
+            scaled = self.doors.scaled_hidden(h, by.by_row, h.dtype)
             ids, order = by.target_ids.sort(stable=True)
             total = accumulate_outer(self.d_weight, d, scaled, self.weight, is_only=self.is_only)
-            if is_wide(total):
-                self.doors.add_targets_(total, ids, order, by.by_target, h)
-            else:  # an only chunk, in the 16 bits of the weight, rounded once
-                self.doors.add_targets_narrow_(total, ids, order, by.by_target, h, d, scaled)
+            self.doors.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.by_row), None)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
 
-    def _place(self, count: int, index: slice | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where `count` rows of dH are written, and at which rows of that; None: in order."""
-        if self.d_hidden is None:
-            is_whole = count == self.hidden.shape[0] and isinstance(index, slice)
-            self.d_hidden = self._new_hidden(torch.empty if is_whole else torch.zeros)
-        if isinstance(index, slice):
-            return self.d_hidden[index], None
-        return self.d_hidden, index
-
-    def _new_hidden(self, kind: Callable[..., Tensor] = torch.zeros) -> Tensor:
-        x = self.hidden
-        return kind(x.shape, dtype=self.hidden_dtype, device=x.device)
+    def _new_hidden(self) -> Tensor:
+        return self.hidden.new_zeros(self.hidden.shape, dtype=self.hidden_dtype)
 
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """d, W and the columns that the filter leaves of both, always the targets'; None: all."""
-        if self.tolerance is None or self.filtered is None:
+        if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
@@ -208,9 +189,10 @@ class GradientSums:
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
         if kept >= WORTH_BELOW * vocab:
-            self.filtered = self.filtered.add(0.0, total, count, vocab, vocab)
+            kept, dropped = vocab, torch.zeros_like(total)
+        self.filtered.append(Filtered(dropped, total, count * kept, count * vocab))
+        if kept == vocab:
             return d, self.weight, None
-        self.filtered = self.filtered.add(dropped, total, count, kept, vocab)
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
+from grpo_fast.kernels.head.grad_filter import filtered_shares
 from grpo_fast.kernels.head.gradients import GradientSums, gathers
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks, VocabularyShard
 from grpo_fast.kernels.route import Route
@@ -144,7 +145,8 @@ class LinearHead:
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
         self.chunk.release()
-        self.filtered = None if sums.filtered is None else sums.filtered.shares()
+        if self.tolerance is not None:
+            self.filtered = filtered_shares(sums.filtered, self.hidden.device)
         return sums.finish()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:

@@ -19,13 +19,14 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float]  # of a completion, or of each of its tokens
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
-LOADED = 0  # the number of the first answer, which no request asked for
+LOADED = 0  # the number of the first request, which has the function loaded
 
 
 class RewardFailure(RuntimeError):
@@ -180,31 +181,26 @@ def open_folder() -> int | None:
         return None
 
 
-def serve(path: str) -> None:
-    """The child's loop: one JSON line in, one out; before them one on what the function takes."""
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # The function, and what it starts, finds nothing on stdin and prints to stderr.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
+def serve(path: str, pipe: Connection) -> None:
+    """The child's loop: one JSON object in, one out. The first asks what the function takes."""
+    sys.stdout = sys.stderr  # at once, in one order
     home = open_folder()
     function: RewardFunction | None = None
-    for line in itertools.chain([json.dumps({"number": LOADED})], requests):
-        request = json.loads(line)
-        message: dict[str, Any] = {"number": request["number"]}
-        try:
-            if function is None:
-                function = import_function(path)
-                message["parameters"] = parameters_of(function)
-            else:
-                if home is not None:
-                    os.fchdir(home)
-                message["rewards"] = call(function, request["count"], request["arguments"])
-        except BaseException as error:  # a user's function may raise anything
-            message |= {"error": describe(error), "why": why_of(error)}
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(pipe.recv_bytes())
+            message: dict[str, Any] = {"number": request["number"]}
+            try:
+                if function is None:
+                    function = import_function(path)
+                    message["parameters"] = parameters_of(function)
+                else:
+                    if home is not None:
+                        os.fchdir(home)
+                    message["rewards"] = call(function, request["count"], request["arguments"])
+            except BaseException as error:  # a user's function may raise anything
+                message |= {"error": describe(error), "why": why_of(error)}
+            pipe.send_bytes(json.dumps(message).encode())
 
 
 def _end_with_the_caller(lifeline: int) -> None:
@@ -222,5 +218,7 @@ def _end_with_the_caller(lifeline: int) -> None:
 
 
 if __name__ == "__main__":
-    _end_with_the_caller(int(sys.argv[2]))
-    serve(sys.argv[1])
+    handle, lifeline = map(int, sys.argv[2:])
+    os.set_inheritable(handle, False)  # what the function starts gets no end of the pipe
+    _end_with_the_caller(lifeline)
+    serve(sys.argv[1], Connection(handle))

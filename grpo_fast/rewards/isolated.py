@@ -1,8 +1,8 @@
 """A user's reward function in a process of its own, with a time limit on each call.
 
 A function that hangs, crashes or eats all memory then costs its samples, not the run. The child, a
-fresh interpreter that runs `calling.py`, answers JSON lines: no fork of a process full of threads,
-no pickle. It starts at the first call, and again after one that ended without its answer.
+fresh interpreter that runs `calling.py`, answers in JSON: no fork of a process full of threads, no
+pickle. It starts at the first call, and again after one that ended without its answer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.data import escape_control
@@ -63,10 +65,9 @@ class IsolatedReward:
         with self._closed_by_an_error():
             self._start()
             arguments = {**self._parameters.select(columns), **self.options}
-            number = next(self._numbers)
-            self._worker.send({"number": number, "count": count, "arguments": arguments})
+            request = {"number": next(self._numbers), "count": count, "arguments": arguments}
             limit = self.timeout * max(1, count * self.per_sample)
-            answer = self._worker.receive(number, min(limit, threading.TIMEOUT_MAX))
+            answer = self._worker.ask(request, min(limit, threading.TIMEOUT_MAX))
         if "error" in answer:
             raise RewardFailure(answer["error"], answer["why"])
         return answer["rewards"]
@@ -97,27 +98,29 @@ class IsolatedReward:
         # A fork has a copy of its parent's worker and must not talk to it.
         if self._worker is None or self._worker.owner != os.getpid():
             self._worker = _Worker(self.path)
-            loaded = self._worker.receive(calling.LOADED, START_LIMIT_S)
+            loaded = self._worker.ask({"number": calling.LOADED}, START_LIMIT_S)
             if "error" in loaded:
                 raise RewardFailure(loaded["error"], loaded["why"])
             self._parameters = calling.Parameters(*loaded["parameters"])
 
 
 class _Worker:
-    """The child process and the threads at its pipes; `end()`s with the object and the program."""
+    """The child process and our end of its pipe; `end()`s with the object and the program."""
 
     def __init__(self, path: str) -> None:
         search = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the same can be imported
         self.path, self.owner = path, os.getpid()
+        self._pipe, theirs = Pipe()
         read_end, write_end = os.pipe()
         lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we
-        with os.fdopen(read_end, "rb", 0):
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", calling.__file__, path, str(read_end)],
-                stdin=subprocess.PIPE,
+        with os.fdopen(read_end, "rb", 0), theirs:
+            handles = theirs.fileno(), read_end
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", calling.__file__, path, *map(str, handles)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[read_end],
+                stderr=subprocess.STDOUT,
+                pass_fds=handles,
                 text=True,
                 encoding="utf-8",
                 errors="replace",
@@ -125,57 +128,58 @@ class _Worker:
                 # A group of its own: Ctrl-C is for us, and what the function starts ends with it.
                 start_new_session=True,
             )
-        self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=_pump, args=(self._child.stdout, self.lines), daemon=True).start()
-        shown = threading.Thread(target=_show, args=(self._child.stderr,), daemon=True)
+        shown = threading.Thread(target=_show, args=(self.child.stdout,), daemon=True)
         shown.start()
-        self.end = weakref.finalize(self, _end, self.owner, self._child, shown, lifeline)
+        self.end = weakref.finalize(self, _end, self.owner, self.child, shown, lifeline, self._pipe)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Returns at once: the limit of `receive` is also for a child that does not read."""
-        line = json.dumps(message) + "\n"
-        threading.Thread(target=_write, args=(self._child.stdin, line), daemon=True).start()
-
-    def receive(self, number: int, limit: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        """The answer to a request, within `limit` seconds: also of a child that does not read, or
+        that stops in the middle of its answer.
+        """
+        late = threading.Event()
+        timer = threading.Timer(limit, _hang_up, [self._pipe, late])
+        timer.daemon = True
+        timer.start()
+        answer = None
         try:
-            line = self.lines.get(timeout=limit)
-        except queue.Empty:
-            raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
-        if not line:
+            self._pipe.send_bytes(json.dumps(request).encode())
+            answer = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):  # the end of the pipe
+            pass
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TimeoutError(f"reward {self.path} took longer than {limit:g} s")
+        if answer is None:
             said = f"the process of reward {self.path} ended in the middle of a call"
             raise RewardFailure(said, "died")
-        answer = json.loads(line)
-        if answer["number"] != number:
-            said = f"answered request {answer['number']}, not {number}"
+        if answer["number"] != request["number"]:  # a fork inside the function answers, too
+            said = f"answered request {answer['number']}, not {request['number']}"
             raise RewardFailure(f"the process of reward {self.path} {said}", "died")
         return answer
 
 
-def _end(owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO) -> None:
+def _hang_up(pipe: Connection, late: threading.Event) -> None:
+    """End a pipe for whoever reads or writes, which closing it in another thread does not."""
+    late.set()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def _end(
+    owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO,
+    pipe: Connection,
+) -> None:  # fmt: skip
     """Not a method of the worker: it would keep that alive."""
     if os.getpid() != owner:  # the copy in a fork
         return
     with contextlib.suppress(OSError):  # it ended by itself
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    with contextlib.suppress(OSError):  # a request was still in the buffer
-        child.stdin.close()
+    pipe.close()
     lifeline.close()
     with contextlib.suppress(RuntimeError):  # the garbage collector may run in that very thread
         shown.join(1.0)
-
-
-def _write(stream: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the child is gone: its answers end, too
-        stream.write(text)
-        stream.flush()
-
-
-def _pump(stream: TextIO, lines: queue.Queue[str]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put("")
 
 
 def _show(stream: TextIO) -> None:

@@ -168,6 +168,7 @@ SUITES: dict[str, str] = {
     "code_tests_all": "rewards/test_code_tests.py -k 'hostile and writes'",
     "code_tests_limit": "rewards/test_code_tests.py -k per_completion",
     "code_tests_exit": "rewards/test_code_tests.py -k exits",
+    "isolated": "rewards/test_rewards_isolated.py",
     "code_tests_block": "rewards/test_code_tests.py -k last_block",
     "code_tests_check": "rewards/test_code_tests.py -k preparations",
     "per_token": "rewards/test_rewards_per_token.py",

@@ -112,7 +112,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    assert _processes() <= before | {rewards.rewards[0].function._worker._child.pid}
+    assert _processes() <= before | {rewards.rewards[0].function._worker.child.pid}
 
 
 def _processes() -> set[int]:
@@ -157,13 +157,13 @@ def test_many_answers_that_hang_have_their_own_time():
 
 
 def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
-    waited, real = [], isolated._Worker.receive
+    waited, real = [], isolated._Worker.ask
 
-    def recorded(self, number, limit):
+    def recorded(self, request, limit):
         waited.append(limit)
-        return real(self, number, limit)
+        return real(self, request, limit)
 
-    monkeypatch.setattr(isolated._Worker, "receive", recorded)
+    monkeypatch.setattr(isolated._Worker, "ask", recorded)
     ask(build(timeout=7.0), GOOD, GOOD, GOOD)
     build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
     assert waited[1] == 21.0 and waited[-1] == 7.0

@@ -64,6 +64,16 @@ def last_words(*, prompts, completions, answers):
     os._exit(3)
 
 
+def forked(*, prompts, completions, answers):
+    time.sleep(0.2 if os.fork() else 0)
+    return [1.0] * len(completions)
+
+
+def half_an_answer(*, prompts, completions, answers):
+    os.write(int(sys.argv[2]), b"\0\0\1\0half")  # of a message of 256 bytes
+    time.sleep(600)
+
+
 def asks(*, prompts, completions, answers):
     try:
         return [float(input())]
@@ -129,12 +139,13 @@ def test_no_answer_is_left_behind_by_an_interrupted_call(isolated, kind):
 
 
 def test_an_answer_to_another_request_is_refused(isolated):
-    reward = isolated("value")
+    """Of a function that returns in two processes."""
+    reward = isolated("forked")
     assert ask(reward, "1") == [1.0]
-    reward._worker.lines.put('{"number": 99, "rewards": [2.0]}')
-    with pytest.raises(RuntimeError, match="answered request 99, not 2"):
-        ask(reward, "3")
-    assert ask(reward, "4") == [4.0]
+    time.sleep(0.5)  # by now both have answered
+    with pytest.raises(RuntimeError, match="answered request 1, not 2"):
+        ask(reward, "2")
+    assert ask(reward, "3") == [1.0]
 
 
 def test_four_threads_on_one_set(isolated):
@@ -250,6 +261,11 @@ def test_a_worker_that_does_not_read_is_a_worker_that_takes_too_long(isolated):
     with pytest.raises(TimeoutError):
         ask(reward, "a" * 10**6)  # more than the pipe holds
     assert ask(reward, "a") == [1.0]
+
+
+def test_half_an_answer_takes_too_long(isolated):
+    with pytest.raises(TimeoutError, match="took longer than 1 s"):
+        ask(isolated("half_an_answer", timeout=1), "a")
 
 
 def test_a_forgotten_reward_ends_its_worker(isolated):

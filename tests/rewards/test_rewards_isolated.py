@@ -71,7 +71,8 @@ def forked(*, prompts, completions, answers):
 
 def half_an_answer(*, prompts, completions, answers):
     os.write(int(sys.argv[2]), b"\0\0\1\0half")  # of a message of 256 bytes
-    time.sleep(600)
+    time.sleep(15)
+    os._exit(1)
 
 
 def asks(*, prompts, completions, answers):

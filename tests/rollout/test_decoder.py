@@ -174,9 +174,9 @@ def test_the_operator_refuses_what_does_not_fit():
         cpp.pack(torch.ones(24, 16)), cpp.pack(torch.ones(16, 12)), heads=2, inner=12, eps=1e-6,
     )  # fmt: skip
 
-    def run(layer: cpp.LayerWeights, rows: torch.Tensor = x, count: int = 2) -> None:
+    def run(layer: cpp.LayerWeights, count: int = 2) -> None:
         numbers = torch.tensor([3]), torch.tensor([count])
-        cpp.decode_layer_(rows, layer, angles, angles, tiles, own, *numbers, 0, 1.0, None)
+        cpp.decode_layer_(x, layer, angles, angles, tiles, own, *numbers, 0, 1.0, None)
 
     run(layer)
     for name, wrong in (

@@ -56,9 +56,13 @@ def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
     return layers.linear(input, module.weight, module.bias)
 
 
+def epsilon_of(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
 def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any:
     theirs: Callable[..., Any] = functools.partial(type(module).forward, module)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    eps = epsilon_of(module)
     weight: Any = module.weight
     is_plain = layers.is_plain(x, weight) and x.shape[-1] == weight.shape[-1]
     if rest or options or not isinstance(eps, float) or not is_plain:

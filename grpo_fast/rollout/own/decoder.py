@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.modules import OurForward
+from grpo_fast.kernels.cpu.modules import OurForward, epsilon_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
 # (B,) token ids, their positions, the cache → (B, H) final hidden states
@@ -94,8 +94,7 @@ def is_like_llamas(layer: Any) -> bool:
 
 
 def epsilons(layer: nn.Module) -> list[float | None]:
-    norms = [module for name, module in layer.named_modules() if name in NORMS]
-    return [getattr(m, "variance_epsilon", getattr(m, "eps", None)) for m in norms]
+    return [epsilon_of(module) for name, module in layer.named_modules() if name in NORMS]
 
 
 def weights_of(layer: Any) -> cpp.LayerWeights:

@@ -20,9 +20,11 @@ Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, T
   check(q, "q", {q.size(0), rows, depth}), check(k, "k", {heads, rows, depth});
   check(v, "v", {heads, rows, depth});
   const Tensor out = torch::stable::new_empty(q, {rows, q.size(0), depth});
+  const int64_t shares = static_cast<int64_t>(held.shares.size());
   attend({std::move(held), data<float>(q), data<float>(k), data<float>(v), q.stride(0),
           q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), q.size(0) / heads,
-          static_cast<float>(scale), data<float>(out)});
+          static_cast<float>(scale), data<float>(out)},
+         0, shares);
   return out;
 }
 

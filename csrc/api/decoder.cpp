@@ -1,5 +1,5 @@
-// The operator decode_layer_: one new token of each of B completions through a layer of a decoder
-// like Llama's, in fp32.
+// One new token of each of B completions through a decoder like Llama's, in fp32: decode_layer_ for
+// a layer, linear for the head.
 //
 //   x += attention(rotary(norm(x) W_qkv + bias)) W_out
 //   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
@@ -13,6 +13,8 @@
 
 namespace grpo_fast {
 namespace {
+
+constexpr int64_t kRowsAlone = 16;  // with as many, a thread fills the registers of its products
 
 Problem<float, float> problem_of(int64_t rows, int64_t width, int64_t depth, const float* x,
                                  const float* weight, int64_t stride) {
@@ -34,34 +36,103 @@ Tensor pack(Tensor weight) {
   return packed;
 }
 
-// out (rows, width) = or += x (rows, depth) * a packed weight.
-void multiply_packed(const float* x, int64_t rows, int64_t depth, const Tensor& packed,
-                     const char* name, int64_t width, float* out, bool add) {
-  const Problem<float, float> p = problem_of(rows, width, depth, x, data<const float>(packed), 0);
-  const int64_t words = words_of(p);
-  STD_TORCH_CHECK(packed.is_cpu() && packed.is_contiguous() && is_fp32(packed), name,
+// A packed weight (N, K).
+struct Packed {
+  const uint32_t* panels;
+  int64_t width, depth;
+
+  // out (rows, width) = or += x (rows, depth) * the weight.
+  void multiply(const float* x, int64_t rows, float* out, bool add) const {
+    const auto store = [&](const Block& block, float* sums, int64_t stride) {
+      store_block(block, sums, stride, out, width, add);
+    };
+    const Problem<float, float> p = problem_of(rows, width, depth, x, nullptr, 0);
+    if (rows > 0) grpo_fast::multiply<Vectors>(p, store, 0, panels);
+  }
+};
+
+Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth) {
+  const int64_t words = words_of(problem_of(0, width, depth, nullptr, nullptr, 0));
+  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && is_fp32(x), name,
                   ": expected float32, packed");
-  STD_TORCH_CHECK(packed.numel() == words, name, ": expected ", words, " packed numbers, got ",
-                  packed.numel());
-  if (rows == 0) return;
-  const auto store = [&](const Block& block, float* sums, int64_t stride) {
-    store_block(block, sums, stride, out, width, add);
-  };
-  multiply<Vectors>(p, store, 0, data<const uint32_t>(packed));
+  STD_TORCH_CHECK(x.numel() == words, name, ": expected ", words, " packed numbers, got ",
+                  x.numel());
+  return {data<const uint32_t>(x), width, depth};
 }
 
-// RMSNorm of every row.
-Tensor normed(const Tensor& x, const Tensor& weight, const char* name, double eps) {
-  const int64_t rows = x.size(0), columns = x.size(1);
-  const float *from = data<const float>(x), *w = checked_vector<float>(weight, columns, name);
-  const Tensor y = torch::stable::new_empty(x, {rows, columns});
-  for_each_row(rows, columns, [&](int64_t i) {
-    float scale;
-    norm_row(from + i * columns, w, static_cast<float>(eps), columns,
-             data<float>(y) + i * columns, &scale);
-  });
-  return y;
+// x (B, K) times a packed weight (N, K) -> (B, N).
+Tensor linear(Tensor x, Tensor weight, int64_t width) {
+  check_matrix(x, "x");
+  STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
+  const Packed packed = checked_packed(weight, "weight", width, x.size(1));
+  const Tensor out = torch::stable::new_empty(x, {x.size(0), width});
+  packed.multiply(data<const float>(x), x.size(0), data<float>(out), false);
+  return out;
 }
+
+struct Layer {
+  Packed qkv, out, gate_up, down;
+  const float *norm, *bias, *q_norm, *k_norm, *post_norm;
+  float eps;
+  int64_t hidden, heads, inner;
+  const float *cos, *sin;  // (B, D)
+  float* x;                // (B, hidden)
+  // Room for all rows; neighbours of a row belong to another thread.
+  float *normed, *projected, *found, *both, *gated;
+  Attention attention;
+
+  void normalise(const float* weight, int64_t first, int64_t rows) const {
+    for_each_row(rows, hidden, [&](int64_t i) {
+      float unused;
+      norm_row(x + (first + i) * hidden, weight, eps, hidden, normed + (first + i) * hidden,
+               &unused);
+    });
+  }
+
+  void add_bias_and_turn(int64_t i) const {
+    const int64_t depth = attention.depth, keys = attention.heads;
+    float* row = projected + i * qkv.width;
+    if (bias) add_scaled(bias, 1.0f, qkv.width, row);
+    for (int64_t head = 0; head < heads + keys; ++head) {
+      const float* scales = head < heads ? q_norm : k_norm;
+      float *at = row + head * depth, unused;
+      if (scales) norm_row(at, scales, eps, depth, at, &unused);
+      rotate<false>(at, cos + i * depth, sin + i * depth, depth / 2, at);
+    }
+  }
+
+  // The completions of the shares [from, to).
+  void run(int64_t from, int64_t to) const {
+    const std::vector<Share>& shares = attention.shares;
+    const int64_t first = shares[from].first;
+    const int64_t rows = shares[to - 1].first + shares[to - 1].rows - first;
+    const int64_t wide = qkv.width, depth = out.depth;
+    normalise(norm, first, rows);
+    qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
+    for_each_row(rows, wide, [&](int64_t i) { add_bias_and_turn(first + i); });
+    attend(attention, from, to);
+    out.multiply(found + first * depth, rows, x + first * hidden, true);
+
+    normalise(post_norm, first, rows);
+    gate_up.multiply(normed + first * hidden, rows, both + first * 2 * inner, false);
+    for_each_row(rows, inner, [&](int64_t i) {
+      const float* gate = both + (first + i) * 2 * inner;
+      swiglu_row(gate, gate + inner, inner, gated + (first + i) * inner);
+    });
+    down.multiply(gated + first * inner, rows, x + first * hidden, true);
+  }
+
+  // Threads that have enough rows go through the layer without waiting for one another.
+  void run() const {
+    const int64_t shares = static_cast<int64_t>(attention.shares.size());
+    const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());
+    if (shares == 0) return;
+    if (shares * kRowsTogether < parts * kRowsAlone) return run(0, shares);
+    torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+      run(begin * shares / parts, end * shares / parts);
+    });
+  }
+};
 
 // x (B, hidden) contiguous, in place. qkv: of queries, keys and values, side by side; gate_up: of
 // gate and up, `inner` columns each. q_norm and k_norm: RMSNorm of every head. cos, sin (B, D).
@@ -81,42 +152,41 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
                   ", got ", heads);
   STD_TORCH_CHECK(inner > 0 && depth % 2 == 0, "inner, D: expected some columns, an even number");
   check_lying(cos, "cos", {rows, depth}), check_lying(sin, "sin", {rows, depth});
-  const float* added = checked_vector(bias, width, "bias");
-  const float *q_scales = checked_vector(q_norm, depth, "q_norm"),
-              *k_scales = checked_vector(k_norm, depth, "k_norm");
 
-  const Tensor projected = torch::stable::new_empty(x, {rows, width});
-  float* numbers = data<float>(projected);
-  multiply_packed(data<const float>(normed(x, norm, "norm", eps)), rows, hidden, qkv, "qkv", width,
-                  numbers, false);
-  for_each_row(rows, width, [&](int64_t i) {
-    float* row = numbers + i * width;
-    if (added) add_scaled(added, 1.0f, width, row);
-    for (int64_t head = 0; head < heads + keys; ++head) {
-      const float* scales = head < heads ? q_scales : k_scales;
-      float *at = row + head * depth, unused;
-      if (scales) norm_row(at, scales, static_cast<float>(eps), depth, at, &unused);
-      rotate<false>(at, data<const float>(cos) + i * depth, data<const float>(sin) + i * depth,
-                    depth / 2, at);
-    }
-  });
-  const Tensor found = torch::stable::new_empty(x, {rows, heads * depth});
-  const float *k = numbers + heads * depth, *v = k + keys * depth;
-  attend({std::move(held), numbers, k, v, depth, width, depth, width, depth, width, heads / keys,
-          static_cast<float>(scale), data<float>(found)});
-  multiply_packed(data<const float>(found), rows, heads * depth, out_weight, "out_weight", hidden,
-                  data<float>(x), true);
-
-  const Tensor both = torch::stable::new_empty(x, {rows, 2 * inner});
-  const Tensor gated = torch::stable::new_empty(x, {rows, inner});
-  multiply_packed(data<const float>(normed(x, post_norm, "post_norm", eps)), rows, hidden, gate_up,
-                  "gate_up", 2 * inner, data<float>(both), false);
-  for_each_row(rows, inner, [&](int64_t i) {
-    const float* gate = data<const float>(both) + i * 2 * inner;
-    swiglu_row(gate, gate + inner, inner, data<float>(gated) + i * inner);
-  });
-  multiply_packed(data<const float>(gated), rows, inner, down, "down", hidden, data<float>(x),
-                  true);
+  const int64_t columns = hidden + width + heads * depth + 3 * inner;
+  const Tensor room = empty(x, rows * columns);
+  float* normed = data<float>(room);
+  float* projected = normed + rows * hidden;
+  float* found = projected + rows * width;
+  float* both = found + rows * heads * depth;
+  float* gated = both + rows * 2 * inner;
+  const float *k = projected + heads * depth, *v = k + keys * depth;
+  const Layer layer{
+      checked_packed(qkv, "qkv", width, hidden),
+      checked_packed(out_weight, "out_weight", hidden, heads * depth),
+      checked_packed(gate_up, "gate_up", 2 * inner, hidden),
+      checked_packed(down, "down", hidden, inner),
+      checked_vector<float>(norm, hidden, "norm"),
+      checked_vector(bias, width, "bias"),
+      checked_vector(q_norm, depth, "q_norm"),
+      checked_vector(k_norm, depth, "k_norm"),
+      checked_vector<float>(post_norm, hidden, "post_norm"),
+      static_cast<float>(eps),
+      hidden,
+      heads,
+      inner,
+      data<const float>(cos),
+      data<const float>(sin),
+      data<float>(x),
+      normed,
+      projected,
+      found,
+      both,
+      gated,
+      {std::move(held), projected, k, v, depth, width, depth, width, depth, width, heads / keys,
+       static_cast<float>(scale), found},
+  };
+  layer.run();
 }
 
 }  // namespace
@@ -124,6 +194,7 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
 
 STABLE_TORCH_LIBRARY(grpo_fast_decoder, library) {
   library.def("pack(Tensor weight) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, int width) -> Tensor");
   library.def(
       "decode_layer_(Tensor(a!) x, Tensor norm, Tensor qkv, Tensor? bias, Tensor? q_norm,"
       " Tensor? k_norm, Tensor out_weight, Tensor post_norm, Tensor gate_up, Tensor down,"
@@ -134,5 +205,6 @@ STABLE_TORCH_LIBRARY(grpo_fast_decoder, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_decoder, CPU, library) {
   library.impl("pack", TORCH_BOX(&grpo_fast::pack));
+  library.impl("linear", TORCH_BOX(&grpo_fast::linear));
   library.impl("decode_layer_", TORCH_BOX(&grpo_fast::decode_layer_));
 }

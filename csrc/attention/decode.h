@@ -111,12 +111,12 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Keeps the new keys and values as token `time`, and writes what every query finds.
-inline void attend(const Attention& p) {
-  const int64_t tasks = static_cast<int64_t>(p.shares.size()) * p.heads;
+// Keeps the new keys and values of the shares [from, to) as token `time`, and writes what every
+// query finds.
+inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
-  for_each_row(tasks, numbers, [&](int64_t task) {
-    attend(p, p.shares[task / p.heads], task % p.heads);
+  for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {
+    attend(p, p.shares[from + task / p.heads], task % p.heads);
   });
 }
 

@@ -90,6 +90,12 @@ def pack(*weights: Tensor) -> Tensor:
     return loader.door("decoder", "pack")(torch.cat(weights))
 
 
+def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
+    """x·weightᵀ, of a weight (width, K) that was packed alone."""
+    out: Tensor = loader.door("decoder", "linear")(x.contiguous(), weight, width)
+    return out
+
+
 def decode_layer_(
     x: Tensor,  # (B, hidden) fp32, contiguous
     layer: LayerWeights,

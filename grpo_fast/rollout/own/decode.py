@@ -89,9 +89,11 @@ def decode(
     decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
     every = LOOK_EVERY.get(device.type, 16)
     through_modules = functools.partial(forward, policy)
-    step = decoder_of(policy, cache, through_modules) or through_modules
+    decoder = decoder_of(policy, cache, through_modules)
+    step = decoder or through_modules
+    product = decoder.product if decoder else functools.partial(linear_of, head)
     for t in range(length):
-        drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
+        drawn = sample(logits_of(head, product(hidden)), numbers[rows, t], options)
         decoded.tokens[rows, t], decoded.logps[rows, t] = drawn.tokens, drawn.logps
         decoded.kept.add(rows, t, drawn)
         ended |= torch.isin(drawn.tokens, eos) & stop_at_eos
@@ -146,8 +148,12 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
     return states
 
 
-def logits_of(head: Head, hidden: Tensor) -> Tensor:
-    logits = linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+def linear_of(head: Head, hidden: Tensor) -> Tensor:
+    return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+
+
+def logits_of(head: Head, product: Tensor) -> Tensor:
+    logits = product.float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale
     if head.softcap is not None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
@@ -25,6 +26,8 @@ Step = Callable[[Tensor, Tensor, RolloutCache], Tensor]
 
 CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in another order
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
+# Of a rotary embedding: an angle follows from its position, not from how long the others are.
+STANDING_ANGLES = "default", "linear", "llama3", "yarn"
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 REQUIRED = {
@@ -38,15 +41,24 @@ _agreeing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the trial
 
 
 class Decoder:
-    """The layers of a model with their weights packed: as much memory as its gradient takes."""
+    """A model with its weights packed (as much memory as its gradient takes), and its angles."""
 
-    def __init__(self, trunk: Any) -> None:
-        self.trunk = trunk
-        self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
+    def __init__(self, policy: Any, cache: RolloutCache) -> None:
+        self.trunk, self.head = policy.lm.base_model, policy.head
+        self.layers = [(layer.self_attn, weights_of(layer)) for layer in self.trunk.layers]
+        self.packed_head = cpp.pack(self.head.weight.detach())
+        places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
+        angles = self.trunk.rotary_emb(self.head.weight, places[None])
+        self.cos, self.sin = (a[0].contiguous() for a in angles)  # (positions, D)
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """(B, H) → (B, V): hidden·Wᵀ + bias, of the head."""
+        logits = cpp.linear(hidden, self.packed_head, len(self.head.weight))
+        return logits if self.head.bias is None else logits.add_(self.head.bias)
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
         x = self.trunk.embed_tokens(ids)
-        cos, sin = (a[0].contiguous() for a in self.trunk.rotary_emb(x, positions[None]))
+        cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
             cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
         states: Tensor = self.trunk.norm(x)
@@ -56,18 +68,20 @@ class Decoder:
 def decoder_of(policy: Any, cache: RolloutCache, through_modules: Step) -> Decoder | None:
     """The decoder for a model and a cache that has its prompts; None: it is not of this kind."""
     trunk = policy.lm.base_model
-    if _agreeing.get(trunk) is False or not has_its_form(trunk, cache):
+    if _agreeing.get(trunk) is False or not has_its_form(trunk, policy.head, cache):
         return None
-    decoder = Decoder(trunk)
+    decoder = Decoder(policy, cache)
     if trunk not in _agreeing:
         _agreeing[trunk] = agrees(decoder, cache, through_modules)
     return decoder if _agreeing[trunk] else None
 
 
-def has_its_form(trunk: Any, cache: RolloutCache) -> bool:
+def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     if {name for name, _ in trunk.named_children()} != TRUNK or not layers.is_plain(
-        *trunk.parameters()
+        *trunk.parameters(), head.weight
     ):
+        return False
+    if getattr(trunk.rotary_emb, "rope_type", None) not in STANDING_ANGLES:
         return False
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False

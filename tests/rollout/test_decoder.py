@@ -56,11 +56,25 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_the_tokens_are_those_of_the_modules(family, steps, monkeypatch):
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"rope_parameters": YARN}), ("qwen2", {}), ("qwen3", {}), ("mistral", {}),
+    ],
+)  # fmt: skip
+def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
     """Also when completions end and leave, and when the room for them grows."""
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
-    policy = policy_of(family)
+    policy = policy_of(family, **changes)
+    if "tie_word_embeddings" in changes:
+        bias = torch.linspace(-2.0, 2.0, policy.lm.lm_head.out_features)
+        policy.lm.lm_head.bias = torch.nn.Parameter(bias)
     policy.eos_ids = frozenset(range(1, 8))
     ours = sampled(policy, 5, 40)
     assert isinstance(steps[-1], decoder.Decoder)
@@ -74,7 +88,7 @@ def test_the_tokens_are_those_of_the_modules(family, steps, monkeypatch):
 
 
 def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
-    rows, threads, tokens = 13, torch.get_num_threads(), torch.Generator().manual_seed(0)
+    rows, threads, tokens = 45, torch.get_num_threads(), torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=tokens)
@@ -115,6 +129,10 @@ def test_weights_are_packed_anew_for_every_rollout(steps):
     assert len(steps) == 2 and steps[1] is not steps[0]
 
 
+def unwanted(*_: Any) -> None:
+    pytest.fail("a decoder is packed")
+
+
 def hooked(policy: Policy) -> None:
     policy.lm.model.layers[1].mlp.register_forward_hook(lambda *_: None)
 
@@ -143,14 +161,14 @@ def test_a_model_that_somebody_changed_computes_by_its_modules(change, steps):
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 def test_layers_of_other_parts_are_not_packed(family, steps, monkeypatch):
-    monkeypatch.setattr(decoder, "Decoder", None)
+    monkeypatch.setattr(decoder, "Decoder", unwanted)
     sampled(policy_of(family))
     assert steps == [None]
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu"])
 def test_another_activation_is_not_packed(act, steps, monkeypatch):
-    monkeypatch.setattr(decoder, "Decoder", None)
+    monkeypatch.setattr(decoder, "Decoder", unwanted)
     sampled(policy_of(hidden_act=act))
     assert steps == [None]
 
@@ -159,7 +177,7 @@ def test_a_formula_that_is_not_llamas_is_found_by_a_token_and_once(steps, monkey
     """Granite has Llama's parameters, and multiplies what a layer adds."""
     policy = policy_of("granite")
     ours = sampled(policy)
-    monkeypatch.setattr(decoder, "Decoder", None)
+    monkeypatch.setattr(decoder, "Decoder", unwanted)
     again = sampled(policy)
     assert steps == [None, None] and ours.completion_ids == again.completion_ids
 

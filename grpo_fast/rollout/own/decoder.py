@@ -26,8 +26,6 @@ Step = Callable[[Tensor, Tensor, RolloutCache], Tensor]
 
 CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in another order
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
-# Of a rotary embedding: an angle follows from its position, not from how long the others are.
-STANDING_ANGLES = "default", "linear", "llama3", "yarn"
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 REQUIRED = {
@@ -47,6 +45,7 @@ class Decoder:
         self.trunk, self.head = policy.lm.base_model, policy.head
         self.layers = [(layer.self_attn, weights_of(layer)) for layer in self.trunk.layers]
         self.packed_head = cpp.pack(self.head.weight.detach())
+        # An angle follows from its position alone: packed attention refuses other embeddings.
         places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
         angles = self.trunk.rotary_emb(self.head.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (positions, D)
@@ -70,9 +69,12 @@ def decoder_of(policy: Any, cache: RolloutCache, through_modules: Step) -> Decod
     trunk = policy.lm.base_model
     if _agreeing.get(trunk) is False or not has_its_form(trunk, policy.head, cache):
         return None
-    decoder = Decoder(policy, cache)
-    if trunk not in _agreeing:
-        _agreeing[trunk] = agrees(decoder, cache, through_modules)
+    try:
+        decoder = Decoder(policy, cache)
+        if trunk not in _agreeing:
+            _agreeing[trunk] = agrees(decoder, cache, through_modules)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # its rotary embedding is another
+        _agreeing[trunk] = False
     return decoder if _agreeing[trunk] else None
 
 
@@ -80,8 +82,6 @@ def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     if {name for name, _ in trunk.named_children()} != TRUNK or not layers.is_plain(
         *trunk.parameters(), head.weight
     ):
-        return False
-    if getattr(trunk.rotary_emb, "rope_type", None) not in STANDING_ANGLES:
         return False
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
@@ -143,8 +143,5 @@ def agrees(decoder: Decoder, cache: RolloutCache, through_modules: Step) -> bool
     lengths, counts = cache.numbers
     positions = lengths.repeat_interleave(counts)
     theirs = through_modules(ids, positions, cache)
-    try:
-        ours = decoder(ids, positions, cache)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # its rotary embedding is another
-        return False
+    ours = decoder(ids, positions, cache)
     return bool((ours - theirs).abs().max() <= CLOSE * theirs.abs().max())

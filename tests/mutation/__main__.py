@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
 import queue
@@ -46,11 +47,12 @@ class Verdict(NamedTuple):
 
 
 class Copy:
-    """A copy of the repository in a temporary folder, with its own cache of compiled C++."""
+    """A copy of the repository in a temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "repository"
-        self.cache = folder / "cache"
+        self.cache = folder.parent / "cache"  # of compiled C++: all copies have the same
+        self.written = itertools.count(1)
         self.processes: dict[str, subprocess.Popen[str]] = {}
         for name in COPIED:
             source = ROOT / name
@@ -67,12 +69,7 @@ class Copy:
             for k, v in os.environ.items()
             if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))
         }
-        # No .pyc files: two mutants of one size within a second would be taken for one another.
-        kept |= {
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "GRPO_FAST_CACHE": str(self.cache),
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        kept |= {"GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1"}
         kept["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.folder / "tests")])
         if engine != "csrc":
             kept["GRPO_FAST_DISABLE_CSRC"] = "1"
@@ -113,6 +110,12 @@ class Copy:
             raise TimeoutError
         return int(process.stdout.readline()), log.read_text(encoding="utf-8", errors="replace")
 
+    def write(self, path: Path, text: str) -> None:
+        """Python takes a .pyc for a file's own by size and second, so each text gets its second."""
+        path.write_text(text)
+        second = next(self.written)
+        os.utime(path, (second, second))
+
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
@@ -122,14 +125,14 @@ class Copy:
         """Plant, run the tests, restore."""
         path = self.folder / mutant.file
         original = path.read_text()
-        path.write_text(original.replace(mutant.old, mutant.new))
+        self.write(path, original.replace(mutant.old, mutant.new))
         begin = time.monotonic()
         try:
             outcome, detail = verdict(*self.test(mutant.suite, mutant.engine))
         except TimeoutError:
             outcome, detail = "ERROR", f"the tests took longer than {TIMEOUT_S} s"
         finally:
-            path.write_text(original)
+            self.write(path, original)
         return Verdict(mutant, outcome, time.monotonic() - begin, detail)
 
 

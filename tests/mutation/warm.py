@@ -15,9 +15,11 @@ import os
 import sys
 
 # Slow to import, and never mutated.
-PRELOADED = ("pytest", "hypothesis", "torch", "torch._dynamo", "numpy", "pydantic", "yaml",
-             "safetensors.torch", "transformers", "transformers.generation",
-             "transformers.models.llama.modeling_llama")  # fmt: skip
+PRELOADED = (
+    "pytest hypothesis torch torch._dynamo numpy pydantic yaml typer rich.console networkx pandas "
+    "pyarrow.parquet peft safetensors.torch transformers transformers.generation "
+    "transformers.models.llama.modeling_llama"
+).split()
 
 
 def run(log: str, arguments: list[str]) -> int:

@@ -99,7 +99,7 @@ class Copy:
         return int(process.stdout.readline()), log.read_text(encoding="utf-8", errors="replace")
 
     def write(self, path: Path, text: str) -> None:
-        """Python takes a .pyc for a file's own by size and second, so each text gets its second."""
+        """Write a file with a time of its own: Python finds its .pyc by size and second alone."""
         path.write_text(text)
         second = next(self.written)
         os.utime(path, (second, second))

@@ -14,139 +14,17 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.util
-import json
-import os
 import queue
-import select
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from tests.mutation.mutants import SUITES, Mutant, all_mutants, problems
+from tests.mutation.copies import ROOT, Copy, Verdict
+from tests.mutation.mutants import Mutant, all_mutants, problems
 
-ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
 REQUIRED_SHARE = 0.95
-TIMEOUT_S = 600
-DOES_NOT_COMPILE = "the compiler failed with status"
-
-
-class Verdict(NamedTuple):
-    mutant: Mutant
-    outcome: str  # "killed", "SURVIVED", "ERROR"
-    seconds: float
-    detail: str  # the test that failed first, or what went wrong
-
-
-class Copy:
-    """A copy of the repository in a temporary folder, with its own cache of compiled C++."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "repository"
-        self.cache = folder / "cache"
-        self.processes: dict[str, subprocess.Popen[str]] = {}
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(
-                    source, self.folder / name, ignore=shutil.ignore_patterns("__pycache__")
-                )
-            else:
-                shutil.copy2(source, self.folder / name)
-
-    def environment(self, engine: str) -> dict[str, str]:
-        kept = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))
-        }
-        # No .pyc files: two mutants of one size within a second would be taken for one another.
-        kept |= {
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "GRPO_FAST_CACHE": str(self.cache),
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        kept["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.folder / "tests")])
-        if engine != "csrc":
-            kept["GRPO_FAST_DISABLE_CSRC"] = "1"
-        if engine == "triton":
-            kept["TRITON_INTERPRET"] = "1"
-        return kept
-
-    def python(self, engine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=self.folder, env=self.environment(engine), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
-        )  # fmt: skip
-
-    def warm(self, engine: str) -> subprocess.Popen[str]:
-        """The process of this engine that forks for every call of pytest (warm.py)."""
-        if engine not in self.processes:
-            self.processes[engine] = subprocess.Popen(
-                [sys.executable, "tests/mutation/warm.py"], cwd=self.folder, text=True,
-                env=self.environment(engine), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            self.processes[engine].stdout.readline()
-        return self.processes[engine]
-
-    def test(self, suite: str, engine: str) -> tuple[int, str]:
-        """pytest's exit status for a suite, and what it printed.
-
-        Raises:
-            TimeoutError: it took longer than TIMEOUT_S.
-        """
-        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
-        process, log = self.warm(engine), self.folder.parent / "log"
-        words = [f"tests/{w}" if ".py" in w else w for w in shlex.split(SUITES[suite])]
-        process.stdin.write(json.dumps([str(log), [*options, *words]]) + "\n")
-        process.stdin.flush()
-        if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
-            os.killpg(int(log.with_name("log.pid").read_text()), signal.SIGKILL)
-            process.stdout.readline()
-            raise TimeoutError
-        return int(process.stdout.readline()), log.read_text(encoding="utf-8", errors="replace")
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-
-    def judge(self, mutant: Mutant) -> Verdict:
-        """Plant, run the tests, restore."""
-        path = self.folder / mutant.file
-        original = path.read_text()
-        path.write_text(original.replace(mutant.old, mutant.new))
-        begin = time.monotonic()
-        try:
-            outcome, detail = verdict(*self.test(mutant.suite, mutant.engine))
-        except TimeoutError:
-            outcome, detail = "ERROR", f"the tests took longer than {TIMEOUT_S} s"
-        finally:
-            path.write_text(original)
-        return Verdict(mutant, outcome, time.monotonic() - begin, detail)
-
-
-def verdict(status: int, printed: str) -> tuple[str, str]:
-    """A kill is a failed test or a crash; one that cannot be imported or compiled is a mistake of
-    the list.
-    """
-    if DOES_NOT_COMPILE in printed:
-        return "ERROR", "the C++ sources do not compile"
-    if status == 0:
-        return "SURVIVED", ""
-    if status < 0:
-        return "killed", f"the tests crashed with signal {-status}"
-    failed = [line for line in printed.splitlines() if line.startswith("FAILED ")]
-    if status == 1 and failed:
-        return "killed", failed[0].removeprefix("FAILED ").partition(" - ")[0]
-    return "ERROR", f"pytest ended with {status}: {printed.strip()[-400:]}"
 
 
 def missing_engines(copy: Copy) -> dict[str, str]:
@@ -178,17 +56,22 @@ def in_parallel(copies: list[Copy], tasks: list, work: Callable) -> list:
         return list(pool.map(one, tasks))
 
 
-def baseline(copies: list[Copy], mutants: list[Mutant]) -> list[str]:
-    """The suites that fail with nothing planted."""
+def baseline(copies: list[Copy], mutants: list[Mutant]) -> tuple[dict[str, float], list[str]]:
+    """The seconds of every suite with nothing planted, and what those that fail have printed."""
+    failures = []
 
-    def one(copy: Copy, task: tuple[str, str]) -> str:
+    def one(copy: Copy, task: tuple[str, str]) -> float:
         begin = time.monotonic()
         status, printed = copy.test(*task)
-        print(f"unchanged  {time.monotonic() - begin:6.1f} s  {task[0]}", flush=True)
-        return "" if status == 0 else f"{task[0]} fails with nothing planted:\n{printed[-1500:]}"
+        seconds = time.monotonic() - begin
+        print(f"unchanged  {seconds:6.1f} s  {task[0]}", flush=True)
+        if status:
+            failures.append(f"{task[0]} fails with nothing planted:\n{printed[-1500:]}")
+        return seconds
 
-    tasks = list(dict.fromkeys((m.suite, m.engine) for m in mutants))
-    return [message for message in in_parallel(copies, tasks, one) if message]
+    engines = {m.suite: m.engine for m in mutants}
+    seconds = dict(zip(engines, in_parallel(copies, list(engines.items()), one), strict=True))
+    return seconds, failures
 
 
 def report(verdicts: list[Verdict], left_out: int) -> int:
@@ -223,10 +106,6 @@ def judge_all(mutants: list[Mutant], jobs: int) -> int:
         for engine, reason in missing.items():
             print(f"left out: every bug of {engine}: {reason}")
         chosen = [m for m in mutants if m.engine not in missing]
-        failures = baseline(copies, chosen)
-        if failures:
-            print("\n".join(failures))
-            return 2
 
         def one(copy: Copy, mutant: Mutant) -> Verdict:
             found = copy.judge(mutant)
@@ -234,6 +113,12 @@ def judge_all(mutants: list[Mutant], jobs: int) -> int:
             return found
 
         try:
+            seconds, failures = baseline(copies, chosen)
+            if failures:
+                print("\n".join(failures))
+                return 2
+            # The slow ones first, so that no copy is left alone with one at the end.
+            chosen.sort(key=lambda mutant: -seconds[mutant.suite])
             return report(in_parallel(copies, chosen, one), len(mutants) - len(chosen))
         finally:
             for copy in copies:

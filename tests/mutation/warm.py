@@ -8,14 +8,18 @@ exit status of that call.
 
 from __future__ import annotations
 
-import importlib
+import gc
+import importlib.metadata
 import json
 import os
 import sys
 
 # Slow to import, and never mutated.
-PRELOADED = ("pytest", "torch", "numpy", "pydantic", "yaml", "safetensors.torch", "transformers",
-             "transformers.generation", "transformers.models.llama.modeling_llama")  # fmt: skip
+PRELOADED = (
+    "pytest hypothesis torch torch._dynamo numpy pydantic yaml typer rich.console networkx pandas "
+    "pyarrow.parquet peft safetensors.torch transformers transformers.generation "
+    "transformers.models.llama.modeling_llama"
+).split()
 
 
 def run(log: str, arguments: list[str]) -> int:
@@ -37,14 +41,15 @@ def run(log: str, arguments: list[str]) -> int:
 
 
 def main() -> None:
-    sys.dont_write_bytecode = True
     sys.path[:] = [os.getcwd(), os.path.join(os.getcwd(), "tests"),
                    *(p for p in sys.path if p != os.path.dirname(__file__))]  # fmt: skip
-    for name in PRELOADED:
+    plugins = [plugin.module for plugin in importlib.metadata.entry_points(group="pytest11")]
+    for name in [*PRELOADED, *plugins]:
         try:
             importlib.import_module(name)
         except ImportError:
             pass
+    gc.freeze()  # pytest collects garbage five times as it ends: not all of torch each time
     print("ready", flush=True)
     for line in sys.stdin:
         log, arguments = json.loads(line)

@@ -152,13 +152,13 @@ def make_step(
     if step.collected is None:
         trainer.pack(step, collector.next(step.number, step.clock))
         rest(step)
-    collector.ahead.begin(step.number, step.clock)
+    collector.begin_ahead(step.number, step.clock)
     if step.metrics is not None:
         return
     for minibatch in trainer.remaining(step):  # of all passes over the batch
         trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
         rest(step)
     step.clock.lap("train")
-    collector.ahead.settle(step.clock)
+    collector.settle_ahead(step.clock)
     trainer.finish(step)
     rest(step)

@@ -14,7 +14,7 @@ from grpo_fast.errors import Stopped
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector
-from grpo_fast.train.collect.ahead import Ahead
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.train.resuming import Leave, config_of, run
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart, fails, caplog):
     """It is waited for, and lies in the checkpoint; where it fails, its prompts are asked again."""
-    begin, settle, asked = Ahead.begin, Ahead.settle, []
+    begin, settle, asked = Collector.begin_ahead, Collector.settle_ahead, []
 
     def begun(self, step, clock):
         begin(self, step, clock)
@@ -176,8 +176,8 @@ def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart, 
             raise RuntimeError("the server is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Ahead, "begin", begun)
-        patched.setattr(Ahead, "settle", settled)
+        patched.setattr(Collector, "begin_ahead", begun)
+        patched.setattr(Collector, "settle_ahead", settled)
         with pytest.raises(Stopped):
             loop.train(config_of(tmp_path / "left", *AHEAD))
     Leave(monkeypatch, None)

@@ -192,7 +192,7 @@ class Run:
         return dataclasses.replace(
             self.state, trainer=self.trainer.state_dict(), fallback=self.engine.fallback,
             underway=None if underway is None else underway.stored(),
-            ahead=self.collector.ahead.state_dict(),
+            ahead=self.collector.ahead_state(),
         )  # fmt: skip
 
     def load(self, folder: Path) -> None:
@@ -227,7 +227,7 @@ class Run:
             trainer.resume(step)
         if state.ahead is not None:
             state.ahead.rollout.check(vocab_size)
-        collector.ahead.sampled = state.ahead
+        collector.sampled = state.ahead
         self._load_path(state.fallback)
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
             self.id = read_manifest(folder).run

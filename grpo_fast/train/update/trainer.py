@@ -195,16 +195,18 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """The weights of a checkpoint by name, as they lie in the models.
 
-        Of a reference only one that cannot be built again: synced, or the model of a warm start.
+        Of a reference only one that cannot be built again.
         """
-        config, reference = self.config, self.reference.copy
-        is_new = config.reference.kind == "synced" or config.warm_start is not None
-        weights = prefixed("policy", self.policy.weights())
-        if reference is not None and config.reference.path is None and is_new:
-            weights |= prefixed("reference", reference.weights())
-        if self.critic is not None:
-            weights |= prefixed("critic", self.critic.weights())
-        return weights
+        reference = self.reference.copy if self.config.stores_reference else None
+        models: dict[str, Policy | Critic | None] = {
+            "policy": self.policy, "reference": reference, "critic": self.critic,
+        }  # fmt: skip
+        return {
+            f"{name}.{part}": tensor
+            for name, model in models.items()
+            if model is not None
+            for part, tensor in model.weights().items()
+        }
 
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
@@ -268,7 +270,3 @@ class Trainer:
             limit is not None and step.updates.last_pass(name) > limit
             for name, limit in limits.items()
         )
-
-
-def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}

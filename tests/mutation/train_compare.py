@@ -9,7 +9,7 @@ COMPARE, PLOT, VARIANCE = (
     for x in (
         "train/experiments/compare",
         "train/experiments/compare_plot",
-        "train/update/variance",
+        "train/update/gradients",
     )
 )
 

@@ -117,15 +117,16 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
     calls, generate = [], collector.generate
 
     def counted(*args, **options):
-        calls.append(None)
-        if len(calls) == last:
+        is_refill = len(options["seed"]) == 3  # prompts in place of some that were dropped
+        calls.extend([None] * is_refill)
+        if is_refill and len(calls) == last:
             raise Stopped(signal.SIGTERM)
         return generate(*args, **options)
 
     last = 0
     monkeypatch.setattr(collector, "generate", counted)
     whole = run(tmp_path / "whole", *words)
-    last, _ = len(calls), calls.clear()  # prompts that are asked in place of some that were dropped
+    last, _ = len(calls), calls.clear()
     with pytest.raises(Stopped):
         run(tmp_path / "left", *words)
     [saved] = checkpoints_in(tmp_path / "left")

@@ -28,11 +28,10 @@ from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.gradients import accumulate, gradient_variance
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
 from grpo_fast.train.update.step import Step, Updates
-from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 

@@ -137,7 +137,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         }  # fmt: skip
         report.finish(summary)
         if config.log.save_model:
-            save_models(trainer, report.folder)
+            save_models(policy, critic, config.model, report.folder)
         report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
     return summary
 

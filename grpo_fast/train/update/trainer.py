@@ -24,6 +24,7 @@ from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
+from grpo_fast.train.planning.memory_model import predict_model
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
@@ -75,7 +76,10 @@ class Trainer:
         self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
         if critic is not None:
             self.optimizers["critic"] = critic.optimizer(config.optim, total)
-        self.budget = TokenBudget(policy.lm, config)
+        memory, in_step = predict_model(policy.lm, config), distributed.size() > 1
+        self.budget = TokenBudget(
+            policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
+        )
         self.shared = config.shared_prompt and policy.unshared is None
         if config.shared_prompt and policy.unshared is not None:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)

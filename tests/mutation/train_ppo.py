@@ -63,7 +63,7 @@ MUTANTS = [
            "rate = self.config.lr or config.lr", "rate = config.lr",
            "the critic's own rate is not read", "ppo_critic"),
     Mutant("ppo-critic-unsaved-head", CRITIC,
-           "    _load_head(loaded.head, Path(critic.path) / HEAD_FILE)\n", "",
+           "    if file.is_file():\n", "    if False:\n",
            "a critic that was saved starts at zero again", "ppo_critic"),
     Mutant("ppo-returns-white", FIXED,
            "returns = towards + torch.where(counts, valued, 0.0)\n    if config.whiten and "

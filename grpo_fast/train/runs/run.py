@@ -228,7 +228,12 @@ class Run:
         if state.ahead is not None:
             state.ahead.rollout.check(vocab_size)
         collector.sampled = state.ahead
-        self._load_path(state.fallback)
+        # Sample as the run before did: by transformers' `generate` where its own loop was not.
+        if state.fallback is not None:
+            self.engine.fallback = state.fallback
+        elif self.engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
             self.id = read_manifest(folder).run
         self.state = dataclasses.replace(
@@ -236,14 +241,6 @@ class Run:
             training_set=self.state.training_set,
         )  # fmt: skip
         self.mark()
-
-    def _load_path(self, fallback: str | None) -> None:
-        """Sample as the run before did: by transformers' `generate` where its own loop was not."""
-        if fallback is not None:
-            self.engine.fallback = fallback
-        elif self.engine.fallback is not None:
-            now = "which this one cannot take: its bits are others from here on"
-            self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
 
 def _check_place(step: Step, config: RunConfig, number: int) -> None:

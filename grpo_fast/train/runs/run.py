@@ -34,17 +34,7 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import ONE_UPDATE, USUAL_CLIP
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
-from grpo_fast.train.runs import storage
-from grpo_fast.train.runs.checkpoint import (
-    STATE,
-    STATE_TENSORS,
-    TOKENIZER,
-    WEIGHTS,
-    name_of,
-    prune,
-    read_manifest,
-    write_checkpoint,
-)
+from grpo_fast.train.runs import checkpoint, storage
 from grpo_fast.train.runs.state import RandomState, State, check_round_trip, read_state
 from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
@@ -164,7 +154,7 @@ class Run:
         trainer, config, underway = self.trainer, self.config, self.state.underway
         expected, states = "optim.states: full, whose moments a file can hold", config.optim.states
         require(states == "full", "checkpoint", expected, states, CheckpointError)
-        name = name_of(self.state.step, 0 if underway is None else underway.place)
+        name = checkpoint.name_of(self.state.step, 0 if underway is None else underway.place)
         best = config.checkpoint.best if underway is None else None
         value = None if best is None else self.state.metrics.get(best)
         self.report.sync()
@@ -175,15 +165,15 @@ class Run:
         def fill(folder: Path) -> None:
             from safetensors.torch import save_file
 
-            trainer.policy.tokenizer.save_pretrained(folder / TOKENIZER)
-            save_file(tensors, folder / STATE_TENSORS)
-            (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+            trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
+            save_file(tensors, folder / checkpoint.STATE_TENSORS)
+            (folder / checkpoint.STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
-        path = write_checkpoint(
+        path = checkpoint.write_checkpoint(
             self.report.folder, name, weights | trainer.moments(weights), fill,
             {"run": self.id, "step": self.state.step, "value": value},
         )  # fmt: skip
-        distributed.from_main(lambda: prune(path, config.checkpoint.keep))
+        distributed.from_main(lambda: checkpoint.prune(path, config.checkpoint.keep))
         return path
 
     def _stored(self) -> State:
@@ -201,10 +191,11 @@ class Run:
 
         with _refused(folder):
             with distributed.together():
-                state = read_state(folder, load_file(folder / STATE_TENSORS))
+                state = read_state(folder, load_file(folder / checkpoint.STATE_TENSORS))
                 weights = self.trainer.weights()
-                weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
-            storage.read_tensors(folder / WEIGHTS, weights)
+                stored = storage.stored_names(folder / checkpoint.WEIGHTS)
+                weights |= self.trainer.moments(weights, stored)
+            storage.read_tensors(folder / checkpoint.WEIGHTS, weights)
             with distributed.together():
                 self._load_state(folder, state)
             again = self._stored()
@@ -235,7 +226,7 @@ class Run:
             now = "which this one cannot take: its bits are others from here on"
             self.report.note(f"resume: the run before sampled by its own loop, {now}")
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
-            self.id = read_manifest(folder).run
+            self.id = checkpoint.read_manifest(folder).run
         self.state = dataclasses.replace(
             state, config=self.state.config, fingerprints=self.state.fingerprints,
             training_set=self.state.training_set,
@@ -252,7 +243,7 @@ def _check_place(step: Step, config: RunConfig, number: int) -> None:
     has_all = step.collected is not None and step.packing is not None
     fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
     came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
-    require(fits, f"{STATE}: underway", f"a place in step {number}", came)
+    require(fits, f"{checkpoint.STATE}: underway", f"a place in step {number}", came)
 
 
 @contextmanager

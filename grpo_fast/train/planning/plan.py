@@ -15,8 +15,8 @@ from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.train.config import RunConfig, Section, require
-from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
-from grpo_fast.train.config.words import own_words, read_words, set_key
+from grpo_fast.train.config.recipes import load_settings, recipe_names
+from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 # Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
@@ -43,19 +43,19 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))
 TOO_MUCH = 1e18  # of any setting of a plan: a float cannot count it
 
-CHECKPOINTING = {"model.gradient_checkpointing": True}
-TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
-OFFLOADED = {**TILED, "model.checkpoint_offload": True}
-LORA = {"model.lora": {"r": 16}}
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("as configured", {}),
+CHECKPOINTING = ("model.gradient_checkpointing=true",)
+TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
+OFFLOADED = (*TILED, "model.checkpoint_offload=true")
+EIGHT_BIT, LORA = "optim.states=8bit", "model.lora={r: 16}"
+OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("as configured", ()),
     ("checkpointing", CHECKPOINTING),
     ("+ tiled MLP", TILED),
     ("+ tiled MLP, offload", OFFLOADED),
-    ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),
-    ("+ tiled MLP, offload, 8-bit Adam", {**OFFLOADED, "optim.states": "8bit"}),
-    ("checkpointing, LoRA r=16", {**CHECKPOINTING, **LORA}),
-    ("+ tiled MLP, offload, LoRA r=16", {**OFFLOADED, **LORA}),
+    ("checkpointing, 8-bit Adam", (*CHECKPOINTING, EIGHT_BIT)),
+    ("+ tiled MLP, offload, 8-bit Adam", (*OFFLOADED, EIGHT_BIT)),
+    ("checkpointing, LoRA r=16", (*CHECKPOINTING, LORA)),
+    ("+ tiled MLP, offload, LoRA r=16", (*OFFLOADED, LORA)),
 )
 
 
@@ -106,10 +106,8 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     shape = Shape.of(*_config_and_parameters(run, model))
     rows, gpu = [], own.gpu or _gpu_here()
     for label, changes in OPTIONS:
-        changed = run.model_dump(mode="json")
-        for key, value in changes.items():
-            set_key(changed, key, value)
-        rows.append((label, predict_run(shape, parse_config(changed), "cuda", int(gpu * 1e9))))
+        changed = _run_config(model, [*words, *changes])
+        rows.append((label, predict_run(shape, changed, "cuda", int(gpu * 1e9))))
     rollout = run.rollout
     completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
     wanted = Case(own.prompt, completion, group)

@@ -212,7 +212,8 @@ class Run:
         collector.load_state_dict(state.collector)
         trainer.load_state_dict(state.trainer)
         if step is not None:
-            _check_place(step, self.config, state.step + 1)
+            passes, per_pass = self.config.inner_iterations, self.config.minibatches
+            _check_place(step, state.step + 1, passes, per_pass)
             step.collected.rollout.check(vocab_size)
             collector.examples_of(step.collected)  # raises for prompts of other completions
             trainer.resume(step)
@@ -234,11 +235,11 @@ class Run:
         self.mark()
 
 
-def _check_place(step: Step, config: RunConfig, number: int) -> None:
+def _check_place(step: Step, number: int, passes: int, per_pass: int) -> None:
     """Raise a ValueError for another step than this one, or for one without its updates."""
-    epoch, minibatch, per_pass = step.epoch, step.minibatch, config.minibatches
-    made, is_ended = len(step.updates), epoch == config.inner_iterations
-    fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
+    epoch, minibatch = step.epoch, step.minibatch
+    made, is_ended = len(step.updates), epoch == passes
+    fits = epoch < passes and made == epoch * per_pass + minibatch
     fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
     has_all = step.collected is not None and step.packing is not None
     fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass

@@ -32,7 +32,7 @@ from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate, gradient_variance
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
-from grpo_fast.train.update.step import Step, Updates
+from grpo_fast.train.update.step import Step, Update, Updates
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ class Trainer:
         assert step.collected is not None and step.packing is not None
         self.pack(step, step.collected)
         step.batch.load_state_dict(step.packing)
-        step.updates.losses = [each.to(self.policy.device) for each in step.updates.losses]
+        for update in step.updates.made:
+            update.losses = update.losses.to(self.policy.device)
         step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
 
     def remaining(self, step: Step) -> Iterator[int]:
@@ -145,7 +146,7 @@ class Trainer:
         losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
         rate = self.optimizer.learning_rate
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.updates.add(losses, rate, norm)
+        step.updates.made.append(Update(losses, norm, rate))
         step.minibatch += 1
         for optimizer in self.optimizers.values():
             optimizer.check()
@@ -170,7 +171,7 @@ class Trainer:
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()
-        self.watch.look(step.number, done.losses[0].logps)
+        self.watch.look(step.number, done.made[0].losses.logps)
         step.metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
@@ -258,9 +259,9 @@ class Trainer:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
     def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        done = step.updates
-        grad_norm = sum(done.norms) / len(done)
-        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": done.rates[-1]}
+        made = step.updates.made
+        grad_norm = sum(update.norm for update in made) / len(made)
+        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": made[-1].rate}
         if is_policy_alone(self.loss_config, self.critic is not None and self.critic.is_shared):
             metrics["policy_grad_norm"] = grad_norm
         if self.beta.value:

@@ -89,7 +89,7 @@ def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
             continue
         steps, values = zip(*middle, strict=True)
         dash = "-" if index < COLORS else "--"
-        axes.plot(steps, values, dash, color=f"C{index}", label=label.replace("$", r"\$"))
+        axes.plot(steps, values, dash, color=f"C{index}", label=label)
         axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
     if metric == "grad_variance":
         axes.set_yscale("log")

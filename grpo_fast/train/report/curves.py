@@ -184,7 +184,7 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
     if len(set(map(escape_control, names))) != len(names):
         names = [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
-    return [escape_control(name).replace("$", r"\$") for name in names]  # $…$ is mathematics
+    return [escape_control(name) for name in names]
 
 
 def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
@@ -264,7 +264,6 @@ def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def plain(value: Any) -> str:
-    """A value as a picture shows it: short, harmless, no mathematics."""
+    """A value as a picture shows it: short, harmless."""
     text = escape_control(str(value))
-    text = text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
-    return text.replace("$", r"\$")
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"

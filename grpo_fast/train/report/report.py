@@ -106,7 +106,7 @@ class RunReport(AbstractContextManager[Any]):
         if "update" not in values:  # else one of several in a step
             known = {k: v for k, v in values.items() if math.isfinite(v)}
             for tracker in self._trackers:
-                tracker.log(known, step=int(step))
+                tracker.log(dict(known), step=int(step))
             self._show(step, values)
 
     @by_rank_0

@@ -139,7 +139,7 @@ OF_A_STEP = [
         "expected the name of a tensor that is there once",
     ),
     ("underway.collected.advantages", [1.0], "expected the name of a tensor that is there once"),
-    ("underway.updates.made", [], "a place in step 2"),
+    ("underway.updates.made", [], "underway/updates/made.* has no place here"),
     ("underway.updates.made.0.norm", DELETE, "underway.updates.made.0.norm: Field required"),
     ("underway", None, "has no place here"),
     ("underway.collected", None, "has no place here"),

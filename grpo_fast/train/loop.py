@@ -27,7 +27,7 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start, enter_folder, entered
+from grpo_fast.train.runs.resume import Start, entered
 from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
@@ -51,7 +51,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), entered(config) as start:
-        return _train(config, start)
+        return _train(start)
 
 
 def _be_deterministic(seed: int) -> None:
@@ -64,8 +64,9 @@ def _be_deterministic(seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _load_inputs(config: RunConfig, start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
+def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
     """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
+    config = start.config
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
         splits = Splits(config.data, config.seed)
@@ -90,18 +91,18 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
     return policy, another
 
 
-def _train(config: RunConfig, start: Start) -> dict[str, Any]:
-    started, memory_before = time.perf_counter(), host_peak()
+def _train(start: Start) -> dict[str, Any]:
+    started, memory_before, config = time.perf_counter(), host_peak(), start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
-    rewards, questions, prints = _load_inputs(config, start)
+    rewards, questions, prints = _load_inputs(start)
     policy, another = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
     report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
     if start.checkpoint is None:
-        enter_folder(config, start, report)
+        start.enter_folder(report)
     with (
         report,
         build_engine(policy, config.rollout) as engine,
@@ -120,7 +121,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
             run.load(start.checkpoint)
-            enter_folder(config, start, report)
+            start.enter_folder(report)
             report.note(f"goes on from {start.checkpoint}")
         kernels = {
             "backend": route.head_route("auto", policy.head.weight).backend,
@@ -137,7 +138,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         }  # fmt: skip
         report.finish(summary)
         if config.log.save_model:
-            save_models(trainer, report.folder)
+            save_models(policy, critic, config.model, report.folder)
         report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
     return summary
 
@@ -152,13 +153,13 @@ def make_step(
     if step.collected is None:
         trainer.pack(step, collector.next(step.number, step.clock))
         rest(step)
-    collector.ahead.begin(step.number, step.clock)
+    collector.begin_ahead(step.number, step.clock)
     if step.metrics is not None:
         return
     for minibatch in trainer.remaining(step):  # of all passes over the batch
         trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
         rest(step)
     step.clock.lap("train")
-    collector.ahead.settle(step.clock)
+    collector.settle_ahead(step.clock)
     trainer.finish(step)
     rest(step)

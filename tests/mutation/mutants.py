@@ -174,6 +174,7 @@ SUITES: dict[str, str] = {
     "per_token": "rewards/test_rewards_per_token.py",
     "process": "objective/test_advantages.py -k process",
     "page_seen": "train/test_page_seen.py",
+    "pictures": "train/test_report.py -k mathematics",
     "told_progress": "train/test_report.py train/test_train_loop.py -k 'terminal or clip_say'",
     "per_token_ranks": "train/test_ranks.py -k 'per-token and ddp'",
     "told_offline": "train/test_talking.py -k 'network or folder_that'",

@@ -9,7 +9,7 @@ COMPARE, PLOT, VARIANCE = (
     for x in (
         "train/experiments/compare",
         "train/experiments/compare_plot",
-        "train/update/variance",
+        "train/update/gradients",
     )
 )
 
@@ -20,6 +20,9 @@ MUTANTS = [
     Mutant("compare-unfinished-kept", COMPARE,
            'return (folder / "summary.json").is_file()', "return True",
            "a run that was cut off counts as finished", "compare"),
+    Mutant("compare-removes-without-the-lock", COMPARE,
+           "            with locked(config.output_dir):", "            if True:",
+           "the folder of a run that another process is making is removed", "compare"),
     Mutant("compare-strangers", COMPARE,
            "    if differing:\n", "    if not differing:\n",
            "a folder of other settings is replaced", "compare"),

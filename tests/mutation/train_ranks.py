@@ -12,7 +12,7 @@ DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY
               "train/update/budget", "train/models/policy", "train/update/optimizer", "train/loop")
 )  # fmt: skip
 LOADING, FINGERPRINTS = (f"grpo_fast/train/{x}.py" for x in ("models/loading", "runs/fingerprints"))
-VARIANCE = "grpo_fast/train/update/variance.py"
+VARIANCE = "grpo_fast/train/update/gradients.py"
 MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PAGE, SAMPLES, LOOP, REPORT, TRACKERS, FOLDER, PAIRED, SETTINGS, EVALUATE = (
+PAGE, SAMPLES, LOOP, REPORT, FOLDER, PAIRED, SETTINGS, EVALUATE = (
     f"grpo_fast/{x}.py"
-    for x in ("train/report/page", "train/report/samples", "train/loop", "train/report/report", "train/report/trackers", "train/runs/folder", "train/evaluation/statistics", "train/evaluation/settings",
+    for x in ("train/report/page", "train/report/samples", "train/loop", "train/report/report", "train/runs/folder", "train/evaluation/statistics", "train/evaluation/settings",
               "train/evaluation/evaluate")
 )  # fmt: skip
 GENERATED, FILES, DATA, CLI = (
@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant("seeing-trackers-finite", REPORT,
            "for k, v in values.items() if math.isfinite(v)", "for k, v in values.items()",
            "trackers get NaN", "trackers"),
-    Mutant("seeing-trackers-end", TRACKERS,
-           "self.trackers.pop().finish()", "self.trackers.pop()",
+    Mutant("seeing-trackers-end", REPORT,
+           "self._trackers.pop().finish()", "self._trackers.pop()",
            "what a tracker holds back is lost", "trackers"),
     Mutant("seeing-trackers-missing", LOOP,
            "    check_trackers(config.log.trackers)\n", "",
@@ -179,6 +179,9 @@ MUTANTS = [
     Mutant("seeing-constant-panels", "grpo_fast/train/report/curves.py",
            "any(lines) and (moves or short or title in ALWAYS)", "any(lines)",
            "panels that say nothing are drawn", "talking"),
+    Mutant("seeing-dollars", "grpo_fast/train/report/pictures.mplstyle",
+           "text.parse_math: False", "text.parse_math: True",
+           "a folder's name is read as mathematics", "pictures"),
     Mutant("seeing-plot-elsewhere", "grpo_fast/train/report/curves.py",
            "folder / \"curves.png\" if len(runs) == 1", "folder / \"curves.png\" if not runs",
            "plot writes into the current folder", "talking"),

@@ -128,7 +128,7 @@ MUTANTS = [
            "worst = max(worst, float((own - logps)[:1].abs().max()))",
            "the self-check compares what the prompts alone decide", "decode_check"),
     Mutant("path-not-resumed", "grpo_fast/train/runs/run.py",
-           "            self.engine.fallback = fallback\n", "            pass\n",
+           "            self.engine.fallback = state.fallback\n", "            pass\n",
            "a resume samples by another path than the run before", "checkpoint_path"),
     Mutant("path-not-kept", "grpo_fast/train/runs/run.py",
            "fallback=self.engine.fallback,\n            underway", "fallback=None,\n            underway",

@@ -157,10 +157,10 @@ def track() -> Any:
     from tests.train.test_trackers import Fake
 
     if distributed.is_main():
-        with patch.object(trackers, "check_trackers"):
-            mine = trackers.Trackers([Fake("run")], ".", {})  # type: ignore[list-item]
-        mine.log(1, {"reward": 0.5})
-        mine.close()
+        mine = trackers.start_trackers([Fake("run")], ".", {})  # type: ignore[list-item]
+        for tracker in mine:
+            tracker.log({"reward": 0.5}, step=1)
+            tracker.finish()
     return distributed.gather([[each.rows, each.finished] for each in Fake.made])[0]
 
 

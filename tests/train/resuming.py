@@ -14,7 +14,7 @@ from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.runs.resume import Start, enter_folder
+from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.runs.stopping import Stopping
 from tests.train.tiny_runs import is_timing
 
@@ -30,7 +30,7 @@ def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    enter_folder(config, Start(), report)
+    Start(config).enter_folder(report)
     return report
 
 

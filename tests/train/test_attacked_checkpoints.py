@@ -139,8 +139,8 @@ OF_A_STEP = [
         "expected the name of a tensor that is there once",
     ),
     ("underway.collected.advantages", [1.0], "expected the name of a tensor that is there once"),
-    ("underway.updates.norms", [], "as many norms and rates as losses"),
-    ("underway.updates.losses", DELETE, "as many norms and rates as losses"),
+    ("underway.updates.made", [], "underway/updates/made.* has no place here"),
+    ("underway.updates.made.0.norm", DELETE, "underway.updates.made.0.norm: Field required"),
     ("underway", None, "has no place here"),
     ("underway.collected", None, "has no place here"),
     ("underway.noise", DELETE, "underway holds"),  # the default is not filled in

@@ -15,6 +15,7 @@ from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.experiments import compare as module
 from grpo_fast.train.experiments.compare import compare, plan_arms, table
 from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
+from grpo_fast.train.runs.folder import locked
 from tests.train.tiny_runs import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
@@ -79,6 +80,17 @@ def test_a_run_that_was_cut_off_begins_anew(tmp_path):
     again = FakeRun()
     compare("sort", [MODES, STEPS], out=tmp_path, run=again, say=quiet)
     assert again.ran == [str(cut)] and not (cut / "rest").exists()
+
+
+def test_a_run_that_another_process_is_making_stays(tmp_path):
+    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
+    busy = tmp_path / "advantages=rloo" / "seed-0"
+    (busy / "summary.json").unlink()
+    again = FakeRun()
+    with locked(busy):
+        found = compare("sort", [MODES, STEPS], out=tmp_path, run=again, say=quiet)
+    assert again.ran == [] and (busy / "metrics.jsonl").is_file()
+    assert "another process is writing a run into it" in found.failed[str(busy)]
 
 
 def test_other_runs_are_never_replaced(tmp_path):

@@ -16,8 +16,8 @@ from grpo_fast.data import load_examples, load_traces
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import RecordedCollector
-from grpo_fast.train.config import RolloutConfig
-from grpo_fast.train.config.recipes import parse_config
+from grpo_fast.train.config import RolloutConfig, RunConfig
+from grpo_fast.train.config.words import validated
 from grpo_fast.train.loop import train
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.update import micro_batch
@@ -53,7 +53,7 @@ def unsampled(node):
 def collector(policy, path, **options):
     config = RolloutConfig(**{"group_size": 2, "prompts_per_step": 2, **options})
     fields = {"model": {"path": "none"}, "rollout": {"group_size": 2}}
-    source = parse_config({**fields, "data": {"task": "traces", "path": str(path)}}).data
+    source = validated(RunConfig, {**fields, "data": {"task": "traces", "path": str(path)}}).data
     queue = PromptQueue(load_examples(source, split="train", seed=0))
     advantages = Advantages("centered", {}, config.group_size, {})
     return RecordedCollector(
@@ -112,13 +112,13 @@ def test_a_run_trains_on_traces(tmp_path):
     config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
     config["model"] = {"path": tiny_folder(tmp_path / "model")}
     config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
-    summary = train(parse_config(config))
+    summary = train(validated(RunConfig, config))
     assert summary["steps"] == 3 and summary["num_tokens"] > 0
     rows = steps_of(tmp_path / "run")
     assert [row["reward"] for row in rows] == [0.5] * 3 and rows[0]["grad_norm"] > 0
     again = {**config, "output_dir": str(tmp_path / "other"), "steps": 2}
-    train(parse_config(again))
-    train(parse_config({**again, "steps": 3, "resume": "auto"}))
+    train(validated(RunConfig, again))
+    train(validated(RunConfig, {**again, "steps": 3, "resume": "auto"}))
     others = steps_of(tmp_path / "other")
     assert [row["loss"] for row in others] == [row["loss"] for row in rows]
     weights = [load_file(f"{tmp_path}/{name}/model.safetensors") for name in ("run/model", "model")]
@@ -168,7 +168,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 )
 def test_what_traces_cannot_stand_beside_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        parse_config(settings(tmp_path, **changes))
+        validated(RunConfig, settings(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(

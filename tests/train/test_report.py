@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from grpo_fast.data import escape_control
-from grpo_fast.train.config.recipes import load_recipe, parse_config
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.words import validated
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, locked, run_folder
@@ -22,7 +24,7 @@ from tests.train.test_train_config import MINIMAL
 
 
 def config(**changes):
-    return parse_config({**MINIMAL, "steps": 40, **changes})
+    return validated(RunConfig, {**MINIMAL, "steps": 40, **changes})
 
 
 def logged_run(folder, steps=40):

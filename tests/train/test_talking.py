@@ -95,7 +95,7 @@ def test_pictures_name_recipe_seed_model_and_what_differs(finished, tmp_path):
     others = [{**settings, "output_dir": "b", "seed": 1}, {**settings, "seed": 1, "optim.lr": 0.1}]
     assert differing([settings, *others])[2] == "seed=1, optim.lr=0.1"
     assert differing([settings, {**settings, "output_dir": "c"}]) == ["", ""]
-    assert r"\$x\$" in title_of("run", {**settings, "model.path": "$x$"})
+    assert "$x$" in title_of("run", {**settings, "model.path": "$x$"})
 
 
 def test_panels_that_say_nothing_are_left_out_and_equal_lines_share_a_label(tmp_path):

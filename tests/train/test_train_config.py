@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from grpo_fast import LossConfig
-from grpo_fast.train.config import LossSettings
-from grpo_fast.train.config.recipes import load_recipe, parse_config, recipe_names, save_config
+from grpo_fast.train.config import LossSettings, RunConfig
+from grpo_fast.train.config.recipes import load_recipe, recipe_names, save_config
+from grpo_fast.train.config.words import validated
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
@@ -96,10 +97,11 @@ def test_loss_settings_are_the_losses_own():
     assert settings.pop("temperature") is None  # the rollout's
     settings["corrections"] = [dict(x) for x in settings["corrections"]]
     assert LossConfig(**settings) == LossConfig()
-    config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
+    config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     loss = config.loss_config()
     assert loss.temperature == 0.9 and loss.max_completion_length == 7
-    assert parse_config({**MINIMAL, "loss": {"temperature": 1.2}}).loss_config().temperature == 1.2
+    warmer = validated(RunConfig, {**MINIMAL, "loss": {"temperature": 1.2}})
+    assert warmer.loss_config().temperature == 1.2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Sampling, generate
-from grpo_fast.train.update.variance import gradient_variance
+from grpo_fast.train.update.gradients import gradient_variance
 from tests.tiny import tiny_policy
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import batch_of

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from grpo_fast.data import Example
+from grpo_fast.data import Example, Prompt, reason
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.ahead import Ahead
 from grpo_fast.train.collect.groups import (
     Drawn,
     PromptQueue,
@@ -26,7 +29,10 @@ from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.rollouts import generate, score
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks, score
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,8 +59,21 @@ class CollectorState:
 
 
 @dataclass
+class Sampled:
+    """The rollout of a step, sampled during the step before, and how long that took."""
+
+    rollout: Rollout
+    seconds: float
+
+
+@dataclass
 class Collector:
-    """Prompts → G completions each → rewards → advantages."""
+    """Prompts → G completions each → rewards → advantages.
+
+    With `rollout.ahead` the next step's completions come from the weights from before this step's
+    updates. The prompt queue moves on only when a step takes them. An engine that is apart samples
+    in a thread while the policy is trained; others before that.
+    """
 
     config: RolloutConfig
     policy: Policy
@@ -66,8 +85,9 @@ class Collector:
     steps: int  # of the run: nothing is sampled ahead behind the last one
 
     def __post_init__(self) -> None:
-        known = self.config, self.policy, self.engine, self.queue, self.seed, self.steps
-        self.ahead = Ahead(*known)
+        self.sampled: Sampled | None = None  # for the step after the one that the run is in
+        self.coming: Future[Sampled] | None = None  # the same, while a thread samples it
+        self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
     def next(self, step: int, clock: Clock) -> Collected:
         """The completions of a step, sampled by the weights of the step before or ahead of it.
@@ -75,13 +95,44 @@ class Collector:
         With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following
         prompt is asked in its place, for some rounds; the rest is filled with dropped groups.
         """
-        ahead = self.ahead.rollout(clock)
+        ahead = None
+        if self.sampled is not None:
+            ahead, clock.seconds["rollout"] = self.sampled.rollout, self.sampled.seconds
         is_idle = ahead is not None and self.config.dynamic is None
         with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             drawn, uses, metrics = self._draw_groups(step, clock, ahead)
         collected = self._scored(drawn, uses, metrics, step)
-        self.ahead.done()
+        self.sampled = None  # only now: a step that is left before this begins again
         return collected
+
+    def begin_ahead(self, step: int, clock: Clock) -> None:
+        """Sample for the step after this one, where the run samples ahead and has not done it."""
+        is_wanted = self.config.ahead and step < self.steps
+        if not is_wanted or self.sampled is not None or self.coming is not None:
+            return
+        prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
+
+        def sample(by: Callable[..., Rollout]) -> Sampled:
+            start = time.perf_counter()
+            rollout = self._sample(by, prompts, (self.seed, step + 1))
+            return Sampled(rollout, time.perf_counter() - start)
+
+        with awake(self.engine, self.policy, version=step - 1):
+            if self.engine.is_apart:
+                self.coming = self.threads.submit(sample, generate_share)
+            else:
+                self.sampled = sample(generate)
+        clock.lap("ahead")
+
+    def settle_ahead(self, clock: Clock) -> None:
+        """Wait for what is being sampled, on all ranks; its error is raised here."""
+        coming, self.coming = self.coming, None
+        if coming is None:
+            return
+        with distributed.together():
+            own = coming.result()
+        self.sampled = Sampled(join_ranks(own.rollout, self.config.group_size), own.seconds)
+        clock.lap("ahead")
 
     def examples_of(self, collected: Collected) -> list[Example]:
         """The example of each completion (so each G times). Raises ValueError or IndexError for a
@@ -92,6 +143,14 @@ class Collector:
         fits, expected = len(numbers) * size == count, f"{count // size} prompts that are kept"
         require(fits, "underway.collected.prompts", expected, len(numbers))
         return [self.queue.examples[number] for number in numbers for _ in range(size)]
+
+    def ahead_state(self) -> Sampled | None:
+        """What is sampled ahead, for a checkpoint. What fails is sampled again on resume."""
+        try:
+            self.settle_ahead(Clock())
+        except Exception as error:
+            log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
+        return self.sampled
 
     def state_dict(self) -> CollectorState:
         """The state to go on from, apart from `ahead`."""
@@ -135,14 +194,19 @@ class Collector:
         size, asked = self.config.group_size, self.queue.take(count)
         prompts, rollout = [one.example.prompt for one in asked], ahead
         if rollout is None:
-            rollout = generate(
-                self.policy, prompts, self.config, group_size=size, seed=seed, engine=self.engine
-            )
+            rollout = self._sample(generate, prompts, seed)
         clock.lap("rollout")
         repeated = [one.example for one in asked for _ in range(size)]
         scores = score(self.rewards, repeated, rollout.texts, rollout.completion_ids)
         clock.lap("reward")
         return Drawn(asked, rollout, scores)
+
+    def _sample(
+        self, by: Callable[..., Rollout], prompts: Sequence[Prompt], seed: tuple[int, ...]
+    ) -> Rollout:
+        size = self.config.group_size
+        options = {"group_size": size, "seed": seed, "engine": self.engine}
+        return by(self.policy, prompts, self.config, **options)
 
     def _scored(
         self, drawn: Drawn, uses: list[Use], metrics: dict[str, float], step: int

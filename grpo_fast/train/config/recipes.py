@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
-from grpo_fast.train.config.words import Config, close_to, quoted, read_words, validated
+from grpo_fast.train.config.words import Config, close_to, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
 REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
@@ -30,11 +30,6 @@ def load_settings(
     Raises ValueError for a name or file that cannot be read, and as `read_words`.
     """
     return read_words(kind, words, read_recipe(name_or_path, kind), also)
-
-
-def parse_config(settings: dict[str, Any], also: Iterable[str] = ()) -> RunConfig:
-    """Validate a plain mapping; a ValueError has a readable line for every problem."""
-    return validated(RunConfig, settings, also=also)
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:

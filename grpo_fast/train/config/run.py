@@ -263,6 +263,12 @@ class RunConfig(Section):
         return self.distributed in ("fsdp2", "hsdp")
 
     @property
+    def stores_reference(self) -> bool:
+        """Whether a checkpoint holds the reference: synced, or the model of a warm start."""
+        is_new = self.reference.kind == "synced" or self.warm_start is not None
+        return is_new and self.reference.path is None
+
+    @property
     def has_code(self) -> bool:
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 

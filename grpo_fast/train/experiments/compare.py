@@ -23,6 +23,7 @@ from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments import compare_plot
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.report.curves import Rows, read_metrics, series
+from grpo_fast.train.runs.folder import locked
 
 MOST_RUNS = 1000
 # Column of the table → metric. Of a training metric the last tenth of the steps is averaged.
@@ -97,8 +98,9 @@ def compare(
             say(f"{label} (finished before)")
             continue
         say(label)
-        shutil.rmtree(config.output_dir, ignore_errors=True)  # cut off: see `is_finished`
         try:
+            with locked(config.output_dir):  # another process may be writing this very run
+                shutil.rmtree(config.output_dir, ignore_errors=True)  # cut off: see `is_finished`
             run(config)
         except (RuntimeError, OSError, ValueError) as error:
             comparison.failed[config.output_dir] = escape_control(reason(error))

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.train.evaluation.evaluate import mean_and_error
-from grpo_fast.train.report.curves import (
-    COLORS,
-    Rows,
-    Series,
-    finish_axes,
-    save_picture,
-    series,
-    smooth,
-)
+from grpo_fast.train.report.curves import COLORS, Rows, Series, picture, series, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,22 +38,20 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
         rows: name of a setting → metrics of each of its runs.
         settings: the same name → keys of the grid with their values.
     """
-    from matplotlib.figure import Figure
-
     groups = grouped(rows, settings)
     everything = [run for runs in rows.values() for run in runs]
     titles = [t for t, name in PANELS.items() if is_telling(everything, name)]
     width = max(1, len(titles))
-    figure = Figure(figsize=(4.2 * width, 3.1 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), width, squeeze=False)
-    for row, (key, lines) in zip(panels, groups.items(), strict=True):
-        for axes, title in zip(row, titles, strict=False):
-            draw(axes, lines, PANELS[title])
-            finish_axes(axes, f"{title} by {key}" if key else title)
-        row[0].set_ylabel(band_words(key, list(settings.values())), fontsize=8)
-        if len(lines) > 1:
-            row[0].legend(frameon=False, fontsize=8)
-    return save_picture(figure, path)
+    size = 4.2 * width, 3.1 * len(groups)
+    with picture(path, size, (len(groups), width)) as (_, panels):
+        for row, (key, lines) in zip(panels, groups.items(), strict=True):
+            for axes, title in zip(row, titles, strict=False):
+                draw(axes, lines, PANELS[title])
+                axes.set(title=f"{title} by {key}" if key else title, xlabel="step")
+            row[0].set_ylabel(band_words(key, list(settings.values())))
+            if len(lines) > 1:
+                row[0].legend()
+    return path
 
 
 def band_words(key: str, settings: list[dict[str, str]]) -> str:
@@ -97,11 +87,10 @@ def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:
             continue
-        color = COLORS[index % len(COLORS)]
         steps, values = zip(*middle, strict=True)
-        dash = "-" if index < len(COLORS) else "--"
-        axes.plot(steps, values, dash, color=color, linewidth=1.7, label=label.replace("$", r"\$"))
-        axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
+        dash = "-" if index < COLORS else "--"
+        axes.plot(steps, values, dash, color=f"C{index}", label=label)
+        axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
     if metric == "grad_variance":
         axes.set_yscale("log")
         top = axes.get_ylim()[1]

@@ -167,15 +167,12 @@ def _from_config(
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
-        model = None
         if not unknown:
-            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**complete))
+            return getattr(transformers, kind).from_config(AutoConfig.for_model(**complete))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
-    if unknown:
-        raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-    return model
+    raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
 
 
 def _register(fields: dict[str, Any]) -> None:

@@ -220,13 +220,14 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
     return dataclasses.replace(memory, **twice)
 
 
-def predict_model(lm: Any, config: RunConfig, device: str) -> Memory | None:
+def predict_model(lm: Any, config: RunConfig) -> Memory | None:
     """`predict_run` for a transformers model; None where its architecture is not known."""
+    parameters = sum(p.numel() for p in lm.parameters())
     try:
-        shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
+        shape = Shape.of(lm.config.get_text_config(), parameters)
     except ValueError as error:
         said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
-        small = sum(p.numel() for p in lm.parameters()) < SMALL  # nobody asks about its memory
+        small = parameters < SMALL  # nobody asks about its memory
         log.log(logging.INFO if small else logging.WARNING, said, error)
         return None
-    return predict_run(shape, config, device)
+    return predict_run(shape, config, lm.device.type)

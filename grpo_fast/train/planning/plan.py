@@ -14,9 +14,9 @@ from pydantic import Field
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.hub import check_fields, check_files, read_fields
-from grpo_fast.train.config import RunConfig, Section, require
-from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
-from grpo_fast.train.config.words import own_words, read_words, set_key
+from grpo_fast.train.config import DataConfig, ModelConfig, RunConfig, Section, require
+from grpo_fast.train.config.recipes import load_settings, recipe_names
+from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 # Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
@@ -43,19 +43,19 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))
 TOO_MUCH = 1e18  # of any setting of a plan: a float cannot count it
 
-CHECKPOINTING = {"model.gradient_checkpointing": True}
-TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
-OFFLOADED = {**TILED, "model.checkpoint_offload": True}
-LORA = {"model.lora": {"r": 16}}
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("as configured", {}),
+CHECKPOINTING = ("model.gradient_checkpointing=true",)
+TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
+OFFLOADED = (*TILED, "model.checkpoint_offload=true")
+EIGHT_BIT, LORA = "optim.states=8bit", "model.lora={r: 16}"
+OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("as configured", ()),
     ("checkpointing", CHECKPOINTING),
     ("+ tiled MLP", TILED),
     ("+ tiled MLP, offload", OFFLOADED),
-    ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),
-    ("+ tiled MLP, offload, 8-bit Adam", {**OFFLOADED, "optim.states": "8bit"}),
-    ("checkpointing, LoRA r=16", {**CHECKPOINTING, **LORA}),
-    ("+ tiled MLP, offload, LoRA r=16", {**OFFLOADED, **LORA}),
+    ("checkpointing, 8-bit Adam", (*CHECKPOINTING, EIGHT_BIT)),
+    ("+ tiled MLP, offload, 8-bit Adam", (*OFFLOADED, EIGHT_BIT)),
+    ("checkpointing, LoRA r=16", (*CHECKPOINTING, LORA)),
+    ("+ tiled MLP, offload, LoRA r=16", (*OFFLOADED, LORA)),
 )
 
 
@@ -103,24 +103,19 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
-    shape = Shape.of(*_config_and_parameters(run, model))
+    shape = Shape.of(*_config_and_parameters(run.model, run.data, model))
     rows, gpu = [], own.gpu or _gpu_here()
     for label, changes in OPTIONS:
-        changed = run.model_dump(mode="json")
-        for key, value in changes.items():
-            set_key(changed, key, value)
-        rows.append((label, predict_run(shape, parse_config(changed), "cuda", int(gpu * 1e9))))
+        changed = _run_config(model, [*words, *changes])
+        rows.append((label, predict_run(shape, changed, "cuda", int(gpu * 1e9))))
     rollout = run.rollout
     completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
     wanted = Case(own.prompt, completion, group)
     cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    return Plan(model, shape, gpu, rows, cases, _dtypes(run))
-
-
-def _dtypes(run: RunConfig) -> str:
     kept, computed = run.model.dtype, run.model.autocast or run.model.dtype
     moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {kept}"
-    return f"weights and gradients {kept}, {moments}, computed in {computed}"
+    dtypes = f"weights and gradients {kept}, {moments}, computed in {computed}"
+    return Plan(model, shape, gpu, rows, cases, dtypes)
 
 
 def render(plan: Plan) -> list[Any]:
@@ -172,34 +167,33 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     return read_words(RunConfig, words, settings, PlanSettings.model_fields)
 
 
-def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
+def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> tuple[Any, int]:
     """The transformers config and the number of parameters, counted on a model without storage."""
     from transformers import AutoModelForCausalLM
 
     try:
-        config = _transformers_config(run)
+        config = _transformers_config(model, data)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # every architecture's config has words, and classes, of its own
-        if run.model.config is not None:
-            kind = run.model.config["model_type"]
+        if model.config is not None:
+            kind = model.config["model_type"]
             raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
         raise ValueError(
             f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
-            f"folder or its config.json, got {model!r} ({reason(error)})"
+            f"folder or its config.json, got {name!r} ({reason(error)})"
         ) from error
     return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 
 
-def _transformers_config(run: RunConfig) -> Any:
+def _transformers_config(model: ModelConfig, data: DataConfig) -> Any:
     from transformers import AutoConfig
 
-    model = run.model
     if model.config is not None:
         check_fields(model.config)
         size = model.vocab_size
         if model.tokenizer == "symbols":
-            size = len(task_symbols(run.data)) + 2  # pad and end
+            size = len(task_symbols(data)) + 2  # pad and end
         return AutoConfig.for_model(**{"vocab_size": size, **model.config})
     path = str(model.path)
     if path.lower() in KNOWN_MODELS:

@@ -246,11 +246,9 @@ def together(*, in_step: bool = False) -> Iterator[None]:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, Stopped):
-        return Stopped.__name__, str(error.number)
     kinds = (kind.__name__ for kind in type(error).__mro__)
     kind = next((name for name in kinds if name in SHARED), type(error).__name__)
-    return kind, str(error)
+    return kind, str(error.number if isinstance(error, Stopped) else error)
 
 
 def _twin(number: int, kind: str, text: str) -> BaseException:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ PANELS: dict[str, dict[str, str]] = {
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
 ALWAYS = ("Reward", "Accuracy on held-out prompts")  # also where they never move
-COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2527d", "#5f6b7a")
-INK, GRID = "#3b4252", "#e3e6eb"
+STYLE = Path(__file__).with_name("pictures.mplstyle")  # its colours are C0 to C7, and C8 is C0
+INK, GRID, COLORS = "#3b4252", "#e3e6eb", 8
 LARGEST = 1e300  # axes: differences and margins of what they show are finite
 SMOOTHED = 2000  # points of a smoothed series, at most about: more than a picture has columns
 
@@ -103,7 +104,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
 
     Raises ValueError for runs without metrics that are drawn here, and for an impossible `out`.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.lines import Line2D
 
     path = picture_path(out)
@@ -118,26 +118,25 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
     columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
-    height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
-    figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False).flatten()
+    size = 3.6 * columns, 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
     settings = [settings_of(run) for run in runs]
-    for axes, title in zip(grid, titles, strict=False):
-        _draw(axes, title, list(logged.values()))
-        if title == "Loss" and any(known.get("loss.entropy_coef") for known in settings):
-            axes.set_title("Loss, entropy bonus included", fontsize=10, loc="left", color=INK)
-    for axes in grid[len(titles) :]:
-        axes.set_visible(False)
-    if len(runs) == 1:
-        figure.suptitle(title_of(next(iter(logged)), settings[0]), fontsize=11, color=INK)
-    else:
-        handles = [
-            Line2D([], [], c=COLORS[i % len(COLORS)], lw=2, label=f"{label}  {said}".rstrip())
-            for i, (label, said) in enumerate(zip(logged, differing(settings), strict=True))
-        ]
-        place = {"loc": "outside lower center", "ncols": min(2, len(logged)), "fontsize": 9}
-        figure.legend(handles=handles, frameon=False, labelcolor=INK, **place)
-    return save_picture(figure, path)
+    with picture(path, size, (lines, columns)) as (figure, grid):
+        for axes, title in zip(grid.flat, titles, strict=False):
+            _draw(axes, title, list(logged.values()))
+            if title == "Loss" and any(known.get("loss.entropy_coef") for known in settings):
+                axes.set_title("Loss, entropy bonus included")
+        for axes in grid.flat[len(titles) :]:
+            axes.set_visible(False)
+        if len(runs) == 1:
+            figure.suptitle(title_of(next(iter(logged)), settings[0]), color=INK)
+        else:
+            handles = [
+                Line2D([], [], c=f"C{i}", lw=2, label=f"{label}  {said}".rstrip())
+                for i, (label, said) in enumerate(zip(logged, differing(settings), strict=True))
+            ]
+            place = {"loc": "outside lower center", "ncols": min(2, len(logged)), "fontsize": 9}
+            figure.legend(handles=handles, **place)
+    return path
 
 
 def tells(title: str, lines: list[Series]) -> bool:
@@ -163,12 +162,21 @@ def picture_path(out: str | Path) -> Path:
     return path
 
 
-def save_picture(figure: Any, path: Path) -> Path:
-    """Write a figure, with the same bytes for the same figure, and return where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Software": None} if path.suffix == ".png" else None
-    figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
-    return path
+@contextmanager
+def picture(
+    path: Path, size: tuple[float, float], grid: tuple[int, int], **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure in the style of them all, with its axes (lines, columns), which is written at the
+    end: the same bytes for the same figure.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # no pyplot: no display
+
+    with rc_context(fname=STYLE):
+        figure = Figure(figsize=size)
+        yield figure, figure.subplots(*grid, squeeze=False, **options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
 
 
 def _labels(runs: Sequence[str | Path]) -> list[str]:
@@ -176,7 +184,7 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
     if len(set(map(escape_control, names))) != len(names):
         names = [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
-    return [escape_control(name).replace("$", r"\$") for name in names]  # $…$ is mathematics
+    return [escape_control(name) for name in names]
 
 
 def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
@@ -193,24 +201,13 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
         style = {"linestyle": "--" if several and index else "-"}
         for run, rows in enumerate(logged):
             # A colour stands for a run where there are several, else for a metric.
-            style["color"] = COLORS[(run if several else index) % len(COLORS)]
+            style["color"] = f"C{run if several else index}"
             _line(axes, rows, metric, {**style})
         style |= {"color": INK} if several else {}
         keys.append(Line2D([], [], label=" = ".join(labels), **style))  # type: ignore[arg-type]
     if len(keys) > 1 or any(" = " in str(key.get_label()) for key in keys):
-        axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
-    finish_axes(axes, title)
-
-
-def finish_axes(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left", color=INK)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.set_xlabel("step", fontsize=8, color=INK)
-    axes.margins(x=0.02)
+        axes.legend(handles=keys)
+    axes.set(title=title, xlabel="step")
 
 
 def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
@@ -226,7 +223,7 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
         axes.errorbar(steps, values, yerr=bars, **style)
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
-    axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
+    axes.plot(*zip(*smooth(points), strict=True), **style)
 
 
 def settings_of(run: str | Path) -> dict[str, Any]:
@@ -267,7 +264,6 @@ def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def plain(value: Any) -> str:
-    """A value as a picture shows it: short, harmless, no mathematics."""
+    """A value as a picture shows it: short, harmless."""
     text = escape_control(str(value))
-    text = text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
-    return text.replace("$", r"\$")
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"

@@ -20,7 +20,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.objective.tokens import Tokens
 from grpo_fast.train.config.base import CommaList, Section, require
 from grpo_fast.train.config.words import read_words
-from grpo_fast.train.report.curves import COLORS, GRID, INK, finish_axes, picture_path, save_picture
+from grpo_fast.train.report.curves import GRID, INK, picture, picture_path
 
 DEFAULT = ("grpo", "cispo", "sapo", "unclipped")
 DASHES = ("-", "--", "-.", ":")
@@ -86,8 +86,6 @@ def plot_losses(words: Sequence[str], out: str | Path) -> Path:
 
     Losses with the same curves share a line and its label: none is hidden behind another.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-
     path, drawing = picture_path(out), read_drawing(words)
     ratios, losses = drawing.ratios, dict.fromkeys(drawing.losses)
     configs = [_config(loss, drawing) for loss in losses]
@@ -98,20 +96,19 @@ def plot_losses(words: Sequence[str], out: str | Path) -> Path:
         same.setdefault(bits, ([], curves))[0].append(config.loss_type)
     named = {" = ".join(names): curves for names, curves in same.values()}
     columns = len(drawing.advantage)
-    figure = Figure(figsize=(max(4.6 * columns, 6.4), 6.4), layout="constrained")
-    grid = figure.subplots(2, columns, squeeze=False, sharex=True)
     ranges = sorted(set(filter(None, map(clip_range, configs))))
-    for index, axes in enumerate(grid.flat):
-        row, column = divmod(index, columns)
-        lines = {label: curves[column][row] for label, curves in named.items()}
-        _draw(axes, lines, ratios, ranges)
-        title = f"loss, A = {drawing.advantage[column]:g}".replace("-", "−")
-        finish_axes(axes, "its gradient to the log-prob" if row else title)
-        axes.set_xlabel("ratio p / p_old" if row else "", fontsize=8, color=INK)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    place = {"loc": "outside lower center", "ncols": 4, "fontsize": 9}
-    figure.legend(handles, labels, frameon=False, labelcolor=INK, **place)
-    return save_picture(figure, path)
+    size = max(4.6 * columns, 6.4), 6.4
+    with picture(path, size, (2, columns), sharex=True) as (figure, grid):
+        for index, axes in enumerate(grid.flat):
+            row, column = divmod(index, columns)
+            lines = {label: curves[column][row] for label, curves in named.items()}
+            _draw(axes, lines, ratios, ranges)
+            title = f"loss, A = {drawing.advantage[column]:g}".replace("-", "−")
+            axes.set_title("its gradient to the log-prob" if row else title)
+            axes.set_xlabel("ratio p / p_old" if row else "")
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    return path
 
 
 def read_drawing(words: Sequence[str]) -> Any:
@@ -148,7 +145,7 @@ def _draw(
     """One panel: the earlier of two lines on one place is the broader one, so that both show."""
     for index, (label, points) in enumerate(curves.items()):
         width = 1.4 + min(0.9, 5 / len(curves)) * (len(curves) - 1 - index)
-        style = {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)]}
+        style = {"color": f"C{index}", "linestyle": DASHES[index % len(DASHES)]}
         axes.plot(ratios, points, linewidth=width, label=label, **style)
     low, high = ratios[0].item(), ratios[-1].item()
     for left, right in ranges:

@@ -26,7 +26,7 @@ from grpo_fast.train.report.curves import plot_runs, settings_of
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
-from grpo_fast.train.report.trackers import Trackers
+from grpo_fast.train.report.trackers import start_trackers
 
 CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
@@ -83,7 +83,7 @@ class RunReport(AbstractContextManager[Any]):
             self._prompts = JsonLines(folder / "prompts.jsonl", prompts)
         most = config.page_megabytes * 2**20
         self._page = CompletionsPage(folder / "completions.html", folder.name, most)
-        self._trackers = Trackers(config.trackers, folder, settings_of(folder))
+        self._trackers = start_trackers(config.trackers, folder, settings_of(folder))
         self._read_completions(self._step)
         self._has_begun = True
         console = Console(file=self._stream)
@@ -104,7 +104,9 @@ class RunReport(AbstractContextManager[Any]):
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
         if "update" not in values:  # else one of several in a step
-            self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
+            known = {k: v for k, v in values.items() if math.isfinite(v)}
+            for tracker in self._trackers:
+                tracker.log(dict(known), step=int(step))
             self._show(step, values)
 
     @by_rank_0
@@ -174,7 +176,8 @@ class RunReport(AbstractContextManager[Any]):
         if self._has_begun:
             self._metrics.close()
             self._prompts.close()
-            self._trackers.close()
+            while self._trackers:  # accelerate's end_training would end the ranks' group, too
+                self._trackers.pop().finish()
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:

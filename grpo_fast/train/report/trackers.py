@@ -25,35 +25,25 @@ def check_trackers(names: Sequence[str]) -> None:
     require(not missing, "log.trackers", "trackers whose packages are installed", came)
 
 
-class Trackers:
-    """The trackers of one run, by the `names` of `log.trackers`; `settings` have dotted names."""
+def start_trackers(
+    names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
+) -> list[Any]:
+    """accelerate's trackers of one run, by the `names` of `log.trackers`; `settings` have dotted
+    names.
+    """
+    if not names:
+        return []
+    from accelerate import Accelerator
 
-    def __init__(
-        self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
-    ) -> None:
-        self.trackers: list[Any] = []
-        if not names:
-            return
-        from accelerate import Accelerator
-
-        with distributed.unnoticed():  # it is for rank 0's trackers alone
-            accelerator = Accelerator(
-                cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
-            )
-        run = Path(folder).name
-        options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-        plain = {  # trackers take numbers and texts; None is a text, too
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in settings.items()
-        }
-        accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
-        self.trackers = accelerator.trackers
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self.trackers:
-            tracker.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Flush and end the trackers; later calls do nothing."""
-        while self.trackers:  # accelerate's end_training would end the ranks' group, too
-            self.trackers.pop().finish()
+    with distributed.unnoticed():  # it is for rank 0's trackers alone
+        accelerator = Accelerator(
+            cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
+        )
+    run = Path(folder).name
+    options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
+    plain = {  # trackers take numbers and texts; None is a text, too
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in settings.items()
+    }
+    accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
+    return accelerator.trackers

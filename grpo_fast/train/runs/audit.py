@@ -6,13 +6,15 @@ those of a step that is under way.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from grpo_fast.data import escape_control
+from pydantic import TypeAdapter
+
+from grpo_fast.data import escape_control, reason
+from grpo_fast.train.collect.groups import PromptRecord
 from grpo_fast.train.runs.checkpoint import newest
 from grpo_fast.train.runs.state import read_state
 
@@ -53,12 +55,12 @@ def audit(run: str | Path) -> Audit:
     rows = _rows(folder / "prompts.jsonl")
     checkpoint = newest(folder, notes.append)
     state = None if checkpoint is None else read_state(checkpoint)
-    drawn = [(row, FATES[row["use"]]) for row in rows]
+    drawn = [(row, FATES[row.use]) for row in rows]
     step = None if state is None else state.underway
-    if step is not None and step.collected and all(row["step"] < step.number for row in rows):
+    if step is not None and step.collected and all(row.step < step.number for row in rows):
         ends = {"dropped": FATES["dropped"]}
-        drawn += [(vars(row), ends.get(row.use, WAITING)) for row in step.collected.prompts]
-    fates = [Fate(i, row["prompt"], row["step"], fate) for i, (row, fate) in enumerate(drawn)]
+        drawn += [(row, ends.get(row.use, WAITING)) for row in step.collected.prompts]
+    fates = [Fate(i, row.prompt, row.step, fate) for i, (row, fate) in enumerate(drawn)]
     size = None if state is None else state.training_set
     return Audit(fates, list(_problems(fates, size)), notes)
 
@@ -74,13 +76,10 @@ def _problems(fates: list[Fate], size: int | None) -> Iterator[str]:
             yield f"{expectation} (step {now.step})"
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def _rows(file: Path) -> list[PromptRecord]:
+    record = TypeAdapter(PromptRecord)
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for row in rows:
-            if row["use"] not in FATES or not isinstance(row["prompt"] + row["step"], int):
-                raise ValueError(f"no line of a run: {str(row)[:100]}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [record.validate_json(line) for line in file.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:  # pydantic's own among them
         expected = "expected a run's folder with a prompts.jsonl that can be read"
-        raise ValueError(f"audit: {expected}, got {file}: {error}") from error
-    return rows
+        raise ValueError(f"audit: {expected}, got {file}: {reason(error)}") from error

@@ -122,7 +122,9 @@ def write_checkpoint(
             mine = [f"{WEIGHTS}/{path.name}" for path in owned_files(part / WEIGHTS)]
             if distributed.is_main():
                 mine += [name for name in _files(part) if not name.startswith(f"{WEIGHTS}/")]
-            sums = {name: _synced_sum(part / name) for name in mine}
+            for name in mine:
+                sync(part / name)
+            sums = {name: sha256_of(part / name) for name in mine}
         sums = {file: known for each in distributed.gather(sums) for file, known in each.items()}
         with distributed.together(), _named(final):
             if distributed.is_main():
@@ -238,11 +240,6 @@ def prune(latest: Path, keep: int) -> None:
 def _files(folder: Path) -> set[str]:
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(folder).as_posix() for path in files}
-
-
-def _synced_sum(file: Path) -> tuple[int, str]:
-    sync(file)
-    return sha256_of(file)
 
 
 def read_checked(

@@ -17,7 +17,6 @@ from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.state import read_state
 from grpo_fast.train.runs.storage import read_tensors
 from grpo_fast.train.update.critic import Critic, load_critic
-from grpo_fast.train.update.trainer import Trainer
 
 
 def export(checkpoint: str | Path, out: str | Path) -> Path:
@@ -41,35 +40,28 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     return target
 
 
-def save_models(trainer: Trainer, folder: Path) -> None:
-    """Save the trained models, after the summary: a full disk then costs no more than them."""
-    policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
-    with distributed.together(), written(folder / "model"):
-        if distributed.is_main():
-            policy.save(folder / "model")
-            if critic is not None:
-                critic.save(folder / "critic")
-
-
 @torch.no_grad()
-def unsharded_models(
-    config: RunConfig, policy: Policy, critic: Critic | None
-) -> tuple[Policy, Critic | None]:
-    """The models of a run in one piece on rank 0, those given on the others. Collective."""
-    if not policy.is_sharded:
-        return policy, critic
-    plain: list[Any] = [policy, critic]
-    with distributed.together():
-        if distributed.is_main():
-            own = config.model.model_copy(update={"device": "cpu"})
-            plain[0] = load_policy(own, policy.tokenizer)
-            plain[1] = load_critic(config.critic, config.model, plain[0])
-    both: tuple[Any, Any] = policy, critic
-    for sharded, whole in zip(both, plain, strict=True):
-        if sharded is not None:
-            room = whole.weights()
+def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
+    """Save the trained models, after the summary: a full disk then costs no more than them.
+
+    Collective: shards are put together in a model that rank 0 loads anew, as `model` says.
+    """
+    given: dict[str, Any] = {"model": policy} | ({} if critic is None else {"critic": critic})
+    models = dict(given)
+    if policy.is_sharded:
+        with distributed.together():
+            if distributed.is_main():
+                own = model.model_copy(update={"device": "cpu"})
+                models["model"] = load_policy(own, policy.tokenizer)
+                if critic is not None:
+                    models["critic"] = load_critic(critic.config, model, models["model"])
+        for kind, sharded in given.items():
+            room = models[kind].weights()
             for name, tensor in sharded.weights().items():
                 full = distributed.whole(tensor.detach())
                 if distributed.is_main():
                     room[name].detach().copy_(full)
-    return plain[0], plain[1]
+    with distributed.together(), written(folder / "model"):
+        if distributed.is_main():
+            for kind, whole in models.items():
+                whole.save(folder / kind)

@@ -32,7 +32,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         source = spec.path if spec.path is not None else _source(spec.name)
         if source is not None:
             prints[f"rewards.{label}"] = _of_path(source)
-    frozen = config.reference.path or _frozen_start(config)
+    reference, model = config.reference, config.model
+    # What no checkpoint holds is loaded again on resume.
+    is_loaded = model.lora or (reference.kind == "frozen" and not config.stores_reference)
+    frozen = reference.path or (model.path if is_loaded else None)
     if frozen is not None:
         prints["reference"] = _of_path(frozen)
     return prints
@@ -89,13 +92,6 @@ def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]
 
 def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
-
-
-def _frozen_start(config: RunConfig) -> str | None:
-    """The model that is loaded again on resume, because no checkpoint holds its weights."""
-    is_stored = config.reference.kind == "synced" or config.warm_start is not None
-    is_needed = config.model.lora or (config.reference.kind == "frozen" and not is_stored)
-    return config.model.path if is_needed else None
 
 
 def _source(name: str) -> str | None:

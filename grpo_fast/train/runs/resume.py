@@ -36,19 +36,42 @@ TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.htm
 
 @dataclass
 class Start:
-    """Where a run begins."""
+    """Where a run begins, and its folder, into which it then lets the run."""
 
+    config: RunConfig
     checkpoint: Path | None = None  # where it goes on; None: from the beginning
     lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
     fingerprints: dict[str, str] = field(default_factory=dict)  # the checkpoint's
 
     @property
-    def source(self) -> Path | None:
-        return None if self.checkpoint is None else self.checkpoint.parent.parent
-
-    @property
     def step(self) -> int:
         return 0 if self.checkpoint is None else order_of(self.checkpoint.name)[0]
+
+    def enter_folder(self, report: RunReport) -> None:
+        """Let a run and its report write into its folder: rank 0 does, for all."""
+        with distributed.together():
+            if distributed.is_main():
+                self._put_back()
+                report.begin()
+
+    def _put_back(self) -> None:
+        """The folder as it was when the checkpoint was written, with the resolved config.yaml.
+
+        Newer checkpoints are set aside; the logs of another run are copied into the empty folder.
+        """
+        folder = Path(self.config.output_dir)
+        if self.checkpoint is not None:
+            place, source = order_of(self.checkpoint.name), self.checkpoint.parent.parent
+            for path in checkpoints.checkpoints_in(folder):
+                if order_of(path.name) > place:
+                    checkpoints.set_aside(path)
+            for name in (*LOGS, COMPLETIONS) if not is_occupied(folder) else ():
+                if (source / name).is_dir():
+                    shutil.copytree(source / name, folder / name)
+                elif (source / name).exists():
+                    shutil.copyfile(source / name, folder / name)
+        with written(folder):
+            save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
 
 
 @contextmanager
@@ -65,7 +88,7 @@ def entered(config: RunConfig) -> Iterator[Start]:
             return [place, start.lengths, start.fingerprints]
 
         place, lengths, prints = distributed.from_main(look)
-        yield Start(None if place is None else Path(place), tuple(lengths), prints)
+        yield Start(config, None if place is None else Path(place), tuple(lengths), prints)
 
 
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
@@ -78,13 +101,13 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     folder = Path(config.output_dir)
     if config.resume is None:
         check_folder(folder)
-        return Start()
+        return Start(config)
     if config.resume == AUTO:
         _check_files(folder)
         checkpoint = newest(folder, say)
         if checkpoint is None:
             _check_begins(folder, config)
-            return Start()
+            return Start(config)
     else:
         checkpoint = _named(Path(config.resume), say)
     source = checkpoint.parent.parent
@@ -95,38 +118,12 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     check_same(state.config, config)
     expected = f"a checkpoint of at most the {config.steps} steps of the run"
     require(state.step <= config.steps, "resume", expected, checkpoint)
-    for name, length in zip(LOGS, state.lengths, strict=True):
-        _check_log(source / name, length)
-    return Start(checkpoint, state.lengths, state.fingerprints)
-
-
-def enter_folder(config: RunConfig, start: Start, report: RunReport) -> None:
-    """Let a run and its report write into its folder: rank 0 does, for all."""
-    with distributed.together():
-        if distributed.is_main():
-            _put_back(config, start)
-            report.begin()
-
-
-def _put_back(config: RunConfig, start: Start) -> None:
-    """The folder as it was when `start` was written, with the resolved config.yaml.
-
-    Newer checkpoints are set aside; the logs of another run are copied into the empty folder.
-    """
-    folder, source = Path(config.output_dir), start.source
-    if start.checkpoint is not None:
-        place = order_of(start.checkpoint.name)
-        for path in checkpoints.checkpoints_in(folder):
-            if order_of(path.name) > place:
-                checkpoints.set_aside(path)
-    if source is not None and not is_occupied(folder):
-        for name in (*LOGS, COMPLETIONS):
-            if (source / name).is_dir():
-                shutil.copytree(source / name, folder / name)
-            elif (source / name).exists():
-                shutil.copyfile(source / name, folder / name)
-    with written(folder):
-        save_config(config.model_copy(update={"resume": None}), folder / CONFIG)
+    for log_file, length in zip((source / name for name in LOGS), state.lengths, strict=True):
+        size = log_file.stat().st_size if log_file.is_file() else -1
+        came = f"{size} bytes" if size >= 0 else "no file"
+        expected = f"at least {length} bytes in {log_file}, which its checkpoint has seen"
+        require(size >= length, "resume", expected, came)
+    return Start(config, checkpoint, state.lengths, state.fingerprints)
 
 
 def _named(path: Path, say: Callable[[str], None]) -> Path:
@@ -148,13 +145,6 @@ def _check_files(run: Path) -> None:
         check_regular(path)
         for inside in path.glob("*"):
             check_regular(inside)
-
-
-def _check_log(path: Path, length: int) -> None:
-    size = path.stat().st_size if path.is_file() else -1
-    came = f"{size} bytes" if size >= 0 else "no file"
-    expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
-    require(size >= length, "resume", expected, came)
 
 
 def _check_begins(folder: Path, config: RunConfig) -> None:

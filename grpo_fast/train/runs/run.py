@@ -34,17 +34,7 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import ONE_UPDATE, USUAL_CLIP
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
-from grpo_fast.train.runs import storage
-from grpo_fast.train.runs.checkpoint import (
-    STATE,
-    STATE_TENSORS,
-    TOKENIZER,
-    WEIGHTS,
-    name_of,
-    prune,
-    read_manifest,
-    write_checkpoint,
-)
+from grpo_fast.train.runs import checkpoint, storage
 from grpo_fast.train.runs.state import RandomState, State, check_round_trip, read_state
 from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
@@ -164,7 +154,7 @@ class Run:
         trainer, config, underway = self.trainer, self.config, self.state.underway
         expected, states = "optim.states: full, whose moments a file can hold", config.optim.states
         require(states == "full", "checkpoint", expected, states, CheckpointError)
-        name = name_of(self.state.step, 0 if underway is None else underway.place)
+        name = checkpoint.name_of(self.state.step, 0 if underway is None else underway.place)
         best = config.checkpoint.best if underway is None else None
         value = None if best is None else self.state.metrics.get(best)
         self.report.sync()
@@ -175,15 +165,15 @@ class Run:
         def fill(folder: Path) -> None:
             from safetensors.torch import save_file
 
-            trainer.policy.tokenizer.save_pretrained(folder / TOKENIZER)
-            save_file(tensors, folder / STATE_TENSORS)
-            (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+            trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
+            save_file(tensors, folder / checkpoint.STATE_TENSORS)
+            (folder / checkpoint.STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
-        path = write_checkpoint(
+        path = checkpoint.write_checkpoint(
             self.report.folder, name, weights | trainer.moments(weights), fill,
             {"run": self.id, "step": self.state.step, "value": value},
         )  # fmt: skip
-        distributed.from_main(lambda: prune(path, config.checkpoint.keep))
+        distributed.from_main(lambda: checkpoint.prune(path, config.checkpoint.keep))
         return path
 
     def _stored(self) -> State:
@@ -192,7 +182,7 @@ class Run:
         return dataclasses.replace(
             self.state, trainer=self.trainer.state_dict(), fallback=self.engine.fallback,
             underway=None if underway is None else underway.stored(),
-            ahead=self.collector.ahead.state_dict(),
+            ahead=self.collector.ahead_state(),
         )  # fmt: skip
 
     def load(self, folder: Path) -> None:
@@ -201,10 +191,11 @@ class Run:
 
         with _refused(folder):
             with distributed.together():
-                state = read_state(folder, load_file(folder / STATE_TENSORS))
+                state = read_state(folder, load_file(folder / checkpoint.STATE_TENSORS))
                 weights = self.trainer.weights()
-                weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
-            storage.read_tensors(folder / WEIGHTS, weights)
+                stored = storage.stored_names(folder / checkpoint.WEIGHTS)
+                weights |= self.trainer.moments(weights, stored)
+            storage.read_tensors(folder / checkpoint.WEIGHTS, weights)
             with distributed.together():
                 self._load_state(folder, state)
             again = self._stored()
@@ -221,41 +212,39 @@ class Run:
         collector.load_state_dict(state.collector)
         trainer.load_state_dict(state.trainer)
         if step is not None:
-            _check_place(step, self.config, state.step + 1)
+            passes, per_pass = self.config.inner_iterations, self.config.minibatches
+            _check_place(step, state.step + 1, passes, per_pass)
             step.collected.rollout.check(vocab_size)
             collector.examples_of(step.collected)  # raises for prompts of other completions
             trainer.resume(step)
         if state.ahead is not None:
             state.ahead.rollout.check(vocab_size)
-        collector.ahead.sampled = state.ahead
-        self._load_path(state.fallback)
+        collector.sampled = state.ahead
+        # Sample as the run before did: by transformers' `generate` where its own loop was not.
+        if state.fallback is not None:
+            self.engine.fallback = state.fallback
+        elif self.engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
-            self.id = read_manifest(folder).run
+            self.id = checkpoint.read_manifest(folder).run
         self.state = dataclasses.replace(
             state, config=self.state.config, fingerprints=self.state.fingerprints,
             training_set=self.state.training_set,
         )  # fmt: skip
         self.mark()
 
-    def _load_path(self, fallback: str | None) -> None:
-        """Sample as the run before did: by transformers' `generate` where its own loop was not."""
-        if fallback is not None:
-            self.engine.fallback = fallback
-        elif self.engine.fallback is not None:
-            now = "which this one cannot take: its bits are others from here on"
-            self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
-
-def _check_place(step: Step, config: RunConfig, number: int) -> None:
+def _check_place(step: Step, number: int, passes: int, per_pass: int) -> None:
     """Raise a ValueError for another step than this one, or for one without its updates."""
-    epoch, minibatch, per_pass = step.epoch, step.minibatch, config.minibatches
-    made, is_ended = len(step.updates), epoch == config.inner_iterations
-    fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
+    epoch, minibatch = step.epoch, step.minibatch
+    made, is_ended = len(step.updates), epoch == passes
+    fits = epoch < passes and made == epoch * per_pass + minibatch
     fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
     has_all = step.collected is not None and step.packing is not None
     fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
     came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
-    require(fits, f"{STATE}: underway", f"a place in step {number}", came)
+    require(fits, f"{checkpoint.STATE}: underway", f"a place in step {number}", came)
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from grpo_fast.errors import require
 from grpo_fast.rollout.saved import Saved, split_tensors
-from grpo_fast.train.collect.ahead import Sampled
-from grpo_fast.train.collect.collector import CollectorState
+from grpo_fast.train.collect.collector import CollectorState, Sampled
 from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.files import read_regular
 from grpo_fast.train.runs.checkpoint import STATE, STRICT, order_of, read_checked

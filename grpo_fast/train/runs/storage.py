@@ -45,7 +45,12 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> 
         stored = _metadata(folder)
         _check_names(into.keys(), [name for name in stored if name.startswith(prefix)])
         for name, tensor in into.items():
-            _check_tensor(name, tensor, stored[name])
+            ours, theirs = tensor, stored[name]
+            expected = f"{ours.dtype} {tuple(ours.shape)}"
+            came = f"{theirs.properties.dtype} {tuple(theirs.size)}"
+            require(expected == came, f"the tensor {name}", expected, came)
+            fits = _is_whole(theirs.chunks, tuple(theirs.size))
+            require(fits, f"the tensor {name}", "all of its rows once", "other chunks")
     with _plain_errors():
         reader = dcp.HuggingFaceStorageReader(str(folder))
         dcp.load(dict(into), storage_reader=reader, no_dist=distributed.size() == 1)
@@ -65,14 +70,6 @@ def _check_names(asked: Collection[str], stored: Collection[str]) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"the tensor {min(names)}{more} {what}")
-
-
-def _check_tensor(name: str, tensor: Tensor, stored: TensorStorageMetadata) -> None:
-    ours, theirs = (tensor.dtype, tensor.shape), (stored.properties.dtype, stored.size)
-    expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
-    require(ours == theirs, f"the tensor {name}", expected, came)
-    fits = _is_whole(stored.chunks, tuple(stored.size))
-    require(fits, f"the tensor {name}", "all of its rows once", "other chunks")
 
 
 def _is_whole(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:

@@ -122,7 +122,7 @@ class StepBatch:
         keep_fixed: hand on what is fixed, completion by completion; else it is forgotten.
         """
         self.budget, self.has_fixed = budget, self.has_fixed and keep_fixed
-        known = {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
+        known = self.fixed()
         packed = [self._pack_part(part, budget) for part in self.parts]
         self.minibatches, self.totals = [list(x) for x in zip(*packed, strict=True)]
         for name, values in known.items():
@@ -130,8 +130,7 @@ class StepBatch:
 
     def state_dict(self) -> Packing:
         """The packing for a checkpoint. Collective."""
-        fixed = [name for name in FIXED if self.has_fixed and self.has(name)]
-        return Packing(self.parts, self.budget, {name: self.of_each(name) for name in fixed})
+        return Packing(self.parts, self.budget, self.fixed())
 
     def load_state_dict(self, packing: Packing) -> None:
         """Go on from `state_dict`. Raises ValueError for parts of another batch."""
@@ -145,6 +144,9 @@ class StepBatch:
 
     def has(self, name: str) -> bool:
         return all(getattr(batch, name) is not None for batch in self.micro_batches)
+
+    def fixed(self) -> dict[str, list[Tensor]]:
+        return {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
 
     def of_each(self, name: str) -> list[Tensor]:
         """The (R,) values of this name as one tensor for each completion, in their order."""

@@ -9,13 +9,12 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.planning.memory_model import USABLE_GPU, predict_model
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
@@ -40,15 +39,20 @@ class BudgetState:
 
 
 class TokenBudget:
-    """The token budget of a run for a model; `tokens_per_microbatch` fixes it to start with."""
+    """The token budget of a run for a model.
 
-    def __init__(self, lm: Any, config: RunConfig) -> None:
-        self.device = next(lm.parameters()).device
-        self.memory = predict_model(lm, config, self.device.type)
+    Args:
+        memory: what a step takes; None: not known.
+        fixed: `tokens_per_microbatch`, to start with.
+        in_step: the ranks hold shards, and cannot try again one by one.
+    """
+
+    def __init__(
+        self, device: torch.device, memory: Memory | None, fixed: int | None, in_step: bool
+    ) -> None:
+        self.device, self.memory, self.in_step = device, memory, in_step
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
-        fixed = config.tokens_per_microbatch
         self.tokens = fixed or min(distributed.gather(self._default()))
-        self.in_step = config.is_sharded and distributed.size() > 1
 
     def _default(self) -> int:
         if self.memory is None:

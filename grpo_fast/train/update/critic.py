@@ -122,21 +122,16 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
-    loaded = Critic(policy, critic, trunk)
-    _load_head(loaded.head, Path(critic.path) / HEAD_FILE)
+    loaded, file = Critic(policy, critic, trunk), Path(critic.path) / HEAD_FILE
+    if file.is_file():
+        from safetensors.torch import load_file
+
+        try:
+            loaded.head.load_state_dict(load_file(file))
+        except Exception as error:  # the reader has no public class for it
+            expected = f"expected a value head of width {loaded.head.in_features} in {file}"
+            raise ValueError(f"critic.path: {expected}, got {error}") from error
     return loaded
-
-
-def _load_head(head: nn.Linear, file: Path) -> None:
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        return
-    try:
-        head.load_state_dict(load_file(file))
-    except Exception as error:  # the reader has no public class for it
-        expected = f"expected a value head of width {head.in_features} in {file}"
-        raise ValueError(f"critic.path: {expected}, got {error}") from error
 
 
 def token_weights(

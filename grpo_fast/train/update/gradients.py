@@ -1,10 +1,11 @@
-"""One optimizer step's gradients, micro-batch by micro-batch."""
+"""One optimizer step's gradients, micro-batch by micro-batch, and how noisy they are."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_fast import (
@@ -20,8 +21,8 @@ from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.distributed import whole
-from grpo_fast.train.update.batch import Totals
+from grpo_fast.train.ranks.distributed import rank, size, sum_, together, whole
+from grpo_fast.train.update.batch import StepBatch, Totals
 from grpo_fast.train.update.critic import Critic, token_weights
 from grpo_fast.train.update.micro_batch import MicroBatch
 
@@ -142,3 +143,41 @@ def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
     assert batch.ref_logps is not None
     kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps, *config.kl_limits)
     return kl[batch.completion_mask].sum() / max(batch.active_tokens, 1)
+
+
+def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
+    """How noisy the gradient of the policy term is, at the policy that drew the rollout.
+
+    Each group is an independent estimate g_i of the same gradient (its loss is normalised as that
+    of a step of this group alone). For n groups, with ḡ their mean,
+
+        grad_variance = Σ|g_i − ḡ|² / (n·(n − 1))      the trace of the covariance of ḡ
+        grad_signal   = |ḡ|² − grad_variance           an unbiased |E g|²; it may be negative
+
+    {} for a single group. It costs a forward and a backward pass over the batch, and two copies of
+    the gradients; the parameters' own must be empty, and are left so.
+    """
+    group_size = batch.group_size
+    count = len(batch.advantages) // group_size
+    if count < 2:
+        return {}
+    alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
+    parameters = policy.trainable()
+    total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    squares = 0.0
+    with together():
+        for group in range(rank(), count, size()):
+            first = group * group_size
+            members = list(range(first, first + group_size))
+            accumulate(
+                policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
+            )
+            for own, p in zip(total, parameters, strict=True):
+                if p.grad is not None:
+                    squares += float(p.grad.double().square().sum())
+                    own += p.grad.float()
+                    p.grad = None
+    squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
+    mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
+    variance = max(0.0, squares - count * mean_square) / (count * (count - 1))
+    return {"grad_variance": variance, "grad_signal": mean_square - variance}

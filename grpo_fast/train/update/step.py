@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_fast.train.collect.collector import Collected
@@ -14,8 +13,17 @@ from grpo_fast.train.update.batch import Packing, StepBatch
 
 
 @dataclass
+class Update:
+    """One optimizer update: its losses, the gradient's norm, the learning rate."""
+
+    losses: LossMetrics
+    norm: float
+    rate: float
+
+
+@dataclass
 class Updates:
-    """The losses, the gradient norm and the learning rate of each update.
+    """The updates of a step.
 
     Args:
         per_pass: optimizer updates of one pass over the batch.
@@ -24,45 +32,32 @@ class Updates:
 
     per_pass: Count
     first: Count
-    losses: list[LossMetrics] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not len(self.losses) == len(self.norms) == len(self.rates):
-            raise ValueError("updates: expected as many norms and rates as losses")
-
-    def add(self, losses: LossMetrics, rate: float, norm: float) -> None:
-        self.losses.append(losses)
-        self.rates.append(rate)
-        self.norms.append(norm)
+    made: list[Update] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.losses)
+        return len(self.made)
 
     @property
     def passes(self) -> float:
         return len(self) / self.per_pass
 
-    def merged(self, losses: Sequence[LossMetrics] | None = None) -> LossMetrics:
-        """The losses of all updates, or of some, as one; the logps are those of the first pass."""
+    def merged(self, latest: int = 0) -> LossMetrics:
+        """The losses of the latest updates, or of all, as one; the logps are those of a pass."""
         seen = LossMetrics()
-        for index, each in enumerate(self.losses if losses is None else losses):
-            seen.extend(each, with_logps=index < self.per_pass)
+        for index, each in enumerate(self.made[-latest:]):
+            seen.extend(each.losses, with_logps=index < self.per_pass)
         return seen
 
     def last_pass(self, name: str) -> float:
         """The mean of a metric over the tokens of the whole latest pass (one sync)."""
-        return self.merged(self.losses[-self.per_pass :]).mean(name)
+        return self.merged(self.per_pass).mean(name)
 
     def rows(self) -> list[dict[str, float]]:
         """A row of metrics for each update: its loss's, `grad_norm`, `learning_rate`, `update`."""
         return [
-            finite({"update": float(self.first + index), **losses.result(), "grad_norm": norm,
-                    "learning_rate": rate})
-            for index, (losses, norm, rate) in enumerate(
-                zip(self.losses, self.norms, self.rates, strict=True)
-            )
+            finite({"update": float(self.first + index), **each.losses.result(),
+                    "grad_norm": each.norm, "learning_rate": each.rate})
+            for index, each in enumerate(self.made)
         ]  # fmt: skip
 
 

@@ -24,15 +24,15 @@ from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
+from grpo_fast.train.planning.memory_model import predict_model
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.gradients import accumulate, gradient_variance
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
-from grpo_fast.train.update.step import Step, Updates
-from grpo_fast.train.update.variance import gradient_variance
+from grpo_fast.train.update.step import Step, Update, Updates
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,10 @@ class Trainer:
         self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
         if critic is not None:
             self.optimizers["critic"] = critic.optimizer(config.optim, total)
-        self.budget = TokenBudget(policy.lm, config)
+        memory, in_step = predict_model(policy.lm, config), distributed.size() > 1
+        self.budget = TokenBudget(
+            policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
+        )
         self.shared = config.shared_prompt and policy.unshared is None
         if config.shared_prompt and policy.unshared is not None:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
@@ -102,7 +105,8 @@ class Trainer:
         assert step.collected is not None and step.packing is not None
         self.pack(step, step.collected)
         step.batch.load_state_dict(step.packing)
-        step.updates.losses = [each.to(self.policy.device) for each in step.updates.losses]
+        for update in step.updates.made:
+            update.losses = update.losses.to(self.policy.device)
         step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
 
     def remaining(self, step: Step) -> Iterator[int]:
@@ -142,7 +146,7 @@ class Trainer:
         losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
         rate = self.optimizer.learning_rate
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.updates.add(losses, rate, norm)
+        step.updates.made.append(Update(losses, norm, rate))
         step.minibatch += 1
         for optimizer in self.optimizers.values():
             optimizer.check()
@@ -167,7 +171,7 @@ class Trainer:
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()
-        self.watch.look(step.number, done.losses[0].logps)
+        self.watch.look(step.number, done.made[0].losses.logps)
         step.metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
@@ -195,16 +199,18 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """The weights of a checkpoint by name, as they lie in the models.
 
-        Of a reference only one that cannot be built again: synced, or the model of a warm start.
+        Of a reference only one that cannot be built again.
         """
-        config, reference = self.config, self.reference.copy
-        is_new = config.reference.kind == "synced" or config.warm_start is not None
-        weights = prefixed("policy", self.policy.weights())
-        if reference is not None and config.reference.path is None and is_new:
-            weights |= prefixed("reference", reference.weights())
-        if self.critic is not None:
-            weights |= prefixed("critic", self.critic.weights())
-        return weights
+        reference = self.reference.copy if self.config.stores_reference else None
+        models: dict[str, Policy | Critic | None] = {
+            "policy": self.policy, "reference": reference, "critic": self.critic,
+        }  # fmt: skip
+        return {
+            f"{name}.{part}": tensor
+            for name, model in models.items()
+            if model is not None
+            for part, tensor in model.weights().items()
+        }
 
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
@@ -253,9 +259,9 @@ class Trainer:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
     def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        done = step.updates
-        grad_norm = sum(done.norms) / len(done)
-        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": done.rates[-1]}
+        made = step.updates.made
+        grad_norm = sum(update.norm for update in made) / len(made)
+        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": made[-1].rate}
         if is_policy_alone(self.loss_config, self.critic is not None and self.critic.is_shared):
             metrics["policy_grad_norm"] = grad_norm
         if self.beta.value:
@@ -268,7 +274,3 @@ class Trainer:
             limit is not None and step.updates.last_pass(name) > limit
             for name, limit in limits.items()
         )
-
-
-def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}

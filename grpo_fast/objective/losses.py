@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch as tl
 
@@ -190,7 +190,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 def bind(
     leaf: Callable,
-    tl: types.ModuleType,
+    tl: Any,
     wrap: Callable = lambda function: function,
     words: dict | None = None,
 ) -> Callable:

@@ -1,13 +1,16 @@
-"""How a run can end: one class for each cause, below one base class that commands catch.
+"""Refusals of wrong arguments; how a run can end: one class for each cause, below one base class
+that commands catch.
 
 A wrong argument is no `RunError`: it is a ValueError that names the argument.
 """
 
 from __future__ import annotations
 
+import reprlib
 import signal
 from typing import Any
 
+FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
@@ -24,6 +27,24 @@ def require(
     """
     if not fits:
         raise wrong(name, expected, came, kind)
+
+
+def choice(name: str, value: Any, choices: Any) -> None:
+    """Raise a ValueError that lists the choices unless `value` is one of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise wrong(name, f"one of {list(choices)}", repr(value))
+
+
+def number(name: str, value: Any, expected: str, holds: Any) -> None:
+    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
+    if not is_number or not abs(value) <= FP32_MAX or not holds(value):
+        raise wrong(name, expected, reprlib.repr(value))
+
+
+def kind_of(x: Any) -> str:
+    return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 class RunError(RuntimeError):

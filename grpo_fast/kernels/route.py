@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import POSITIVE16
 from grpo_fast.objective.coefficients import row_coefficients
@@ -102,23 +101,14 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 
 @functools.cache
-def support_doors(backend: str) -> Any:
-    """The module for rows in a sampler's support; support_reference.py documents its doors."""
-    folder, name = {"cpu": ("cpu", "C++"), "triton": ("gpu", "Triton")}.get(backend, ("", "torch"))
-    if backend == "cpu" and loader.load("support") is not None:
-        folder, name = "", "torch"
-    logger.info("grpo_fast: rows with a support: %s", name)
-    if not folder:
-        return support_reference
-    return _module(f"{folder}.support")
-
-
-@functools.cache
-def divergence_doors(backend: str) -> Any:
-    """The module that compares rows of logits (divergence_reference.py documents its doors)."""
-    name = "gpu.divergence" if backend == "triton" else "divergence_reference"
-    if backend == "cpu" and loader.load("divergence") is None:
-        name = "cpu.divergence"
+def doors(rows: str, backend: str) -> Any:
+    """The module for "support", rows in a sampler's sets, or for "divergence", rows beside a
+    teacher's; <rows>_reference.py documents its doors.
+    """
+    name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
+    if backend == "cpu" and loader.load(rows) is not None:
+        name = f"{rows}_reference"
+    logger.info("grpo_fast: rows with a %s: kernels.%s", rows, name)
     return _module(name)
 
 

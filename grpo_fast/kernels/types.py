@@ -53,12 +53,13 @@ class ActiveRows(NamedTuple):
         rule, targets = self.rule.rows(index), self.target_ids[index]
         return ActiveRows(self.num_rows, kept, targets, rule, places, self.repeats)
 
-    def active(self, x: Tensor) -> Tensor:
-        return x if self.kept is None else x.index_select(0, self.kept)
+    def active(self, x: Any) -> Any:
+        """(N,) → (T,); None of None."""
+        return x if self.kept is None or x is None else x.index_select(0, self.kept)
 
-    def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
-        """(T,) → (N,), `fill` where a row is not active."""
-        if self.kept is None:
+    def to_rows(self, x: Any, fill: int = 0) -> Any:
+        """(T,) → (N,), `fill` where a row is not active; None of None."""
+        if self.kept is None or x is None:
             return x
         return x.new_full((self.num_rows,), fill).index_copy_(0, self.kept, x)
 
@@ -221,6 +222,21 @@ def pad_rows(x: Tensor) -> Tensor:
 def detached(x: Tensor) -> Tensor:
     """Autograd never looks into the kernels. (A detach costs a microsecond.)"""
     return x.detach() if x.requires_grad else x
+
+
+def vector(x: Tensor | None) -> Tensor | None:
+    """Per-row values as the kernels read them: fp32, unit stride."""
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
+        return x
+    return detached(x).float().contiguous()
+
+
+def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
+    """`logit_scale, softcap, temperature, temperatures` of a kernel; no integer among them."""
+    scale, softcap = float(rule.logit_scale), None if rule.softcap is None else float(rule.softcap)
+    if isinstance(rule.temperature, Tensor):
+        return scale, softcap, 1.0, vector(rule.temperature)
+    return scale, softcap, float(rule.temperature), None
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

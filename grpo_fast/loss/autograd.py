@@ -133,7 +133,18 @@ class RowPass:
         self.options, self.device = options, tensors[0].device
         self.places = places or find_rows(tensors, options)
         self.rows, self.left_out = self.places
-        self.sweep = _sweep(tensors, self.rows, options, entropy_gradient, wanted)
+        self.sweep: Sweep
+        if len(tensors) == 1:
+            route = rows_route(options.backend, tensors[0])
+            self.sweep = LogitsSweep.of(tensors[0], None, self.rows, route)
+            return
+        head = HeadTensors(*tensors)
+        self.sweep = linear_sweep(
+            head, self.rows,
+            head_route(options.backend, head.weight, is_shard=options.shard is not None),
+            entropy_gradient=entropy_gradient, wants_weight=len(wanted) > 1 and wanted[1],
+            shard=options.shard,
+        )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
         """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
@@ -171,23 +182,6 @@ def find_rows(tensors: tuple, options: RowOptions) -> TargetRows:
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
     return rows_of_targets(options.target_ids, options.rule, targets)
-
-
-def _sweep(
-    tensors: tuple,
-    rows: ActiveRows,
-    options: RowOptions,
-    entropy_gradient: bool,
-    wanted: Sequence[bool],
-) -> Sweep:
-    if len(tensors) == 1:
-        return LogitsSweep.of(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
-    head = HeadTensors(*tensors)
-    route = head_route(options.backend, head.weight, is_shard=options.shard is not None)
-    return linear_sweep(
-        head, rows, route, entropy_gradient=entropy_gradient,
-        wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
-    )  # fmt: skip
 
 
 class Recalled(torch.autograd.Function):

@@ -62,9 +62,8 @@ class TokenBatch(NamedTuple):
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
         """0-d metrics by TRL's names of a call that gave these logps and entropies, (N,) each."""
-        active = self.rows.active
-        entropy = None if entropy is None else active(entropy)
-        return token_metrics(active(logps), entropy, self.tokens, self.config, self.rows.num_rows)
+        here = self.rows.active(logps), self.rows.active(entropy)
+        return token_metrics(*here, self.tokens, self.config, self.rows.num_rows)
 
 
 def rows_of_targets(

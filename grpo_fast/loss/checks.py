@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require, wrong
+from grpo_fast.errors import choice, number, require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -17,7 +17,6 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.objective.refusals import choice, number
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require
+from grpo_fast.errors import choice, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
@@ -20,7 +20,6 @@ from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.refusals import choice, number
 
 # What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
 MOST = 1 + 1e-3

@@ -71,7 +71,7 @@ class LogitsSweep:
         fields = concat_chunks(parts, self.logits)
         if not has_entropy:
             fields = (*fields[:2], None, *fields[3:])
-        return tuple(None if x is None else self.rows.active(x) for x in fields)
+        return tuple(map(self.rows.active, fields))
 
     def _written(self) -> Tensor:
         if self.out is None:
@@ -104,9 +104,7 @@ class LogitsSweep:
         if not any(wanted):
             return (self.logits.new_empty(0),)
         out = self._written()
-        g, g_entropy, *stats = (
-            None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known)
-        )
+        g, g_entropy, *stats = map(self.rows.to_rows, (g, g_entropy, *known))
         for b in self._blocks():
             of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.rule.rows(b)
             self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])

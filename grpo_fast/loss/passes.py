@@ -161,7 +161,7 @@ def logps_loss(
 ) -> LossResult:
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
-    lp, h = rows.active(logps), None if entropy is None else rows.active(entropy)
+    lp, h = rows.active(logps), rows.active(entropy)
     values.logps(lp, "auto", values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
@@ -180,7 +180,5 @@ def _result(
     batch: TokenBatch,
     filtered: Tensor | None = None,
 ) -> LossResult:
-    spread = batch.rows.to_rows
-    return LossResult(
-        loss, spread(logps), None if entropy is None else spread(entropy), gradients, filtered
-    )
+    of_rows = batch.rows.to_rows(logps), batch.rows.to_rows(entropy)
+    return LossResult(loss, *of_rows, gradients, filtered)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.errors import wrong
 from grpo_fast.kernels.gpu.capture import is_capturing
-from grpo_fast.kernels.route import support_doors
+from grpo_fast.kernels.route import doors
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.workspace import on_its_way
 from grpo_fast.objective.aggregation import Total
@@ -187,7 +187,7 @@ def support_rows(
     if kept is not None:
         starts, lengths = starts[kept], lengths[kept]
     has_set = lengths > 0
-    count, total = _sizes(has_set, lengths)
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     if count == 0:
         return None
     own = others = None
@@ -203,17 +203,12 @@ def support_rows(
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
-    doors = support_doors("cpu" if columns.is_cpu else "torch")
-    places, repeated = doors.target_places(columns, bounds, target_ids, vocab_size)
+    target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
+    places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check(target_ids, places, repeated, validate)
     if told_late(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own, others, columns, bounds, places)
-
-
-def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
-    return count, total
 
 
 def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require, wrong
-from grpo_fast.objective.refusals import choice, kind_of, number
+from grpo_fast.errors import choice, kind_of, number, require, wrong
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
 # leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.

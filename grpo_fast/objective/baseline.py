@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import require
-from grpo_fast.objective.refusals import number
+from grpo_fast.errors import number, require
 
 
 class RunningBaseline:

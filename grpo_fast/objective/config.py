@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import require, wrong
+from grpo_fast.errors import choice, number, require, wrong
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
-from grpo_fast.objective.refusals import choice, number
 
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require
-from grpo_fast.objective.losses import FP32_MAX, LOG_RATIO_MAX
-from grpo_fast.objective.refusals import choice, number
+from grpo_fast.errors import FP32_MAX, choice, number, require
+from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
 # What a ratio's log is pooled by: (T,) of the tokens → (T,).

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require
+from grpo_fast.errors import kind_of, number, require
 from grpo_fast.objective.advantages import normalized
-from grpo_fast.objective.refusals import kind_of, number
 
 
 def gae(

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch as tl
 
 # Log ratios are clamped to this before exp, in value only: the gradient still restores.
 LOG_RATIO_MAX = 20.0
-
-FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
 
 LEVELS = ("token", "sequence", "sequence_sum")
 
@@ -189,10 +187,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def bind(
-    leaf: Callable,
-    tl: types.ModuleType,
-    wrap: Callable = lambda function: function,
-    words: dict | None = None,
+    leaf: Callable, tl: Any, wrap: Callable = lambda function: function, words: dict | None = None
 ) -> Callable:
     """The same leaf with another module behind `tl`, its helpers too.
 

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def doors(request):
     if request.param == "cpu":  # never torch in its place, when it does not build
         assert loader.load("support") is None
-    return route.support_doors(request.param)
+    return route.doors("support", request.param)
 
 
 @pytest.fixture(params=ENGINES)
@@ -232,8 +232,8 @@ def test_many_rows_may_have_one_id(doors):
 @pytest.mark.skipif(IS_INTERPRETER, reason="of torch and C++")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_targets_stand(engine):
-    doors, ids, offsets = route.support_doors(engine), torch.tensor([5, 2, 7, 7, 2, 0]), [0, 3, 6]
-    places = partial(doors.target_places, ids, torch.tensor(offsets))
+    doors, ids = route.doors("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])
+    places = partial(doors.target_places, ids, torch.tensor([0, 3, 6]))
     found, repeated = places(torch.tensor([7, 0]), 8)
     assert found.tolist() == [2, 2] and int(repeated) == -1
     assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]
@@ -255,13 +255,13 @@ def test_the_kernels_read_nothing_outside(name, change):
     """Whatever the checks above them let through."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
-        route.support_doors("cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
+        route.doors("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
 
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):
-    route.support_doors.cache_clear()
+    route.doors.cache_clear()
     monkeypatch.setattr(route.loader, "load", lambda name="rows": "no compiler here")
     try:
-        assert route.support_doors("cpu") is support_reference
+        assert route.doors("support", "cpu") is support_reference
     finally:
-        route.support_doors.cache_clear()
+        route.doors.cache_clear()

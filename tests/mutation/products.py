@@ -199,7 +199,7 @@ GRADIENTS = [
 CPU_LAYERS, CPU_MODULES = "grpo_fast/kernels/cpu/layers.py", "grpo_fast/kernels/cpu/modules.py"
 LAYERS = [
     Mutant("layers-frozen-weight", CPU_LAYERS,
-           "learns = x.requires_grad or weight.requires_grad", "learns = weight.requires_grad",
+           "learns = _learns(x, weight)", "learns = _learns(weight)",
            "below a frozen layer nothing learns", "csrc_layers"),
     Mutant("layers-autocast", CPU_LAYERS,
            "        or torch.is_autocast_enabled(\"cpu\")\n", "",

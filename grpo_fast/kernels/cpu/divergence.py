@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.cpu.rows import rule_arguments, vector
 from grpo_fast.kernels.divergence_reference import teacher_tail
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitRule, rule_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 

@@ -29,11 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not route.own_product(weight)
     ):
         return F.linear(x, weight, bias)
-    learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if learns and torch.is_grad_enabled():
-        result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return result
-    return _product(x, weight, bias)
+    learns = _learns(x, weight) or (bias is not None and _learns(bias))
+    return (_Linear.apply if learns else _product)(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,20 +38,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Raises CsrcUnavailable without the C++ kernels.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-        return result
-    return _norm(x, weight, eps)[0]
+    return _RmsNorm.apply(x, weight, eps) if _learns(x, weight) else _norm(x, weight, eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, (…, F): fp32 on a CPU in one pass, by torch elsewhere."""
     if not is_plain(gate, up) or gate.shape != up.shape or loader.load("layers"):
         return F.silu(gate) * up
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
-        return result
-    return _gated(gate, up)
+    return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
 
 
 def rotary(
@@ -67,10 +58,7 @@ def rotary(
 
     For tensors that `can_turn` accepts. Raises CsrcUnavailable without the C++ kernels.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
-        return turned
-    return _turned(q, k, cos, sin, False)
+    return _Rotary.apply(q, k, cos, sin) if _learns(q, k) else _turned(q, k, cos, sin, False)
 
 
 def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -93,6 +81,10 @@ def is_plain(*tensors: Tensor) -> bool:
         if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
             return False
     return not torch.compiler.is_compiling()
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.cpu.gemm import uses_tiles
-from grpo_fast.kernels.cpu.rows import rule_arguments, vector
 from grpo_fast.kernels.types import (
     POSITIVE16,
     Dominant,
@@ -22,6 +21,8 @@ from grpo_fast.kernels.types import (
     LogitRule,
     RowStats,
     contiguous_rows,
+    rule_arguments,
+    vector,
 )
 
 

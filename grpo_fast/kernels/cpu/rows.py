@@ -9,27 +9,14 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import leaves, loader
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, detached
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, detached, rule_arguments, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-
-
-def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
-    if isinstance(rule.temperature, Tensor):
-        return rule.logit_scale, rule.softcap, 1.0, vector(rule.temperature)
-    return rule.logit_scale, rule.softcap, rule.temperature, None
-
-
-def vector(x: Tensor | None) -> Tensor | None:
-    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
-        return x
-    return detached(x).float().contiguous()
 
 
 def row_logps(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.cpu.rows import rule_arguments, vector
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, contiguous_rows
+from grpo_fast.kernels.types import LogitRule, contiguous_rows, rule_arguments, vector
 
 
 def target_places(

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch, vector
+from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, expm1_minus, log1p
+from grpo_fast.kernels.types import vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS

@@ -19,10 +19,10 @@ from torch import Tensor
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.divergence_reference import row_topk_divergence_
 from grpo_fast.kernels.gpu.coefficients import device_function
-from grpo_fast.kernels.gpu.launch import launch, rule_arguments, vector
+from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitRule, rule_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Two columns a thread, four warps: what compiles without a spill on every architecture by triton
@@ -163,12 +163,12 @@ def row_divergence_(
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
-        temperature_ptr, *scalars = rule_arguments(rule)
+        *scalars, temperature_ptr = rule_arguments(rule)
         launch(
             row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
             None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
             teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-            *rule_arguments(teacher_rule)[1:], float(divergence.beta),
+            *rule_arguments(teacher_rule)[:3], float(divergence.beta),
             LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V, num_warps=WARPS,
         )  # fmt: skip
     return DivergenceRows(*sums)

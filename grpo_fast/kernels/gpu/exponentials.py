@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import Problem, launch, rule_arguments, vector
+from grpo_fast.kernels.gpu.launch import Problem, launch
 from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
+from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, rule_arguments, vector
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def head_exponentials(
         lse, logps, entropy = known
         stats = vector(lse), vector(logps), entropy
     sweep(p, None, out, raw_target, stats[0], only_far=known is None)
-    temperature_ptr, *scalars = rule_arguments(rule)
+    *scalars, temperature_ptr = rule_arguments(rule)
     launch(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,
         target_unit, rows, *scalars, BLOCK_T=128, num_warps=4,

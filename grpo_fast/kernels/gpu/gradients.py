@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch, vector
+from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.target_rows import add_targets_
+from grpo_fast.kernels.types import vector
 
 __all__ = ["add_targets_", "scaled_hidden", "times", "write_hidden_"]
 

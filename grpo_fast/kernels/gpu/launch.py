@@ -17,19 +17,6 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
-def rule_arguments(rule: LogitRule) -> tuple[Tensor | None, float, float | None, float]:
-    """`temperature_ptr, logit_scale, softcap, temperature` of a kernel."""
-    softcap = None if rule.softcap is None else float(rule.softcap)
-    if isinstance(rule.temperature, Tensor):
-        return vector(rule.temperature), float(rule.logit_scale), softcap, 1.0
-    return None, float(rule.logit_scale), softcap, float(rule.temperature)
-
-
-def vector(values: Tensor | None) -> Tensor | None:
-    """Per-row values as the kernels read them: fp32, unit stride."""
-    return None if values is None else values.detach().to(torch.float32).contiguous()
-
-
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     rows, device = of_rows.shape[0], of_rows.device
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))

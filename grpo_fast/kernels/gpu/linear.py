@@ -26,9 +26,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs, rule_arguments
+from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
-from grpo_fast.kernels.types import LogitRule, RowStats
+from grpo_fast.kernels.types import LogitRule, RowStats, rule_arguments
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def sweep(
 ) -> None:
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
-    temperature_ptr, *scalars = rule_arguments(p.rule)
+    *scalars, temperature_ptr = rule_arguments(p.rule)
     is_heavy = p.rule.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
         p.hidden.dtype,

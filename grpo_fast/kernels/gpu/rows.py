@@ -27,9 +27,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.coefficients import leaf_arguments, loss_and_slope
 from grpo_fast.kernels.gpu.configs import RAGGED, row_config
-from grpo_fast.kernels.gpu.launch import launch, outputs, rule_arguments, vector
+from grpo_fast.kernels.gpu.launch import launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, rule_arguments, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -203,7 +203,7 @@ def row_logps(
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
-        temperature_ptr, *scalars = rule_arguments(rule)
+        *scalars, temperature_ptr = rule_arguments(rule)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
@@ -228,7 +228,7 @@ def row_grad_(
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
-        temperature_ptr, *scalars = rule_arguments(rule)
+        *scalars, temperature_ptr = rule_arguments(rule)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
@@ -256,7 +256,7 @@ def row_loss_(
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, leaves = leaf_arguments(config)
-    temperature_ptr, *scalars = rule_arguments(rule)
+    *scalars, temperature_ptr = rule_arguments(rule)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
         row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,

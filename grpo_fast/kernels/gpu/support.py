@@ -29,10 +29,10 @@ from torch import Tensor
 
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.gpu import configs
-from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs, rule_arguments
+from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitRule, rule_arguments
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def head_rows(
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
     if count:
-        temperature_ptr, *scalars = rule_arguments(rule)
+        *scalars, temperature_ptr = rule_arguments(rule)
         launch(
             support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
             rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),

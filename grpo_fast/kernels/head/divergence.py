@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.products import matmul_wide
 from grpo_fast.kernels.head.support import supported_head
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks
-from grpo_fast.kernels.route import Route, divergence_doors
+from grpo_fast.kernels.route import Route, doors
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
 from grpo_fast.kernels.types import (
     ActiveRows,
@@ -67,7 +67,7 @@ class DivergenceHead(LinearHead):
         self.teacher, self.divergence, self.weights = teacher, divergence, weights
         self.has_head = isinstance(teacher, TeacherHead)
         self.buffers = 2 if self.has_head or has_policy else 1
-        self.doors = divergence_doors(route.backend)
+        self.doors = doors("divergence", route.backend)
         self.at: slice | None = None  # the chunk whose divergences are formed with its logits
         self.has_gradient = False
         self.values = weights.new_zeros(weights.shape)  # (T,)
@@ -226,8 +226,8 @@ def supported_divergence(
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
     y, w = y.to(z.dtype), own(weights)
-    doors, out = divergence_doors(route.backend), y[None] if any(wanted) else None
-    each = doors.row_divergence_(
+    out = y[None] if any(wanted) else None
+    each = doors("divergence", route.backend).row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
     values = support.merge_rows(each.values.to(w.dtype), of_others)

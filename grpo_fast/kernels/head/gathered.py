@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.route import Route, support_doors
+from grpo_fast.kernels.route import Route, doors
 from grpo_fast.kernels.support import HeadRows
 from grpo_fast.kernels.types import (
     ActiveRows,
@@ -35,7 +35,7 @@ class GatheredHead:
         assert rows.support is not None
         self.tensors, self.support, self.is_wide = tensors, rows.support, is_wide
         self.hidden, self.weight, self.bias = tensors
-        self.doors, self.kernels = support_doors(route.backend), route.kernels
+        self.doors, self.kernels = doors("support", route.backend), route.kernels
         self.index, self.repeats = rows.select(self.support.own).hidden_index, rows.repeats
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 

@@ -134,10 +134,10 @@ class GradientSums:
         """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        if columns is None and self.doors is not None:
+        fused = columns is None and self.doors is not None
+        if fused:
             self._add_fused(d, by, h, count, index)
-            return
-        if self.wanted.hidden:
+        if self.wanted.hidden and not fused:
             added = AddedRows(target, self.weight, rows=by.target_ids)
             if by.rest is not None:
                 rest = by.rest if columns is None else by.rest.of_columns(columns)
@@ -145,7 +145,7 @@ class GradientSums:
             self._keep_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
             )
-        if self.wanted.weight:
+        if self.wanted.weight and not fused:
             self._keep_weight(
                 d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids)
             )
@@ -157,7 +157,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """`_add_weighted` by the kernels of gpu/gradients.py."""
+        """dH and dW of `_add_weighted` by the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
             product = matmul_narrow(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
@@ -168,10 +168,6 @@ class GradientSums:
             total = accumulate_outer(self.d_weight, d, scaled, self.weight, is_only=self.is_only)
             self.doors.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
-        if self.wanted.bias:
-            self._keep_bias(weighted_column_sum(d, by.by_row), None)
-            assert self.d_bias is not None
-            add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
 
     def _new_hidden(self) -> Tensor:
         return self.hidden.new_zeros(self.hidden.shape, dtype=self.hidden_dtype)

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
+from grpo_fast.errors import number
 from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.corrections import WORDS, Correction
-from grpo_fast.objective.refusals import number
 from grpo_fast.train.config.base import Section, require
 
 OLD_NAMES = ("sampling_correction", "sampling_ratio_cap", "off_policy_threshold")

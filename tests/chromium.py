@@ -1,7 +1,5 @@
 """A page as Chromium draws it, over the DevTools protocol on two pipes: no package is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 their own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -35,8 +33,8 @@ def write_recipe(folder: Path, text: str = RECIPE) -> str:
     return str(path)
 
 
-def invoke(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+def invoke(*words: str, typed: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(words), input=typed, catch_exceptions=False)
 
 
 def refused(result: Any, *parts: str, code: int = 2) -> bool:

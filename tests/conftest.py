@@ -2,12 +2,12 @@
 of a test's own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +40,24 @@ def poisoned_memory() -> Iterator[None]:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw no curves, which take longer than a tiny run."""
     monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", lambda *_: None)
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNamespace]]:
+    """`spied(owner, name)`: the calls of a function from here on (args, options, result)."""
+
+    def spy(owner: Any, name: str) -> list[SimpleNamespace]:
+        calls, real = list[SimpleNamespace](), getattr(owner, name)
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            calls.append(call := SimpleNamespace(args=args, options=options))
+            call.result = real(*args, **options)
+            return call.result
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls
+
+    return spy
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 must equal.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

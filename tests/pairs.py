@@ -5,8 +5,6 @@ A fault that shows with a certain value of one axis and a certain value of anoth
 number of tests is about the product of the two longest axes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import ItemsView, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A reward's configuration for tests: any value, also one that a recipe would be refused for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -12,8 +12,6 @@ entropy, metrics and gradients. The cases of `runs` are short trainings by the r
 covers every logged metric, timings apart, and the weights of the trained model.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -7,8 +7,6 @@ writes), in the middle of a rollout (at a random token), and at a random moment.
 one is killed, and the others end because of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

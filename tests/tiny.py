@@ -1,7 +1,5 @@
 """Tiny models and tokenizers for tests, built on the spot: no hub, no download."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,17 @@ TEXTS = [
 
 
 def tiny_model(
-    family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **changes: Any
-) -> Any:
-    """A random transformers causal LM of this family, in evaluation mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    family: str = "qwen2", *, kind: str = "AutoModelForCausalLM", vocab_size: int = 61,
+    seed: int = 0, **changes: Any,
+) -> Any:  # fmt: skip
+    """A random transformers model of this family (a causal LM), in evaluation mode."""
+    import transformers
 
     torch.manual_seed(seed)
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    config = transformers.AutoConfig.for_model(family, **fields)
+    model = getattr(transformers, kind).from_config(config)
     # The default start is so small that wrong attention would hardly show.
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -55,29 +55,23 @@ def tiny_model(
     return model.eval()
 
 
-def tiny_policy(family: str = "llama", **changes: Any) -> Any:
+def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **changes: Any) -> Any:
     """A `Policy` whose model has a token for each of SYMBOLS: "3 1 2 =" is a prompt."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
     tokenizer = build_symbol_tokenizer(SYMBOLS)
-    return Policy(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer)
+    return Policy(tiny_model(family, vocab_size=vocab_size or len(tokenizer), **changes), tokenizer)
 
 
 def tiny_folder(
-    path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, seed: int = 0
+    path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, **changes: Any
 ) -> str:
     """A tiny model with a BPE tokenizer, saved in transformers format."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)
-    model = tiny_model(
-        family,
-        vocab_size=len(tokenizer),
-        seed=seed,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model = tiny_model(family, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)

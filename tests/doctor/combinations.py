@@ -1,15 +1,12 @@
 """`python -m tests.doctor.combinations`: how many of two or three planted causes are named."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations
 
 import torch
 
 from grpo_fast.doctor import causes
-from tests.doctor.faulty import FaultyEngine, found_by, policy_with_bos
-from tests.doctor.test_diagnosis import bos_twice
+from tests.doctor.faulty import FaultyEngine, bos_twice, found_by, policy_with_bos
 from tests.doctor.test_plants import one_late, repeated
 
 policy, earlier = policy_with_bos(), policy_with_bos(seed=1)

@@ -1,7 +1,5 @@
 """An engine with faults, apart from the doctor's code: a whole forward pass for each token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +148,10 @@ def tokenizer_with_bos() -> Any:
 def as_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(made, add_special_tokens=False)["input_ids"]
+
+
+def bos_twice(policy: Policy) -> Callable[[list[int]], list[int]]:
+    return lambda tokens: [policy.tokenizer.bos_token_id, *tokens]
 
 
 def policy_with_bos(seed: int = 0) -> Policy:

@@ -1,15 +1,12 @@
 """Each cause is planted in an engine and named by the doctor; so are two at once, and none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from grpo_fast.doctor import causes
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
-from tests.doctor import faulty
-from tests.doctor.faulty import MESSAGES, PROMPTS, SAMPLING, FaultyEngine, found_by, policy_with_bos
+from tests.doctor.faulty import SAMPLING, FaultyEngine, bos_twice, found_by, policy_with_bos
 
 CUT = SAMPLING.model_copy(update={"top_p": 0.8})
 LONGER = {"max_new_tokens": 30}
@@ -24,22 +21,6 @@ def policy():
 @pytest.fixture(scope="module")
 def earlier():
     return policy_with_bos(seed=1)
-
-
-def bos_twice(policy):
-    return lambda tokens: [policy.tokenizer.bos_token_id, *tokens]
-
-
-def without_bos(_):
-    return lambda tokens: tokens[1:]
-
-
-def templated(policy):
-    def read(tokens):
-        text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
-        return faulty.as_chat(policy.tokenizer, [{"role": "user", "content": text}])
-
-    return read
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=10)])
@@ -85,23 +66,6 @@ def test_a_cause_is_named(policy, planted):
     assert found.left < left < found.mean
 
 
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [(bos_twice, causes.TOKENS), (without_bos, causes.TOKENS), (templated, causes.TEMPLATE)],
-)
-def test_a_prompt_that_is_read_otherwise(policy, read, name):
-    found, names = found_by(policy, FaultyEngine(read=read(policy)))
-    assert names == [name] and found.left < 2e-5 < found.mean
-
-
-def test_a_template_that_is_lost(policy):
-    plain = [policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    sent = iter(plain)
-    engine = FaultyEngine(read=lambda _: next(sent))
-    found, names = found_by(policy, engine, prompts=MESSAGES)
-    assert names == [causes.TEMPLATE] and "no chat template" in found.causes[0].advice
-
-
 def test_truncation_that_was_asked_for_is_the_log_of_the_kept_mass(policy):
     for names_kept, advice in ((False, "hand it the kept tokens ("), (True, "the engine names")):
         engine = FaultyEngine(names_kept=names_kept)
@@ -111,6 +75,8 @@ def test_truncation_that_was_asked_for_is_the_log_of_the_kept_mass(policy):
     top = SAMPLING.model_copy(update={"top_k": 5, "top_p": 0.9})
     found, names = found_by(policy, FaultyEngine(), top)
     assert names == [causes.TRUNCATION] and found.left < 2e-5
+    found, names = found_by(policy, FaultyEngine(pad="left"), CUT)
+    assert set(names) == {causes.TRUNCATION, causes.PADDING} and found.left < 2e-5
 
 
 def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(policy):
@@ -134,11 +100,6 @@ def test_defaults_of_the_model_that_win(policy, monkeypatch):
     assert "temperature 0.6 and top_k=7 top_p=1" in found.causes[0].advice
 
 
-def test_a_loss_at_another_temperature_is_the_trainers_fault(policy):
-    found, names = found_by(policy, FaultyEngine(), temperature=1.0)
-    assert names == [causes.TEMPERATURE] and "leave loss.temperature out" in found.causes[0].advice
-
-
 def test_weights_of_an_earlier_version(policy, earlier):
     engine = FaultyEngine(keeps=earlier)
     found, names = found_by(policy, engine, previous=earlier)
@@ -157,9 +118,6 @@ def test_weights_of_an_earlier_version(policy, earlier):
     late.update(earlier, 0)
     found, names = found_by(policy, late)
     assert names == [causes.STALE] and "before the last update" in found.causes[0].advice
-
-
-def test_versions_tell_stale_weights(policy, earlier):
     found, names = found_by(policy, FaultyEngine(keeps=earlier, answers=3), version=4)
     assert names == [causes.STALE] and "6 of 6 completions" in found.causes[0].advice
     found, names = found_by(policy, FaultyEngine(answers=3), version=4)
@@ -192,11 +150,6 @@ def test_causes_at_once(policy, earlier, planted):
     assert planted != "padding and head" or names == [causes.PADDING, causes.HEAD]
 
 
-def test_truncation_beside_another_cause(policy):
-    found, names = found_by(policy, FaultyEngine(pad="left"), CUT)
-    assert set(names) == {causes.TRUNCATION, causes.PADDING} and found.left < 2e-5
-
-
 def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):
     from grpo_fast.doctor import recompute
 
@@ -206,10 +159,14 @@ def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):
     assert names == [causes.FORWARD] and found.own > 1e-3
 
 
-def test_a_threshold_of_ones_own(policy):
+def test_a_threshold_and_temperatures_of_ones_own(policy):
     engine = FaultyEngine(head=BF16)
     assert found_by(policy, engine, threshold=0.5)[0].ok
     assert not found_by(policy, FaultyEngine(), threshold=0.0)[0].ok
+    found, names = found_by(policy, FaultyEngine(), temperature=1.0)
+    assert names == [causes.TEMPERATURE] and "leave loss.temperature out" in found.causes[0].advice
+    with pytest.raises(ValueError, match="temperature: expected a number above 0, got 0"):
+        found_by(policy, FaultyEngine(), Sampling(temperature=0))
 
 
 def test_a_policy_in_bf16_has_more_noise():
@@ -222,22 +179,11 @@ def test_a_policy_in_bf16_has_more_noise():
 
 
 @pytest.mark.parametrize("fault", ["empty", "short", "nan"])
-def test_what_is_no_completion_is_refused(policy, monkeypatch, fault):
-    plain = FaultyEngine.complete
-
-    def broken(self, *arguments):
-        done = plain(self, *arguments)
-        if fault == "empty":
-            return done._replace(ids=[], logps=torch.zeros(0))
-        if fault == "short":
-            return done._replace(logps=done.logps[:-1])
-        return done._replace(logps=done.logps * torch.nan)
-
-    monkeypatch.setattr(FaultyEngine, "complete", broken)
+def test_what_is_no_completion_is_refused(policy, fault):
+    change = {
+        "empty": lambda done: done._replace(ids=[], logps=torch.zeros(0)),
+        "short": lambda done: done._replace(logps=done.logps[:-1]),
+        "nan": lambda done: done._replace(logps=done.logps * torch.nan),
+    }[fault]
     with pytest.raises(RuntimeError, match="engine: expected tokens and a finite log-prob"):
-        found_by(policy, FaultyEngine())
-
-
-def test_greedy_sampling_shows_nothing(policy):
-    with pytest.raises(ValueError, match="temperature: expected a number above 0, got 0"):
-        found_by(policy, FaultyEngine(), Sampling(temperature=0))
+        found_by(policy, FaultyEngine(deal=lambda every: [*map(change, every)]))

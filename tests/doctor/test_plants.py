@@ -1,7 +1,5 @@
 """What servers do in production, planted in an engine of this process; engines that are right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,14 @@ from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.models.policy import Policy
 from tests.doctor import faulty
-from tests.doctor.faulty import MESSAGES, FaultyEngine, policy_with_bos, tokenizer_with_bos
+from tests.doctor.faulty import (
+    MESSAGES,
+    PROMPTS,
+    FaultyEngine,
+    bos_twice,
+    policy_with_bos,
+    tokenizer_with_bos,
+)
 from tests.tiny import tiny_model
 
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7)
@@ -61,10 +66,29 @@ def one_early(logps):
     return torch.cat([logps[1:], logps[-1:]])
 
 
+# What is made of a prompt, by a policy's tokenizer.
 def with_system(policy):
     system = {"role": "system", "content": "You are a helpful assistant."}
     sent = iter([faulty.as_chat(policy.tokenizer, [system, *chat]) for chat in MESSAGES])
     return lambda tokens: next(sent)
+
+
+def without_template(policy):
+    sent = iter([policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS])
+    return lambda tokens: next(sent)
+
+
+def templated(policy):
+    def read(tokens):
+        text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
+        return faulty.as_chat(policy.tokenizer, [{"role": "user", "content": text}])
+
+    return read
+
+
+def a_blank_more(policy):
+    blank = policy.tokenizer(" ", add_special_tokens=False)["input_ids"]
+    return lambda tokens: tokens + blank
 
 
 PLANTS = {
@@ -77,20 +101,22 @@ PLANTS = {
     "logps one late": (dict(report_as=one_late), causes.SHIFTED, "token t-1"),
     "logps one early": (dict(report_as=one_early), causes.SHIFTED, "token t+1"),
     "answers turned": (dict(deal=lambda x: x[::-1]), causes.ORDER, "by index"),
-    "last token lost": (dict(read=lambda t: t[:-1]), causes.TOKENS, "last token"),
-    "a blank more": (dict(read=lambda t: [*t, 33]), causes.TOKENS, "' ' at its end"),
-    "system prompt": (dict(read="system"), causes.TEMPLATE, "a system prompt"),
+    "last token lost": (dict(read=lambda _: lambda t: t[:-1]), causes.TOKENS, "last token"),
+    "no BOS": (dict(read=lambda _: lambda t: t[1:]), causes.TOKENS, ""),
+    "BOS twice": (dict(read=bos_twice), causes.TOKENS, ""),
+    "a blank more": (dict(read=a_blank_more), causes.TOKENS, "' ' at its end"),
+    "system prompt": (dict(read=with_system), causes.TEMPLATE, "a system prompt"),
+    "no template": (dict(read=without_template), causes.TEMPLATE, "no chat template"),
+    "a template": (dict(read=templated), causes.TEMPLATE, ""),  # of a prompt that is a text
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("planted", PLANTS)
 def test_what_is_asked_or_answered_otherwise(policy, planted):
     fields, name, part = PLANTS[planted]
-    made = {"read": with_system(policy)} if fields.get("read") == "system" else fields
-    if planted == "a blank more":
-        blank = policy.tokenizer(" ", add_special_tokens=False)["input_ids"]
-        made = {"read": lambda t: t + blank}
-    found, names = found_by(policy, FaultyEngine(**made))
+    made = {key: value(policy) if key == "read" else value for key, value in fields.items()}
+    given = PROMPTS if planted in ("a template", "no BOS", "BOS twice") else MESSAGES
+    found, names = found_by(policy, FaultyEngine(**made), given)
     assert names == [name] and part in found.causes[0].advice
     assert found.left < min(2e-5, found.mean / 10)
 
@@ -177,17 +203,10 @@ def test_a_completion_that_ends_too_early(policy):
     assert names == [causes.ENDS] and not found.ok and found.cut_off > 0 and found.mean < 1e-5
 
 
-HEALTHY = {
-    "top_k and replay": ({"names_kept": True}, {"top_k": 5}, {"uses_kept": True}),
-    "one token": ({}, {"max_new_tokens": 1}, {}),
-}
-
-
-@pytest.mark.parametrize("kind", HEALTHY)
-def test_an_engine_that_is_right_has_no_cause(policy, kind):
-    fields, sampling, options = HEALTHY[kind]
-    sampling = SAMPLING.model_copy(update=sampling)
-    found, names = found_by(policy, FaultyEngine(**fields), sampling=sampling, **options)
+def test_an_engine_that_is_right_has_no_cause(policy):
+    """Of one token; top_k and replay: test_diagnosis."""
+    one = SAMPLING.model_copy(update={"max_new_tokens": 1})
+    found, names = found_by(policy, FaultyEngine(), sampling=one)
     assert names == [] and found.ok and found.rest == "noise of the kernels"
 
 

@@ -1,7 +1,5 @@
 """What views are made of: rows by the definition, readings of prompts, which views can be."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults planted in a real vLLM server, and what the doctor names: `make test-vllm`."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

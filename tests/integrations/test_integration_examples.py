@@ -1,7 +1,5 @@
 """The examples run, and each update equals a tutorial's in plain torch: `grpo_reference`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
@@ -121,14 +119,6 @@ def test_the_model_inside_wrappers():
     batch = grpo_reference.rows(2)
     causal_lm.policy_loss(adapted, batch, torch.tensor([1.0, -1.0]), LossConfig()).loss.backward()
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_gradients_through_ddp(one_process):
@@ -287,9 +277,6 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     logs = trainer.state.log_history[0]
     assert logs["clip_ratio/region_mean"] > 0 and "entropy" in logs and "loss" in logs
     assert "eval_loss" in trainer.evaluate()
-
-
-def test_hf_trainer_refusals(hf_trainer, tmp_path):
     model = tiny_model("qwen2", num_hidden_layers=1)
     with pytest.raises(ValueError, match="aggregation: expected 'token_mean_global'"):
         hf_trainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))

@@ -3,8 +3,6 @@
 test_two_processes runs it under Lightning itself.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import functools

@@ -1,7 +1,5 @@
 """OpenRLHF's own `PolicyLoss` against ours: the returned tuple and the gradient."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools
@@ -89,9 +87,6 @@ def test_the_data_reaches_every_branch():
     assert 0.1 < compare(CLIP, batch())[1] < 0.9
     plain, dual = (compare({**CLIP, "dual_clip": c}, batch(step=3.0)) for c in (None, 1.5))
     assert plain[0] != dual[0]
-
-
-def test_on_policy_and_defaults():
     data = batch()
     data["log_probs"] = data["old_log_probs"].clone()
     compare({}, data)
@@ -130,6 +125,8 @@ def test_like_takes_every_option_over():
     newer.unknown_option = 1
     with pytest.raises(ValueError, match="unknown_option"):
         PolicyLoss.like(newer)
+    with pytest.raises(ValueError, match="rollout_log_probs: .* is_correction_level 'token'"):
+        PolicyLoss(is_correction_level="token")(**{**batch(), "rollout_log_probs": None})
 
 
 @pytest.mark.parametrize(
@@ -140,10 +137,7 @@ def test_like_takes_every_option_over():
         ({"is_correction_mode": "drop"}, "is_correction_mode: expected one of"),
         ({"is_correction_gating": "kl"}, "is_correction_gating: expected one of"),
         ({"is_correction_mode": "clip", "is_correction_level": "seq"}, "is_correction_mode"),
-        (
-            {"is_correction_level": "token", "is_correction_gating": "tv"},
-            "is_correction_threshold: .* upper bound",
-        ),
+        ({"is_correction_level": "token", "is_correction_gating": "tv"}, "threshold: .* upper bou"),
         ({"is_correction_threshold": (1.0,)}, "is_correction_threshold: expected \\(low, high\\)"),
         ({"dual_clip": 1.0}, "dual_clip: expected None or a number > 1"),
         ({"clip_eps_low": -0.1}, "clip_eps_low: expected a number >= 0"),
@@ -152,8 +146,3 @@ def test_like_takes_every_option_over():
 def test_refusals_name_the_option(options, pattern):
     with pytest.raises(ValueError, match=pattern):
         PolicyLoss(**options)
-
-
-def test_a_correction_without_rollout_logps_is_refused():
-    with pytest.raises(ValueError, match="rollout_log_probs: .* is_correction_level 'token'"):
-        PolicyLoss(is_correction_level="token")(**{**batch(), "rollout_log_probs": None})

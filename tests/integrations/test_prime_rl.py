@@ -1,7 +1,5 @@
 """prime-rl's custom loss, by its documented interface: the package itself is on no index."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

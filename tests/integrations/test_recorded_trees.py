@@ -1,7 +1,5 @@
 """Recorded samples of TRL and verifiers train in ten lines as the flattened samples would."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

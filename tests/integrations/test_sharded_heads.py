@@ -1,7 +1,5 @@
 """A head that FSDP2 shards over 2 and 4 processes has the gradients of one process on all rows."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

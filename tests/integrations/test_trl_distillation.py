@@ -1,7 +1,5 @@
 """`use_fast_head` on TRL's `DistillationTrainer`: its loss beside ours, whole runs, refusals."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -148,8 +146,6 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
         pass
     made.train()
 
-
-def test_what_has_no_door(folders, tmp_path):
     class Own(trl.DistillationTrainer):
         def _compute_loss(self, *given: Any) -> Any:
             return super()._compute_loss(*given)

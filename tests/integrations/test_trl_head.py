@@ -1,7 +1,5 @@
 """`use_fast_head`: outputs and gradients of TRL's own head, whole runs of other TRL trainers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging
@@ -71,18 +69,20 @@ def test_outputs_and_gradients(name, with_bias):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
 
 
-def test_only_what_is_asked_for():
+def test_outputs_that_are_asked_for_ties_and_no_token():
     both = utils._ChunkedLogProbFunction, head.FastLogProbs
     for outputs in ((), ("entropy",), ("is_top1",), ("log_probs", "mean_logits")):
         theirs, ours = (call(function, tensors(), outputs) for function in both)
         assert [x is None for x in ours] == [x is None for x in theirs]
-
-
-def test_the_first_maximum_wins():
     hidden, weight = torch.ones(2, 4), torch.ones(5, 4)  # all logits tie: the argmax is token 0
     for function in (utils._ChunkedLogProbFunction, head.FastLogProbs):
         top1 = call(function, (hidden, weight, None, torch.tensor([0, 3])))[4]
         assert top1.tolist() == [True, False]
+    hidden, weight, bias, targets = tensors()
+    outputs = call(head.FastLogProbs, (hidden[:0], weight, bias, targets[:0]))
+    assert all(x.shape == (0,) for x in outputs)
+    outputs[0].sum().backward()
+    assert weight.grad.abs().sum() == 0
 
 
 def test_blocks_make_no_difference(monkeypatch):
@@ -91,14 +91,6 @@ def test_blocks_make_no_difference(monkeypatch):
     blocks = call(head.FastLogProbs, tensors(), final_logit_softcapping=2.0)
     for a, b in zip(whole, blocks, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_no_token():
-    hidden, weight, bias, targets = tensors()
-    outputs = call(head.FastLogProbs, (hidden[:0], weight, bias, targets[:0]))
-    assert all(x.shape == (0,) for x in outputs)
-    outputs[0].sum().backward()
-    assert weight.grad.abs().sum() == 0
 
 
 def fused_model(**options: Any) -> Any:
@@ -159,6 +151,15 @@ def test_as_a_context_with_every_output():
         a, b = (getattr(outputs, field) for outputs in (ours, theirs))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert ours.log_probs.shape == (2, 11)
+    model = fused_model()
+    head.use_fast_head(model).undo()
+    head.use_fast_head(model)
+    copied = copy.deepcopy(model)
+    torch.nn.init.zeros_(copied.lm_head.weight)
+    uniform = torch.full((8 + 5,), -torch.tensor(61.0).log().item())
+    outputs = copied(**labelled())
+    torch.testing.assert_close(outputs.log_probs[outputs.label_mask], uniform)
+    assert copied.lm_head(torch.ones(1, 16)).eq(0).all()
 
 
 def test_nothing_labelled_keeps_a_gradient():
@@ -167,9 +168,6 @@ def test_nothing_labelled_keeps_a_gradient():
     model(**{**inputs, "labels": torch.full_like(inputs["labels"], -100)}).loss.backward()
     gradients = [p.grad for p in model.model.layers.parameters()]
     assert all(x is not None and not x.any() for x in gradients)
-
-
-def test_a_model_without_the_head_is_refused():
     with pytest.raises(ValueError, match="model: expected one with TRL's fused LM head"):
         head.use_fast_head(cases.tiny_model("llama", **cases.SMALL))
 
@@ -190,18 +188,6 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
         ours = model(**labelled())
     assert by in caplog.text
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
-
-
-def test_a_copy_of_the_model_computes_with_its_own_head():
-    model = fused_model()
-    head.use_fast_head(model).undo()
-    head.use_fast_head(model)
-    copied = copy.deepcopy(model)
-    torch.nn.init.zeros_(copied.lm_head.weight)
-    uniform = torch.full((8 + 5,), -torch.tensor(61.0).log().item())
-    outputs = copied(**labelled())
-    torch.testing.assert_close(outputs.log_probs[outputs.label_mask], uniform)
-    assert copied.lm_head(torch.ones(1, 16)).eq(0).all()
 
 
 # --------------------------------------------------------------------------------------- whole runs

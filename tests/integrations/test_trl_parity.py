@@ -4,8 +4,6 @@ Prompts (GSM8K's), injected completions and rewards are the same. A high learnin
 iterations move the ratios across every bound.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any
@@ -25,11 +23,6 @@ SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
 # Two micro-batches per step and two iterations: old logps come from TRL's scoring pass, ratios
 # leave 1.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
 
 
 class ToolMask:

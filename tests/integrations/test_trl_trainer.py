@@ -1,7 +1,5 @@
 """FastGRPOTrainer beside the numbers: packing, what TRL keeps, wrapped models, generation."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import Any
@@ -16,11 +14,6 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 forward = importlib.import_module("grpo_fast.integrations.trl.forward")
 options_module = importlib.import_module("grpo_fast.integrations.trl.options")
 packed = importlib.import_module("grpo_fast.integrations.trl.packed")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
 
 
 def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: Any) -> Any:
@@ -126,15 +119,6 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
 
 
 # ----------------------------------------------------------------------------------- wrapped models
-@pytest.fixture
-def one_process(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
     """As transformers does with `distributed_config`; the head is of another class then."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -194,9 +178,6 @@ def test_refusals_name_their_option(model_path, tmp_path):
     ):
         path = build(model_path, tmp_path, **settings).fast_path
         assert path["forward"].startswith("TRL's: ") and reason in path["forward"], path
-
-
-def test_a_head_that_is_no_plain_linear_layer_is_left_alone(model_path, tmp_path):
     trainer = build(model_path, tmp_path)
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     reason = options_module.forward_reason(trainer, trainer.model)

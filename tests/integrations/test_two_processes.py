@@ -4,8 +4,6 @@ The processes have different counts: a total that belongs to the world (tokens, 
 rewards, sums of metrics) shows, where one process shows none. `two_ranks` runs everything once.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

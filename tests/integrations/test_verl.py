@@ -1,7 +1,5 @@
 """verl's own functions against ours: loss, gradient, every metric; and the head."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -124,9 +122,6 @@ def test_the_data_reaches_every_branch():
         assert 0.02 < share(name, batch(), "pg_clipfrac") < 0.9, name
     for name in ("vanilla", "dppo_kl"):
         assert 0.02 < share(name, batch(step=4.0, seed=3), "pg_clipfrac_lower") < 0.9, name
-
-
-def test_both_clip_ratios_from_one():
     config = actor(clip_ratio=0.05, clip_ratio_low=None, clip_ratio_high=None)
     compare("vanilla", batch(), "token-mean", config)
 
@@ -141,9 +136,6 @@ def test_masks_of_every_dtype_and_what_they_hide():
         expected = result if expected is None else expected
         assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
         assert result[1].isfinite().all() and result[2] == expected[2]
-
-
-def test_no_active_token_is_zero_and_not_nan():
     data = {**batch(), "response_mask": torch.zeros(6, 9)}
     for mode in MODES:
         loss, gradient, metrics = run(ours.policy_loss("vanilla"), data, mode, actor())
@@ -191,9 +183,6 @@ def test_register_and_undo():
     assert core.get_policy_loss_fn("vanilla") is not before["vanilla"]
     handle.undo()
     assert before == core.POLICY_LOSS_REGISTRY
-
-
-def test_the_latest_registration_is_undone_first():
     before = dict(core.POLICY_LOSS_REGISTRY)
     first, second = ours.register(prefix=""), ours.register(prefix="")
     own = core.POLICY_LOSS_REGISTRY["gspo"]
@@ -286,9 +275,13 @@ def test_the_head_of_the_process_is_given_back():
 
 
 # --------------------------------------------------------------------------------------------- head
-@pytest.mark.parametrize("shape", [(13,), (3, 5)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_equals_verls(shape, temperature):
+@pytest.mark.parametrize(
+    ("shape", "temperature", "autocast"),
+    [((13,), 1.0, False), ((3, 5), 1.0, False), ((13,), 0.7, False), ((3, 5), 0.7, False),
+     ((9,), 1.0, True)],
+)  # fmt: skip
+def test_head_equals_verls(shape, temperature, autocast):
+    """Under autocast it projects in bf16, as verl's does."""
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
     results = []
@@ -299,30 +292,17 @@ def test_head_equals_verls(shape, temperature):
     for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         made = build(chunk_size=4, impl_backend="torch")
-        log_probs, entropy = made(*leaves, ids, temperature=temperature)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            log_probs, entropy = made(*leaves, ids, temperature=temperature)
         ((slopes[0] * log_probs).sum() + (slopes[1] * entropy).sum()).backward()
         results.append([log_probs.detach(), entropy.detach(), *(x.grad for x in leaves)])
-    for mine, theirs in zip(*results, strict=True):
-        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_head_under_autocast_projects_in_bf16_as_verls():
-    functional = importlib.import_module("verl.utils.experimental.torch_functional")
-    random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(9, 32, generator=random)
-    weight = torch.randn(67, 32, generator=random) * 0.4
-    ids, results = torch.randint(0, 67, (9,), generator=random), []
-    for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
-        leaf = hidden.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            log_probs, entropy = build()(leaf, weight, ids)
-        log_probs.sum().backward()
-        results.append((log_probs.detach(), entropy.detach().float(), leaf.grad))
-    exact = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    assert 1e-4 < (results[1][0] - exact).abs().max() < 0.1
-    for mine, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.05)
+    tolerance = {"rtol": 0.02, "atol": 0.05} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+    for theirs, mine in zip(*results, strict=True):
+        assert mine.shape == theirs.shape and (autocast or mine.dtype == theirs.dtype)
+        torch.testing.assert_close(mine.float(), theirs.float(), **tolerance)
+    exact = (hidden @ weight.T / temperature).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    apart = (results[1][0] - exact).abs().max()
+    assert 1e-4 < apart < 0.1 if autocast else apart < 1e-4
 
 
 @pytest.fixture

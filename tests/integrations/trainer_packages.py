@@ -1,7 +1,5 @@
 """Other people's trainers for tests: where one is missing its module is skipped, and says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers for parity tests: a tiny model, GSM8K prompts, injected completions, fixed rewards."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny model that calls a calculator, and an environment that has one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenRLHF's loss and its normalisers over two ranks: DDP stands where DeepSpeed would."""
 
-from __future__ import annotations
-
 import importlib.util
 import types
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Lightning's DDP and transformers' `Trainer` over two ranks beside plain torch on all rows."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Each rank writes FOLDER/rank<r>.json: case → result, or what went wrong in it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

@@ -1,7 +1,5 @@
 """Runs of TRL's `GRPOTrainer` and of ours under DDP, each rank with completions of its own."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 verl knows no CPU: a platform of its registry stands for one, and nothing else of it is changed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`code_tests`: the share of tests that hold; a hostile answer costs its own reward only."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -21,7 +19,6 @@ TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) ==
 GOOD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 HOSTILE = {
     "fork bomb": "import os\nwhile True:\n    os.fork()",
-    "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
     "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
     "    sys.stderr.write('x' * 9999)",
     "output everywhere": """
@@ -34,8 +31,6 @@ for fd in range(64):
         pass
 """,
     "deletes": "import os\nos.unlink(VICTIM)",
-    "empties": "open(VICTIM, 'w')",
-    "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
     "removes folders": "import shutil, os\nshutil.rmtree(os.path.dirname(VICTIM))",
     "writes": "open(VICTIM + '.new', 'w').write('x')",
     "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
@@ -46,14 +41,11 @@ for fd in range(64):
     "os._exit": "import os\nos._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
     "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
-    "endless loop": "while True:\n    pass",
     "sleeps": "import time\ntime.sleep(1000)",
     "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
     "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
     "time.sleep(1000)",
-    "huge list": "x = [0] * 10**11",
     "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
     "kills the group": "import os\nos.killpg(0, 9)",
     "raises its limits": "import resource\n"
     "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)",
@@ -63,7 +55,6 @@ for fd in range(64):
     "deep": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "deep source": "x = " + "(" * 50_000,
     "no code": "I do not know.",
-    "empty": "",
     "control characters": "\x00\x1b[2J\ud800",
 }
 
@@ -88,6 +79,11 @@ def test_the_reward_is_the_share_of_tests_that_hold(rewards):
     result = ask(rewards, GOOD, half, "def add(a, b): return 7", "def add(")
     torch.testing.assert_close(result.total, torch.tensor([1.0, 2 / 3, 0.0, 0.0]))
     assert result.failures == {"code_tests": 0}
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(9, 9) == 18"]
+    code = "def add(a, b):\n    while a == 9: pass\n    return a + b"
+    torch.testing.assert_close(ask(rewards, code, tests=tests).total, torch.tensor([2 / 3]))
+    code = "import sys\ndef add(a, b):\n    return sys.exit() if a < 0 else a + b"
+    torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
 
 
 def test_a_source_with_preparations_and_a_check_function(rewards):
@@ -139,33 +135,17 @@ def test_nothing_is_connected_to(rewards):
             server.accept()
 
 
-def test_a_test_that_hangs_leaves_those_before_it(rewards):
-    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(9, 9) == 18"]
-    code = "def add(a, b):\n    while a == 9: pass\n    return a + b"
-    torch.testing.assert_close(ask(rewards, code, tests=tests).total, torch.tensor([2 / 3]))
-
-
-def test_a_test_that_exits_is_one_that_does_not_hold(rewards):
-    code = "import sys\ndef add(a, b):\n    return sys.exit() if a < 0 else a + b"
-    torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
-
-
 def test_many_answers_that_hang_have_their_own_time():
     """More seconds than one call may take: the limit of the call is for each completion."""
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
 
 
-def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
-    waited, real = [], isolated._Worker.ask
-
-    def recorded(self, request, limit):
-        waited.append(limit)
-        return real(self, request, limit)
-
-    monkeypatch.setattr(isolated._Worker, "ask", recorded)
+def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(spied):
+    calls = spied(isolated._Worker, "ask")
     ask(build(timeout=7.0), GOOD, GOOD, GOOD)
     build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
+    waited = [limit for _, _, limit in (call.args for call in calls)]
     assert waited[1] == 21.0 and waited[-1] == 7.0
     assert max(waited) <= threading.TIMEOUT_MAX
 
@@ -189,9 +169,6 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     assert "at least one assert" in rewards._last_error["code_tests"]
     with pytest.raises(ValueError, match="tests: expected Python"):
         worker.count_tests("assert (")
-
-
-def test_lines_without_tests_are_refused_before_a_run(rewards):
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
 

@@ -1,7 +1,5 @@
 """Extraction rules, the rule rewards, and a reward set that nothing can stop."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -149,6 +147,14 @@ def test_weighted_sum():
     assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
     assert rewards([], [], []).total.shape == (0,)
 
+    def broken(*, prompts, completions, answers):
+        raise KeyError("x")
+
+    exact = WeightedReward("exact_match", 1.0, REWARDS["exact_match"])
+    rewards = RewardSet([exact, WeightedReward("watched", 0.0, broken)], max_failures=1.0)
+    result = rewards(["p"], ["a"], ["a"])
+    assert result.total.tolist() == [1.0] and result.per_fn["watched"].isnan().all()
+
 
 def test_raising_costs_only_the_samples_that_raise(caplog):
     def touchy(*, prompts, completions, answers):
@@ -172,16 +178,6 @@ def test_a_coroutine_is_awaited_inside_a_loop_too():
         return own(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
 
     assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
-
-
-def test_a_reward_of_weight_zero_is_watched_but_cannot_poison_the_sum():
-    def broken(*, prompts, completions, answers):
-        raise KeyError("x")
-
-    exact = WeightedReward("exact_match", 1.0, REWARDS["exact_match"])
-    rewards = RewardSet([exact, WeightedReward("watched", 0.0, broken)], max_failures=1.0)
-    result = rewards(["p"], ["a"], ["a"])
-    assert result.total.tolist() == [1.0] and result.per_fn["watched"].isnan().all()
 
 
 def test_run_ends_above_the_threshold_only():

@@ -1,7 +1,5 @@
 """A reward in a process of its own: answers belong to requests, nothing outlives the caller."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -253,6 +251,8 @@ def test_a_call_that_takes_too_long_ends_what_the_function_started(isolated, tmp
     pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     wait_until(lambda: not any(alive(pid) for pid in pids), 5)
+    with pytest.raises(TimeoutError, match="took longer than 1 s"):
+        ask(isolated("half_an_answer", timeout=1), "a")
 
 
 def test_a_worker_that_does_not_read_is_a_worker_that_takes_too_long(isolated):
@@ -262,11 +262,6 @@ def test_a_worker_that_does_not_read_is_a_worker_that_takes_too_long(isolated):
     with pytest.raises(TimeoutError):
         ask(reward, "a" * 10**6)  # more than the pipe holds
     assert ask(reward, "a") == [1.0]
-
-
-def test_half_an_answer_takes_too_long(isolated):
-    with pytest.raises(TimeoutError, match="took longer than 1 s"):
-        ask(isolated("half_an_answer", timeout=1), "a")
 
 
 def test_a_forgotten_reward_ends_its_worker(isolated):
@@ -287,6 +282,8 @@ def test_control_characters_that_a_reward_prints_are_escaped(isolated, capfd):
     assert "printed \\x1b[31m\n" in shown.err and "to stderr \\u202e\n" in shown.err
     assert "by a child \\x1b]0;title\\x07\n" in shown.err
     assert "no line end \\x07 \ufffd" in shown.err
+    reward = isolated("asks", timeout=5.0)
+    assert [ask(reward, "1"), ask(reward, "2")] == [[7.0], [7.0]]
 
 
 def test_the_last_words_of_a_worker_are_shown(isolated, monkeypatch):
@@ -297,8 +294,3 @@ def test_the_last_words_of_a_worker_are_shown(isolated, monkeypatch):
     with pytest.raises(RuntimeError, match="ended in the middle of a call"):
         ask(isolated("last_words"), "a")
     assert shown == ["one\n", "two\n", "three\n"]
-
-
-def test_a_function_that_reads_stdin_gets_nothing_of_the_requests(isolated):
-    reward = isolated("asks", timeout=5.0)
-    assert [ask(reward, "1"), ask(reward, "2")] == [[7.0], [7.0]]

@@ -1,7 +1,5 @@
 """What a reward function does to its process (folder, gradient mode, terminal) is put back."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """A tiny policy and a stand-in of a vLLM server that has a copy of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,14 +1,11 @@
 """transformers' continuous batching as an engine: its logps, its ends, its errors."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.rollout.own import continuous
@@ -16,7 +13,7 @@ from grpo_fast.rollout.own.continuous import ContinuousEngine, ContinuousOptions
 from grpo_fast.train import loop
 from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.models.policy import Policy
-from tests.tiny import tiny_model
+from tests.tiny import tiny_policy
 from tests.train.resuming import config_of
 from tests.train.tiny_steps import logits_of, taken
 
@@ -26,7 +23,7 @@ SMALL = ContinuousOptions(page_size=32, pages=64, max_batch_tokens=64, timeout=6
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(tiny_model("llama"), build_symbol_tokenizer(["0", "1"]))
+    return tiny_policy(vocab_size=61)
 
 
 def engine_of(policy, options=SMALL):
@@ -50,6 +47,11 @@ def test_logps_are_the_policys_and_completions_end_with_their_eos(policy):
         assert (one.finish_reason == "eos") == (one.ids[-1] == 1)
         assert 1 not in one.ids[:-1] and (one.finish_reason == "eos" or len(one.ids) == 8)
     assert policy.lm.config._attn_implementation == "grpo_packed"
+    greedy = Sampling(max_new_tokens=1, temperature=0)
+    (one,) = engine_of(policy).generate(PROMPTS[:1], greedy, group_size=1, seed=0)
+    logits = logits_of(policy, PROMPTS[0], one.ids)[0]
+    assert one.ids == [int(logits.argmax())]
+    assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
 
 
 class OldConfig:
@@ -81,14 +83,6 @@ def test_the_batches_are_asked_for_in_the_words_of_the_installed_transformers(
     continuous.config_fields.cache_clear()
     wanted = ("paged|sdpa", "paged|eager", "flash_attention_2")
     assert asked == list(wanted if config is OldConfig else names)
-
-
-def test_greedy_is_the_most_likely_token(policy):
-    greedy = Sampling(max_new_tokens=1, temperature=0)
-    (one,) = engine_of(policy).generate(PROMPTS[:1], greedy, group_size=1, seed=0)
-    logits = logits_of(policy, PROMPTS[0], one.ids)[0]
-    assert one.ids == [int(logits.argmax())]
-    assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
 
 
 def test_it_is_said_once_that_kept_tokens_are_unknown_where_they_are_wanted(policy, caplog):

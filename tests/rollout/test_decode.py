@@ -3,8 +3,6 @@
 A model's own modules compute the rest here; `test_decoder.py` has whole layers in C++.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 
@@ -18,7 +16,7 @@ from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.own import decode
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, tiny_model, tiny_policy
 from tests.train.tiny_steps import taken
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
@@ -36,7 +34,7 @@ def attention(request, monkeypatch):
 
 
 def policy_of(family="llama", **changes):
-    return Policy(tiny_model(family, **changes), build_symbol_tokenizer(["0", "1"]))
+    return tiny_policy(family, **{"vocab_size": 61, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -111,22 +109,14 @@ def test_ended_completions_leave_and_the_others_do_not_notice(family, monkeypatc
     assert 1 in {len(one.ids) for one in ours}  # at the first token
 
 
-def test_room_grows_with_the_completions(policy, monkeypatch):
+def test_prompts_pass_in_several_rows_and_room_grows_with_completions(policy, monkeypatch, spied):
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
+    calls = spied(decode, "forward")
+    assert_same(*both(policy, monkeypatch))
+    # Each prompt once, then a token of each completion.
+    assert [len(call.args[1]) for call in calls][:3] == [9, 5, 12]
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     assert_same(*both(policy, monkeypatch, max_new_tokens=20))
-
-
-def test_prompts_pass_in_several_rows(policy, monkeypatch):
-    rows, forward = [], decode.forward
-    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
-
-    def counted(policy, ids, positions, cache):
-        rows.append(len(ids))
-        return forward(policy, ids, positions, cache)
-
-    monkeypatch.setattr(decode, "forward", counted)
-    assert_same(*both(policy, monkeypatch))
-    assert rows[:3] == [9, 5, 12]  # each prompt once, then a token of each completion
 
 
 @pytest.mark.parametrize(
@@ -149,9 +139,9 @@ def test_a_look_now_and_then_changes_nothing(policy, monkeypatch, every):
 
 def test_a_lora_adapter_and_16_bits(monkeypatch):
     peft = pytest.importorskip("peft")
-    model = tiny_model("qwen2")
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    wrapped = Policy(peft.get_peft_model(model, config), build_symbol_tokenizer(["0", "1"]))
+    model = peft.get_peft_model(tiny_model("qwen2"), config)
+    wrapped = Policy(model, build_symbol_tokenizer(["0", "1"]))
     ours, theirs = both(wrapped, monkeypatch)
     assert_same(ours, theirs)
     with wrapped.without_adapter():
@@ -197,9 +187,9 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
 def test_what_stands_behind_an_eos_is_no_difference(seed, monkeypatch):
     """A model that ends at once is judged by all its tokens, not by what follows its EOS."""
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
-    model = tiny_model("llama", seed=seed, vocab_size=vocab, num_key_value_heads=heads)
-    model = model.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])
-    policy = ending_often(Policy(model, build_symbol_tokenizer(["0", "1"])), range(vocab))
+    policy = policy_of(seed=seed, vocab_size=vocab, num_key_value_heads=heads)
+    policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])
+    ending_often(policy, range(vocab))
     with policy.generation():
         assert hf.compare(policy) is None
     step = decode.forward

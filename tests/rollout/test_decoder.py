@@ -1,22 +1,19 @@
 """Whole layers in C++ while sampling: the same tokens, and only for models that have the form."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.rollout.own import decode, decoder
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
-from tests.tiny import tiny_model
+from tests.tiny import tiny_policy
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
 
@@ -29,11 +26,10 @@ def kernels() -> None:
 
 def policy_of(family: str = "llama", **changes: Any) -> Policy:
     """With random biases and norms, which start as zeros and ones."""
-    model = tiny_model(family, **changes)
-    for parameter in model.parameters():
+    policy = tiny_policy(family, vocab_size=61, **changes)
+    for parameter in policy.lm.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
     hf._unsuited[policy.lm] = None  # sampled by our loop
     return policy
 
@@ -44,16 +40,10 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def steps(spied: Any) -> Callable[[], list[Any]]:
     """What each call of `decode` found: a decoder, or None."""
-    found: list[Any] = []
-
-    def seen(*arguments: Any) -> Any:
-        found.append(decoder.decoder_of(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(decode, "decoder_of", seen)
-    yield found
+    calls = spied(decode, "decoder_of")
+    return lambda: [call.result for call in calls]
 
 
 YARN = {
@@ -77,7 +67,7 @@ def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch
         policy.lm.lm_head.bias = torch.nn.Parameter(bias)
     policy.eos_ids = frozenset(range(1, 8))
     ours = sampled(policy, 5, 40)
-    assert isinstance(steps[-1], decoder.Decoder)
+    assert isinstance(steps()[-1], decoder.Decoder)
     monkeypatch.setattr(decode, "decoder_of", lambda *_: None)
     theirs = sampled(policy, 5, 40)
     assert ours.completion_ids == theirs.completion_ids
@@ -125,8 +115,9 @@ def test_weights_are_packed_anew_for_every_rollout(steps):
     first = sampled(policy)
     with torch.no_grad():
         policy.lm.model.layers[0].mlp.down_proj.weight.neg_()
-    assert all(steps) and sampled(policy).completion_ids != first.completion_ids
-    assert len(steps) == 2 and steps[1] is not steps[0]
+    assert sampled(policy).completion_ids != first.completion_ids
+    found = steps()
+    assert all(found) and len(found) == 2 and found[1] is not found[0]
 
 
 def unwanted(*_: Any) -> None:
@@ -156,21 +147,19 @@ def test_a_model_that_somebody_changed_computes_by_its_modules(change, steps):
     sampled(policy)
     change(policy)
     sampled(policy)
-    assert isinstance(steps[0], decoder.Decoder) and steps[1] is None
+    first, second = steps()
+    assert isinstance(first, decoder.Decoder) and second is None
 
 
-@pytest.mark.parametrize("family", ["gemma2", "cohere"])
-def test_layers_of_other_parts_are_not_packed(family, steps, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma2", {}), ("cohere", {}), ("llama", {"hidden_act": "gelu"}),
+     ("llama", {"hidden_act": "relu"})],
+)  # fmt: skip
+def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatch):
     monkeypatch.setattr(decoder, "Decoder", unwanted)
-    sampled(policy_of(family))
-    assert steps == [None]
-
-
-@pytest.mark.parametrize("act", ["gelu", "relu"])
-def test_another_activation_is_not_packed(act, steps, monkeypatch):
-    monkeypatch.setattr(decoder, "Decoder", unwanted)
-    sampled(policy_of(hidden_act=act))
-    assert steps == [None]
+    sampled(policy_of(family, **changes))
+    assert steps() == [None]
 
 
 def test_a_formula_that_is_not_llamas_is_found_by_a_token_and_once(steps, monkeypatch):
@@ -179,7 +168,7 @@ def test_a_formula_that_is_not_llamas_is_found_by_a_token_and_once(steps, monkey
     ours = sampled(policy)
     monkeypatch.setattr(decoder, "Decoder", unwanted)
     again = sampled(policy)
-    assert steps == [None, None] and ours.completion_ids == again.completion_ids
+    assert steps() == [None, None] and ours.completion_ids == again.completion_ids
 
 
 def test_the_operator_refuses_what_does_not_fit():

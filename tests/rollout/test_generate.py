@@ -1,6 +1,4 @@
-"""`rollout.generate` from outside: a plain model in, completions out, the model as it was."""
-
-from __future__ import annotations
+"""`rollout.generate` from outside; the protocol of engines: places, weights, completions."""
 
 import re
 from pathlib import Path
@@ -9,8 +7,9 @@ import pytest
 import torch
 
 from grpo_fast import rollout
+from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import Sampling, generate
+from grpo_fast.rollout import Completion, Engine, Sampling, awake, generate
 from grpo_fast.rollout.own.cache import RolloutCache
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_model
@@ -107,3 +106,64 @@ def test_a_head_with_an_adapter_samples_by_transformers(tokenizer):
     prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="prompt learning"):
         generate(peft.get_peft_model(tiny_model(), prefix), PROMPTS, tokenizer=tokenizer)
+
+
+# --------------------------------------------------------------- The protocol of engines
+THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
+
+
+class Recorded(Engine):
+    """Notes what it is asked to do; its completions are the EOS alone."""
+
+    def __init__(self, short: int = 0) -> None:
+        self.calls: list = []
+        self.short = short
+
+    def sample(self, request):
+        self.calls.append("generate")
+        count = len(request.prompts) * request.group_size - self.short
+        return [Completion([1], torch.zeros(1), "eos", 7)] * count
+
+    def update(self, policy, version):
+        self.calls.append(f"update {version}")
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_shares_of_a_batch_sample_what_the_whole_does(policy):
+    options = Sampling(max_new_tokens=8)
+    whole = rollouts.generate(policy, THREE, options, group_size=2, seed=5)
+    found = []
+    for places in ([0, 2], [1]):
+        chosen = [THREE[i] for i in places]
+        share = rollouts.generate(policy, chosen, options, group_size=2, seed=5, places=places)
+        found.append(share.completion_ids)
+    (a, b, e, f), (c, d) = found
+    assert [a, b, c, d, e, f] == whole.completion_ids
+
+
+@pytest.mark.parametrize("places", [[0], [1, 0, 2], [0, 0, 1], [-1, 0, 1]])
+def test_places_that_do_not_fit_are_refused(policy, places):
+    with pytest.raises(ValueError, match="places: expected 3 rising places from 0"):
+        rollouts.generate(policy, THREE, Sampling(), group_size=1, seed=0, places=places)
+
+
+def test_a_rollout_carries_what_the_engine_said(policy):
+    engine = Recorded()
+    found = rollouts.generate(policy, THREE, Sampling(), group_size=2, seed=0, engine=engine)
+    assert found.weight_versions == [7] * 6 and found.kept == [None] * 6
+    assert not any(found.truncated) and found.lengths == [1] * 6
+    with pytest.raises(RuntimeError, match="Recorded: expected 3 completions, got 2"):
+        rollouts.generate(policy, THREE, Sampling(), group_size=1, seed=0, engine=Recorded(1))
+    with Recorded() as engine:
+        with pytest.raises(RuntimeError, match="stop"), awake(engine, None, 3):
+            engine.generate([[1]], Sampling(), group_size=1, seed=0)
+            raise RuntimeError("stop")
+    assert engine.calls == ["wake", "update 3", "generate", "sleep", "close"]

@@ -1,7 +1,5 @@
 """Rollout: the sampler against probabilities computed by hand, cutting at EOS, seeding, padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -27,6 +25,8 @@ def test_draw_follows_the_distribution():
     frequency = torch.bincount(tokens, minlength=5) / 20000
     torch.testing.assert_close(frequency, probabilities[0], rtol=0, atol=1e-4)
     assert frequency[2] == 0
+    p = torch.full((2, 5), float("nan"))
+    assert pick(p, torch.tensor([0.0, 0.99])).max() < 5
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
@@ -36,7 +36,7 @@ def test_draw_never_takes_an_impossible_token(uniform):
     assert 400 <= pick(logits.softmax(-1), torch.tensor([uniform])).item() < 600
 
 
-def test_top_k_then_top_p():
+def test_top_k_then_top_p_and_a_temperature_in_the_logps():
     probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
     # top_k leaves .4 .3 .15 .1 (of .95): the mass before the third is .737 ≥ .7, so two stay
@@ -44,13 +44,15 @@ def test_top_k_then_top_p():
     assert scores.argmax(-1).item() == 2  # the last of the vocabulary, not the least likely
     assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
     assert sampler.drawn[0].candidates.tolist() == [[0, 2, 3, 4]]
-
-
-def test_a_top_p_of_nothing_keeps_the_most_likely_token():
     logits = torch.tensor([[1.0, 3.0, 0.5]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_p=1e-300))
     assert sampler(torch.zeros(1, 1), logits).argmax(-1).item() == 1
     assert sampler.logps.item() == 0
+    logits = torch.tensor([[1.0, 2.0, 0.5]])
+    sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))
+    token = sampler(torch.zeros(1, 1), logits.clone()).argmax(-1)
+    expected = (logits / 0.5).log_softmax(-1)[0, token].item()
+    assert sampler.logps.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-300])
@@ -58,14 +60,6 @@ def test_a_temperature_that_fp32_cannot_divide_by(temperature):
     with pytest.raises(ValueError, match="expected 0 .greedy. or at least 1e-06"):
         Sampling(temperature=temperature)
     assert Sampling(temperature=1e-6).temperature == 1e-6
-
-
-def test_temperature_enters_the_logps():
-    logits = torch.tensor([[1.0, 2.0, 0.5]])
-    sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))
-    token = sampler(torch.zeros(1, 1), logits.clone()).argmax(-1)
-    expected = (logits / 0.5).log_softmax(-1)[0, token].item()
-    assert sampler.logps.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_completions_end_at_the_first_eos(policy):
@@ -91,13 +85,21 @@ def test_the_seed_decides_and_the_batch_size_does_not(policy):
     assert seed_of(3, 1) != seed_of(31) and 0 <= seed_of("x") < 2**63
 
 
-def test_chat_messages_and_empty_prompts(policy):
+def test_chat_messages_empty_prompts_and_prompts_without_positions(policy, monkeypatch):
     messages = [{"role": "user", "content": "1 2"}]
     rollout = generate(policy, [messages], seed=0, group_size=1)
     assert rollout.prompts == ["1 2\n"]
     assert rollout.prompt_ids == [policy.tokenizer("1 2")["input_ids"]]
     with pytest.raises(ValueError, match="at least one token"):
         generate(policy, [""], seed=0)
+    longest = " ".join("1" for _ in range(512))
+    assert policy.positions == 512
+    short = {"group_size": 1, "max_new_tokens": 1}
+    assert len(generate(policy, [longest], seed=0, **short).texts) == 1
+    for name in ("decode", "by_transformers"):
+        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
+    with pytest.raises(ValueError, match="at most 512 tokens .*max_position_embeddings.*, got 513"):
+        generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -126,22 +128,6 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
     monkeypatch.setattr(policy.lm, "generate", ends_at_once)
     rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
     assert rollout.completion_ids == [[eos]] * 3 and not any(rollout.truncated)
-
-
-def test_a_draw_from_nan_stays_inside_the_vocabulary():
-    p = torch.full((2, 5), float("nan"))
-    assert pick(p, torch.tensor([0.0, 0.99])).max() < 5
-
-
-def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
-    longest = " ".join("1" for _ in range(512))
-    assert policy.positions == 512
-    short = {"group_size": 1, "max_new_tokens": 1}
-    assert len(generate(policy, [longest], seed=0, **short).texts) == 1
-    for name in ("decode", "by_transformers"):
-        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
-    with pytest.raises(ValueError, match="at most 512 tokens .*max_position_embeddings.*, got 513"):
-        generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
 
 @pytest.mark.parametrize(

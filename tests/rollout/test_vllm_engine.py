@@ -1,7 +1,5 @@
 """The engine `vllm` around a stand-in of vLLM's class LLM: when it sleeps, what it is told."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -176,24 +174,16 @@ def test_how_it_is_built(policy, vllm, monkeypatch):
     assert engine.llm.calls == ["shutdown"]
 
 
-def test_vllm_that_does_not_take_the_model(policy, vllm):
+def test_what_cannot_be_built_is_a_sentence(policy, vllm, monkeypatch):
     def refuse(**given):
         raise ValueError("head_dim=8")
 
     vllm.LLM = refuse
     with pytest.raises(ValueError, match="rollout.engine: vllm does not take qwen2 .*head_dim=8"):
         build(policy, Options())
-
-
-def test_without_vllm(policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with pytest.raises(ValueError, match=r"vllm expects pip install 'grpo_fast\[vllm\]'"):
         build(policy, Options())
-
-
-def test_one_of_several_processes(policy, vllm, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="expected vllm-server where several processes train"):

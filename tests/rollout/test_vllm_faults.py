@@ -1,7 +1,5 @@
 """Faults that a stand-in of a vLLM server plays: none is accepted, hangs or is a traceback."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -65,15 +63,12 @@ def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
     return changed
 
 
-def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(answer: dict[str, Any]) -> None:
-        answer["choices"][1]["logprobs"]["content"][-1]["logprob"] = value
-
-    return change
-
-
 def content(change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], None]:
     return choice(logprobs=lambda one: {"content": change(one["logprobs"]["content"])})
+
+
+def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
+    return content(lambda every: [*every[:-1], every[-1] | {"logprob": value}])
 
 
 def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
@@ -136,29 +131,19 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
     "id 10^400": (GENERATE, ids(lambda t: [10**400, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
-    "ids a text": (GENERATE, ids(lambda t: "345")),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
     "ids behind the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
     # log-probabilities
     "logprob 0.5": (GENERATE, logprob(0.5)),
-    "logprob inf": (GENERATE, logprob(float("inf"))),
     "logprob nan": (GENERATE, logprob(float("nan"))),
     "logprob -9999": (GENERATE, logprob(-9999.0)),
-    "logprob null": (GENERATE, logprob(None)),
     "logprobs of others": (GENERATE, content(lambda c: [c[0] | {"token_id": 0}, *c[1:]])),
     "a logprob less": (GENERATE, content(lambda c: c[:-1])),
-    "a logprob more": (GENERATE, content(lambda c: [*c, c[-1]])),
     # completions
     "no choices": (GENERATE, answer({})),
-    "choices an object": (GENERATE, answer({"choices": {"0": {}}})),
     "a choice less": (GENERATE, lambda found: found["choices"].pop() and None),
-    "a choice more": (GENERATE, lambda found: found["choices"].append(found["choices"][0])),
     "indices twice": (GENERATE, each_index(0, 1, 1)),
-    "indices with a gap": (GENERATE, each_index(0, 1, 3)),
-    "index -1": (GENERATE, each_index(-1, 0, 1)),
-    "index 1.0": (GENERATE, each_index(0, 1.0, 2)),
-    "reason unknown": (GENERATE, choice(finish_reason="banana")),
     "reason abort": (GENERATE, choice(finish_reason="abort")),
     "reason of another end": (
         GENERATE, choice(finish_reason=lambda x: OTHER_END[x["finish_reason"]])
@@ -168,7 +153,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "version of the past": (GENERATE, spans(("past", 0, 1))),
     "version of the future": (GENERATE, spans(("future", 0, 1))),
     "version of another run": (GENERATE, spans(("01234567-3", 0, 1))),
-    "version in words": (GENERATE, spans(("words", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
     "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
@@ -176,18 +160,14 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "versions that overlap": (GENERATE, spans(("now", 0, 1), ("now", 0, 1))),
     # what was kept
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
-    "mask -1": (GENERATE, mask(lambda t: [t, -1])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
-    "mask a text": (GENERATE, mask(lambda t: "345")),
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     # bodies
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
-    "HTML": (GENERATE, answer(b"<html>")),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
     "no UTF-8": (GENERATE, answer(b'{"choices": "\xff"}')),
-    "nothing": (GENERATE, answer(b"")),
     "a huge Content-Length": (GENERATE, raw(OK, b"Content-Length: 1" + b"0" * 18 + b"\r\n\r\n{}")),
     "a Content-Length too long": (UPDATE, raw(OK, b"Content-Length: 9\r\n\r\n{}")),
     "blanks without end": (GENERATE, without_end(OK + b"\r\n", b" " * (1 << 20))),
@@ -196,9 +176,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     ),
     "a chunk of -1": (
         GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", b" " * (1 << 20))
-    ),
-    "a huge chunk": (
-        GENERATE, raw(OK, b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 15 + b"\r\n")
     ),
     "headers without end": (GENERATE, without_end(OK, b"A: b\r\n" * 9999)),
     "a header without end": (GENERATE, without_end(OK + b"A: ", b"b" * 9999)),
@@ -218,16 +195,12 @@ FAULTS: dict[str, tuple[str, Any]] = {
         GENERATE, raw(b'HTTP/1.1 400 No\r\n\r\n{"error": "\\u001b[2J"}')
     ),
     # the server about itself
-    "no world_size": ("/get_world_size", answer({})),
-    "world_size '1'": ("/get_world_size", answer({"world_size": "1"})),
     "world_size 0": ("/get_world_size", answer({"world_size": 0})),
     "no weight_version": ("/weight_info", answer({})),
     "vllm_config null": (INFO, answer({"vllm_config": None})),
-    "vllm_config a text": (INFO, answer({"vllm_config": "model='m'"})),
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
-    "no dtype": (INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "raw"}}})),
     "is_paused 'no'": ("/is_paused", answer({"is_paused": "no"})),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
     "a health of 500": ("/health", 500),
@@ -252,8 +225,6 @@ def test_a_fault_is_refused_in_time_with_the_servers_name(policy, server, fault)
     said = str(refused.value)
     assert waits or "no answer within" not in said
     assert server.url in said and len(said) < 2000 and said.isprintable(), said
-    server.faults = {}
-    assert len(sample(policy, server).texts) == 3  # and it does the server no harm
 
 
 def test_the_same_changes_with_values_that_are_right(policy, server):

@@ -1,7 +1,5 @@
 """Both engines against vLLM itself, on a CPU: `make test-vllm`, in an environment of its own."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """The engine `vllm-server` against a stand-in: weights, versions, servers that fail."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import nullcontext
@@ -16,7 +14,6 @@ import transformers
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.rollout.vllm import http, transfer
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, WeightInfo
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -100,7 +97,7 @@ def test_adapters_are_sent_merged():
     assert all(torch.equal(tensor, merged[name]) for name, tensor in sent.items())
 
 
-def test_weights_of_the_same_version_are_sent_once(policy, server):
+def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, server):
     engine = engine_of(policy, server)
     for version in (0, 0, 1, 1):
         engine.update(policy, version)
@@ -108,9 +105,6 @@ def test_weights_of_the_same_version_are_sent_once(policy, server):
     begun = [f"/{x}_weight_update" for x in ("start", "finish")]
     assert [server.calls[path] for path in (UPDATE, *begun)] == [2, 2, 2]
     assert server.calls["/init_weight_transfer_engine"] == 1
-
-
-def test_sampling_is_stopped_while_weights_are_exchanged(policy, server):
     order = []
     server.answer = lambda path, body: order.append(path) or StandIn.answer(server, path, body)
     engine_of(policy, server).update(policy, 0)
@@ -157,11 +151,13 @@ def test_prompts_are_dealt_to_all_servers(policy, servers):
     assert sorted(servers[0].prompts + servers[1].prompts) == sorted(rollout.prompt_ids[::3])
 
 
-def test_ends_of_completions(policy, engine):
+def test_ends_of_completions_and_greedy_ones(policy, engine):
     rollout = generate(policy, engine, seed=2)
     eos = policy.tokenizer.eos_token_id
     assert any(rollout.truncated) and not all(rollout.truncated)
     assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
+    ours = generate(policy, None, temperature=0.0).completion_ids
+    assert generate(policy, engine, temperature=0.0).completion_ids == ours
 
 
 def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server, engine):
@@ -174,11 +170,6 @@ def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server, 
     server.faults[GENERATE] = [shuffled]
     assert generate(policy, engine, PROMPTS[:1]).completion_ids == given
     assert given[0] != given[2]
-
-
-def test_greedy_completions(policy, engine):
-    ours = generate(policy, None, temperature=0.0).completion_ids
-    assert generate(policy, engine, temperature=0.0).completion_ids == ours
 
 
 def with_kept(answer):
@@ -195,15 +186,6 @@ def test_kept_tokens_where_the_server_names_them(policy, server, engine):
     assert kept.offsets.diff().tolist() == [len(row) for row in rows]
     server.faults[GENERATE] = [with_kept]
     assert generate(policy, engine, PROMPTS[:1]).kept == [None] * 3  # nothing was truncated
-
-
-def test_it_is_said_once_that_kept_tokens_are_unknown(policy, engine, caplog):
-    say_that_kept_is_unknown.cache_clear()
-    generate(policy, engine)
-    assert "top_p" not in caplog.text
-    for _ in range(2):
-        generate(policy, engine, top_p=0.9)
-    assert caplog.text.count("top_p and top_k kept") == 1
 
 
 # ------------------------------------------------------------------------ servers that fail
@@ -331,8 +313,6 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server, engine):
     with pytest.raises(ValueError, match="max_model_len: .*an end after 2"):
         generate(policy, engine)
 
-
-def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server, engine):
     def aborted(answer):
         answer["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "logprobs": None}
 
@@ -420,10 +400,14 @@ def test_a_server_without_the_paths_is_told_how_to_start(policy, server, path, s
         build(policy, options_of(urls=[server.url]))
 
 
-def test_raw_log_probabilities_are_refused(policy, server):
+def test_raw_log_probabilities_and_nobody_there_are_refused(policy, server):
     server.mode = "raw_logprobs"
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
         build(policy, options_of(urls=[server.url]))
+    server.stop()
+    with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
+        build(policy, options_of(urls=[server.url], patience=0.1))
+    server.start()
 
 
 def test_a_server_of_another_dtype_is_said(policy, server, caplog):
@@ -487,13 +471,6 @@ def test_the_shapes_of_a_servers_model(changed, message):
         lm = peft.get_peft_model(lm, peft.LoraConfig(target_modules="all-linear")).get_base_model()
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         transfer.check_shapes(lm, SERVED, "http://127.0.0.1:1")
-
-
-def test_a_server_that_is_not_there(policy, server):
-    server.stop()
-    with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
-        build(policy, options_of(urls=[server.url], patience=0.1))
-    server.start()
 
 
 @pytest.mark.parametrize(

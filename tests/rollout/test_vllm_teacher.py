@@ -1,7 +1,5 @@
 """A teacher's log-probabilities from a stand-in of a vLLM server: what is read, and refused."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -57,6 +55,8 @@ def test_a_server_that_is_back_is_asked_again(policy, server):
     made = asked(policy, server, 2, patience=20.0)
     server.faults[GENERATE] = [503, 500, Raw(lambda write: write(b"HTTP/1.1 200 OK\r\n\r\n")), 429]
     assert len(made.scores(SAMPLES)) == 3 and not server.faults[GENERATE]
+    with pytest.raises(EngineError, match="127.0.0.1:9"):
+        TeacherServer("http://127.0.0.1:9", 3, 20, VLLMOptions(patience=0.1, timeout=5.0))
 
 
 def rows_of(change: Any) -> Any:
@@ -85,13 +85,9 @@ def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
 
 HOSTILE: dict[str, tuple[Any, str]] = {
     "none": (lambda a: {"choices": []}, "prompt_logprobs: Field required"),
-    "null": (lambda a: a | {"prompt_logprobs": None}, "prompt_logprobs: Input should be"),
     "missing rows": (pop, "a row for each of 2 tokens, got 1"),
-    "more rows": (lambda a: a["prompt_logprobs"].append(None), "each of 2 tokens, got 3"),
     "shifted by one": (lambda a: a["prompt_logprobs"].reverse(), IDS),
-    "a null row": (rows_of(lambda row: None), f"{IDS}, got None"),
     "an empty row": (rows_of(lambda row: {}), f"{IDS}, got"),
-    "fewer ids": (rows_of(lambda row: cut(row, 2)), f"{IDS}, got 2"),
     "more ids": (rows_of(lambda row: cut(row, 3) | dict.fromkeys((91, 92), LOW)), f"{IDS}, got 5"),
     "another token": (rows_of(lambda row: {i + 11: x for i, x in row.items()}), IDS),
     "another vocabulary": (rows_of(lambda row: cut(row, 3) | {1 << 30: LOW}), "the student's"),
@@ -99,11 +95,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an id below 0": (rows_of(lambda row: row | {-1: LOW}), "greater than or equal"),
     "an id that is none": (rows_of(lambda row: row | {"\x1b[2J" * 99: LOW}), "integer"),
     "NaN": (rows_of(lambda row: first(row, float("nan"))), f"{SUM}, got others, or NaN"),
-    "inf": (rows_of(lambda row: first(row, float("inf"))), SUM),
     "a logit": (rows_of(lambda row: first(row, 2.5)), SUM),
     "a sum above 1": (rows_of(lambda row: dict.fromkeys(row, {"logprob": -0.2})), SUM),
     "a word": (rows_of(lambda row: first(row, "-1.0")), "valid number"),
-    "a list": (rows_of(list), "Input should be an object"),
     "400": (400, "400 told to say 400"),
     "404": (404, "--enable-scale-out"),
     "500": (500, "500 told to say 500"),
@@ -121,8 +115,3 @@ def test_a_hostile_answer_ends_in_one_sentence(policy, server, name):
     assert message in said and server.url in said, said
     assert len(said) < 600 and said.isprintable()
     assert time.monotonic() - start < 15
-
-
-def test_nobody_is_there(policy):
-    with pytest.raises(EngineError, match="127.0.0.1:9"):
-        TeacherServer("http://127.0.0.1:9", 3, 20, VLLMOptions(patience=0.1, timeout=5.0))

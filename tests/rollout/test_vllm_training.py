@@ -1,7 +1,5 @@
 """A training run through (stand-ins of) vLLM servers: weights, versions, servers that fail."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

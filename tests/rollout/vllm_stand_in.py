@@ -3,8 +3,6 @@
 It receives weights by gloo like the real one, and can be told to fail.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

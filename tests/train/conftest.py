@@ -1,7 +1,5 @@
 """A finished run's folder, for tests that tamper with it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -16,6 +14,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
     return folder / "run"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """A tiny recipe whose run goes to `tmp_path`/run."""
+    return write_recipe(tmp_path)
 
 
 @pytest.fixture

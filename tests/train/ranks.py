@@ -3,8 +3,6 @@
 A job is a function, of this module or as module:name, and its arguments; all ranks run it.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

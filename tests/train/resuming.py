@@ -1,7 +1,5 @@
 """Tiny runs that are left at a chosen place and go on, and what of their folders must be equal."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

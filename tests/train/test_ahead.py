@@ -1,8 +1,5 @@
 """`rollout.ahead`: a step's completions come from the weights that the step before began with."""
 
-from __future__ import annotations
-
-import copy
 import json
 import signal
 import threading
@@ -17,6 +14,7 @@ from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.optimizer import Optimizer
+from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
@@ -30,10 +28,8 @@ def holds(checkpoint, part):
     return any(name.startswith(f"{part}/") for name in load_file(checkpoint / "state.safetensors"))
 
 
-class Apart(TransformersEngine):
-    """Samples with a copy of the weights; in a thread, not before the policy has been updated."""
-
-    is_apart = True
+class Apart(ranks.Apart):
+    """In a thread, not before the policy has been updated."""
 
     def __init__(self, policy, options):
         super().__init__(policy, options)
@@ -41,7 +37,7 @@ class Apart(TransformersEngine):
 
     def update(self, policy, version):
         assert not self.busy.locked()
-        self.policy, self.version = copy.deepcopy(policy), version
+        super().update(policy, version)
         self.moved.clear()
 
     def generate(self, *args, **options):
@@ -58,13 +54,7 @@ class Apart(TransformersEngine):
 @pytest.fixture
 def apart(monkeypatch):
     """The engines that runs build from here on: `Apart`, told of every update."""
-    built = []
-
-    def build(policy, options):
-        built.append(Apart(policy, options))
-        return built[-1]
-
-    apply = Optimizer.apply
+    built, apply = [], Optimizer.apply
 
     def applied(self):
         norm = apply(self)
@@ -72,6 +62,7 @@ def apart(monkeypatch):
         return norm
 
     monkeypatch.setattr(Optimizer, "apply", applied)
+    build = lambda *given: built.append(Apart(*given)) or built[-1]  # noqa: E731
     monkeypatch.setattr(loop, "build_engine", build)
     return built
 
@@ -102,11 +93,9 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
 
 
 def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_path):
-    words = ["rollout.correct_sampling=true", "optim.lr=1e-30", "log.completions_every=0"]
-    found, plain = (
-        run(tmp_path / name, *words, f"rollout.ahead={ahead}", "rollout.dynamic={rounds: 1}")
-        for ahead, name in ((1, "ahead"), (0, "plain"))
-    )
+    words = ["rollout.correct_sampling=true", "optim.lr=1e-30", "log.completions_every=0",
+             "rollout.dynamic={rounds: 1}"]  # fmt: skip
+    found, plain = (run(tmp_path / str(i), *words, f"rollout.ahead={i}") for i in (1, 0))
     assert found["prompts"] == plain["prompts"]
     for row, other in zip(training_rows(found), training_rows(plain), strict=True):
         assert {**row, **other} == row and row["sampling/sampling_logp_difference/max"] < 1e-5

@@ -1,7 +1,5 @@
 """A run that is left at any place goes on bit for bit: weights, metrics, prompts, pages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -12,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -317,12 +316,8 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     with pytest.raises(OutputFolderError, match="occupied"):  # finished, without a checkpoint
         run(tmp_path / "run", "resume=auto")
     early = tmp_path / "early"
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr("grpo_fast.train.loop.make_step", killed)
+        patched.setattr("grpo_fast.train.loop.make_step", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(early)
     (early / "metrics.jsonl").write_text('{"half": ')

@@ -1,32 +1,23 @@
 """`grpo-fast compare`: what is run, what is not run again, and the numbers that are shown."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
-from grpo_fast.cli import app
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.experiments import compare as module
 from grpo_fast.train.experiments.compare import compare, plan_arms, table
 from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
 from grpo_fast.train.runs.folder import locked
+from tests.command_line import invoke
 from tests.train.tiny_runs import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
 GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
-
-
-@pytest.fixture(autouse=True)
-def no_panels(monkeypatch, request):
-    if "numbers" not in request.node.name:
-        plot = "grpo_fast.train.experiments.compare_plot.plot"
-        monkeypatch.setattr(plot, lambda *arguments: arguments[-1])
 
 
 class FakeRun:
@@ -49,69 +40,71 @@ class FakeRun:
         (folder / "summary.json").write_text("{}")
 
 
-def arms_of(found):
-    return {arm.name: arm for arm in found.arms}
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """`compared(words)`: the comparison and the folders of the runs that it made; no picture."""
+    plot = "grpo_fast.train.experiments.compare_plot.plot"
+    monkeypatch.setattr(plot, lambda *arguments: arguments[-1])
+
+    def made(words=(MODES, STEPS), out=tmp_path / "out", fails="", **options):
+        run = FakeRun(fails)
+        found = compare("sort", [*words], out=out, run=run, **{"say": lambda _: None, **options})
+        return found, run.ran
+
+    return made
 
 
-def quiet(_):
-    pass
-
-
-def test_every_setting_with_every_seed_and_nothing_twice(tmp_path):
-    run = FakeRun()
-    found = compare("sort", GRID, seeds=2, out=tmp_path / "out", run=run, say=quiet)
-    assert len(run.ran) == len(set(run.ran)) == 8
+def test_every_setting_with_every_seed_and_nothing_twice(tmp_path, compared):
+    found, ran = compared(GRID, seeds=2)
+    assert len(ran) == len(set(ran)) == 8
     for arm in found.arms:
         assert [config.seed for config in arm.runs] == [0, 1]
         for config in arm.runs:
             assert config.advantages == arm.values["advantages"]
             assert config.loss.loss_type == arm.values["loss.loss_type"]
             assert config.steps == 20
-    again = FakeRun()
-    compare("sort", GRID, seeds=3, out=tmp_path / "out", run=again, say=quiet)
-    assert {*again.ran} == {str(tmp_path / "out" / arm.name / "seed-2") for arm in found.arms}
+    _, ran = compared(GRID, seeds=3)
+    assert {*ran} == {str(tmp_path / "out" / arm.name / "seed-2") for arm in found.arms}
 
 
-def test_a_run_that_was_cut_off_begins_anew(tmp_path):
-    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
-    cut = tmp_path / "advantages=rloo" / "seed-0"
+def test_a_run_that_was_cut_off_begins_anew(tmp_path, compared):
+    compared()
+    cut = tmp_path / "out" / "advantages=rloo" / "seed-0"
     (cut / "summary.json").unlink()
     (cut / "rest").write_text("of the first attempt")
-    again = FakeRun()
-    compare("sort", [MODES, STEPS], out=tmp_path, run=again, say=quiet)
-    assert again.ran == [str(cut)] and not (cut / "rest").exists()
+    assert compared()[1] == [str(cut)] and not (cut / "rest").exists()
 
 
-def test_a_run_that_another_process_is_making_stays(tmp_path):
-    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
-    busy = tmp_path / "advantages=rloo" / "seed-0"
+def test_a_run_that_another_process_is_making_stays(tmp_path, compared):
+    compared()
+    busy = tmp_path / "out" / "advantages=rloo" / "seed-0"
     (busy / "summary.json").unlink()
-    again = FakeRun()
     with locked(busy):
-        found = compare("sort", [MODES, STEPS], out=tmp_path, run=again, say=quiet)
-    assert again.ran == [] and (busy / "metrics.jsonl").is_file()
+        found, ran = compared()
+    assert ran == [] and (busy / "metrics.jsonl").is_file()
     assert "another process is writing a run into it" in found.failed[str(busy)]
 
 
-def test_other_runs_are_never_replaced(tmp_path):
-    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
-    again = FakeRun()
+def test_other_runs_are_never_replaced(tmp_path, compared):
+    compared()
     with pytest.raises(ValueError, match=r"others \(steps\); choose another folder"):
-        compare("sort", [MODES, "steps=7"], out=tmp_path, run=again, say=quiet)
+        compared([MODES, "steps=7"])
     stranger = tmp_path / "b" / "advantages=rloo" / "seed-0"
     stranger.mkdir(parents=True)
     (stranger / "letter.txt").write_text("dear")
     with pytest.raises(ValueError, match="no config.yaml"):
-        compare("sort", [MODES, STEPS], out=tmp_path / "b", run=again, say=quiet)
-    assert not again.ran and (stranger / "letter.txt").read_text() == "dear"
+        compared(out=tmp_path / "b")
+    assert [path.name for path in stranger.parent.parent.rglob("*.*")] == ["letter.txt"]
 
 
 def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_path):
-    found = compare("sort", [MODES, STEPS], seeds=3, out=tmp_path, run=FakeRun(), say=quiet)
-    mean, error = found.cell(arms_of(found)["advantages=centered"], "reward")
+    words = [MODES, STEPS]
+    found = compare("sort", words, seeds=3, out=tmp_path, run=FakeRun(), say=lambda _: None)
+    centered, rloo = found.arms
+    mean, error = found.cell(centered, "reward")
     # Steps 19 and 20 of seeds 0, 1, 2: 19.5, 20.5, 21.5.
     assert mean == pytest.approx(20.5) and error == pytest.approx(1 / math.sqrt(3))
-    assert found.cell(arms_of(found)["advantages=rloo"], "reward")[0] == pytest.approx(21.5)
+    assert found.cell(rloo, "reward")[0] == pytest.approx(21.5)
     assert "| advantages=rloo | 21.5 ± 0.58 | 3 |" in table(found)
     assert (tmp_path / "table.md").read_text() == table(found)
     stored = json.loads((tmp_path / "compare.json").read_text())
@@ -119,23 +112,20 @@ def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_p
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
-    run, said = FakeRun(fails="rloo/seed-0"), []
-    found = compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=run, say=said.append)
-    assert len(run.ran) == 4
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, compared):
+    found, ran = compared(seeds=2, fails="rloo/seed-0")
+    assert len(ran) == 4
     assert list(found.failed.values()) == ["RuntimeError: the loss is NaN\\x1b[31m"]
     assert "| advantages=rloo | 21.5 | 1 (1 failed) |" in table(found)
-    arms = json.loads((tmp_path / "compare.json").read_text())["arms"]
+    arms = json.loads((tmp_path / "out" / "compare.json").read_text())["arms"]
     values = [(arm["setting"], arm["seeds"], arm["metrics"]["reward"]) for arm in arms]
     of_centered = ("advantages=centered", [0, 1], [19.5, 20.5])
     assert values == [of_centered, ("advantages=rloo", [1], [21.5])]
-    again = FakeRun()
-    compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=again, say=quiet)
-    assert again.ran == list(found.failed)
+    assert compared(seeds=2)[1] == list(found.failed)
 
 
-def test_a_line_per_setting_and_a_row_per_key(tmp_path):
-    found = compare("sort", GRID, seeds=1, out=tmp_path, run=FakeRun(), say=quiet)
+def test_a_line_per_setting_and_a_row_per_key(compared):
+    found, _ = compared(GRID)
     groups = grouped(found.rows, {arm.name: arm.values for arm in found.arms})
     assert list(groups) == ["", "advantages", "loss.loss_type"]
     assert len(groups[""]) == 4 and all(len(runs) == 1 for runs in groups[""].values())
@@ -162,11 +152,10 @@ def test_the_band_is_one_standard_error_around_the_mean():
         (["steps=1,2"], 501, "grid: expected at most 1000 runs, got 1002"),
     ],
 )
-def test_refusals_come_before_the_first_run(tmp_path, words, seeds, message):
-    run = FakeRun()
+def test_refusals_come_before_the_first_run(tmp_path, compared, words, seeds, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        compare("sort", words, seeds=seeds, out=tmp_path / "out", run=run, say=quiet)
-    assert not run.ran and not (tmp_path / "out").exists()
+        compared(words, seeds=seeds)
+    assert not (tmp_path / "out").exists()
 
 
 def test_several_recipes_side_by_side(tmp_path):
@@ -178,9 +167,6 @@ def test_several_recipes_side_by_side(tmp_path):
         for recipe in ("sort", "other") for mode in ("centered", "rloo")
     ]  # fmt: skip
     assert [arm.runs[0].optim.lr for arm in arms] == [1e-3, 1e-3, 0.5, 0.5]
-
-
-def test_names_of_folders_stay_inside(tmp_path):
     grid = ["data={task: jsonl, path: ../../x},{task: jsonl, path: /etc/y}"]
     arms = plan_arms("sort", grid, 1, tmp_path)
     for arm in arms:
@@ -192,17 +178,13 @@ def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
     words = [word for word in TINY_SORT if word != "steps=3"]  # each key once
     words += ["steps=2", "log.completions_every=0", "eval.every=0"]
     command = ["compare", "sort", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     assert "| advantages=rloo |" in result.output
     assert json.loads((tmp_path / "advantages=rloo/seed-0/summary.json").read_text())["steps"] == 2
     (tmp_path / "advantages=rloo/seed-0/summary.json").unlink()
-
-    def fail(config):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(loop, "train", fail)
-    result = CliRunner().invoke(app, command)
+    monkeypatch.setattr(loop, "train", Mock(side_effect=RuntimeError("no memory")))
+    result = invoke(*command)
     assert result.exit_code == 1
     assert "1 runs failed" in result.output and "no memory" in result.output
     assert module.MOST_RUNS == 1000

@@ -1,7 +1,5 @@
 """What a run wrote and what it was worth: rows, their parquet files, and the page of a run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
@@ -86,11 +84,18 @@ def collected(advantages):
     return tokenizer, examples, Collected(rollout, total, {"f": total / 2}, advantages, {}, 8, [])
 
 
+def rows_with(advantages, count=4, answered=True):
+    tokenizer, examples, step = collected(advantages)
+    examples = examples if answered else [e._replace(answer=None) for e in examples]
+    scorer = scorer_for("sort" if answered else "jsonl")
+    return rows_of(step, examples, tokenizer, scorer, count=count, group_size=2)
+
+
 def test_rows_hold_what_a_completion_was_given():
-    tokenizer, examples, step = collected([0.5, -0.5, 0.0, 0.25])
-    rows = rows_of(step, examples, tokenizer, scorer_for("sort"), count=3, group_size=2)
+    given = [0.5, -0.5, 0.0, 0.25]
+    rows = rows_with(given, 3)
     assert [r["group"] for r in rows] == [0, 0, 1, 1]  # whole groups
-    assert len(rows_of(step, examples, tokenizer, scorer_for("sort"), count=2, group_size=2)) == 2
+    assert len(rows_with(given, 2)) == 2
     third = rows[2]
     assert third["tokens"] == ["2", " 1", " <|eos|>"] and third["token_ids"] == [3, 2, 1]
     assert third["logps"] == [-0.25, -0.5, -0.75] and third["advantages"] == [0.0] * 3
@@ -98,19 +103,11 @@ def test_rows_hold_what_a_completion_was_given():
     assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
-
-
-def test_rows_take_one_advantage_for_each_token():
-    tokenizer, examples, step = collected([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
-    rows = rows_of(step, examples, tokenizer, scorer_for("sort"), count=4, group_size=2)
+    # One advantage for each token.
+    rows = rows_with([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
     assert [r["advantages"] for r in rows] == [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     assert [r["advantage"] for r in rows] == [1.0, 3.0, 1.0, 5.5]
-
-
-def test_rows_of_prompts_without_an_answer():
-    tokenizer, examples, step = collected([0.0] * 4)
-    examples = [e._replace(answer=None) for e in examples]
-    rows = rows_of(step, examples, tokenizer, scorer_for("jsonl"), count=4, group_size=2)
+    rows = rows_with([0.0] * 4, answered=False)
     assert rows[0]["answer"] is None and rows[0]["correct"] is None
     assert 'class="unjudged"' in page.completion_html(rows[0], 1.0)
     assert "answer <b>" not in step_html(rows, 10**6)
@@ -168,7 +165,7 @@ def hostile_page(folder):
     return (folder / "completions.html").read_text(encoding="utf-8")
 
 
-def test_hostile_text_stays_text(tmp_path):
+def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp_path):
     html = hostile_page(tmp_path)
     seen = Walk(html)
     allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "input", "label",
@@ -183,9 +180,6 @@ def test_hostile_text_stays_text(tmp_path):
     # Title and heading, prompt and answer, what was found twice, a reward's name, two tokens.
     assert seen.text.count(shown) == 9
     assert "\x1b" not in html and "\u202e" not in html
-
-
-def test_the_policy_allows_the_style_sheet_alone(tmp_path):
     html = hostile_page(tmp_path)
     policy = next(v for _, n, v in Walk(html).attributes if n == "content" and "-src" in v)
     style = html.partition("<style>")[2].partition("</style>")[0]

@@ -1,7 +1,5 @@
 """Groups without spread are dropped and refilled; prompts.jsonl says how hard each prompt was."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -193,19 +191,6 @@ def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
         of_step = [one["use"] for one in asked if one["step"] == row["step"]]
         assert len(of_step) == row["dynamic_sampling/asked"]
         assert len(of_step) - of_step.count("dropped") == 4
-
-
-def test_prompts_are_logged_without_it_too(tmp_path):
-    _, asked = run(tmp_path / "a")
-    assert [(row["step"], row["prompt"]) for row in asked] == [(1 + i // 4, i) for i in range(12)]
-    assert {row["use"] for row in asked} == {"kept"}
-
-
-def test_the_queue_goes_on_where_its_number_says():
-    queue, other = queue_of(5), PromptQueue(queue_of(5).examples, consumed=3)
-    queue.take(3)
-    assert queue.take(4) == other.take(4)
-    assert [one.number for one in other.take(3)] == [2, 3, 4] and other.consumed == 10
 
 
 @pytest.mark.parametrize(

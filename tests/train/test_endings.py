@@ -1,13 +1,12 @@
 """How a run ends that is not let alone: signals, a lost stdout, a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -145,9 +144,7 @@ def test_a_line_is_whole_or_absent(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("grpo_fast.train.models.policy.Policy.save", full)
     result = invoke("train", write_recipe(tmp_path), "log.progress=false")
     assert refused(result, "run/model", "No space left on device", code=1)

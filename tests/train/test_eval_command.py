@@ -1,12 +1,11 @@
 """`grpo-fast eval`: what a recipe brings along, and two models side by side."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
+from grpo_fast import rollout
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.evaluation.command import compare_models, run_eval
 from grpo_fast.train.evaluation.settings import Source, complete, data_of, is_model, parse_settings
@@ -42,18 +41,9 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The calls of the rollout: prompts, sampling, samples, seed."""
-    from grpo_fast import rollout
-
-    calls, original = [], rollout.generate
-
-    def generate(policy, prompts, options, *, group_size, seed, engine):
-        calls.append((list(prompts), options, group_size, seed))
-        return original(policy, prompts, options, group_size=group_size, seed=seed, engine=engine)
-
-    monkeypatch.setattr(rollout, "generate", generate)
-    return calls
+def asked(spied):
+    """The calls of the rollout."""
+    return spied(rollout, "generate")
 
 
 def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
@@ -63,14 +53,13 @@ def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
     assert "eval_pass@2" not in found["sampled"]
     named = {"eval_rewards/gsm8k_format", "eval_rewards/gsm8k_correct_lenient"}
     assert named <= found["greedy"].keys()
-    greedy, sampled = asked
-    system, user = greedy[0][0]
+    (_, prompts, greedy), (_, _, options) = (call.args for call in asked)
+    system, user = prompts[0]
     assert system == {"role": "system", "content": "Be terse."}
     assert user["content"].startswith("test 0+2?") and "<answer>" in user["content"]
-    assert [call[2] for call in asked] == [1, 4] and greedy[1].temperature == 0
-    options = sampled[1]
+    assert [call.options["group_size"] for call in asked] == [1, 4] and greedy.temperature == 0
     assert (options.temperature, options.top_p, options.top_k) == (0.9, 0.8, 7)
-    assert options.max_new_tokens == greedy[1].max_new_tokens == 5
+    assert options.max_new_tokens == greedy.max_new_tokens == 5
 
 
 def test_a_setting_counts_before_the_recipe(models, recipe, asked):
@@ -78,9 +67,9 @@ def test_a_setting_counts_before_the_recipe(models, recipe, asked):
     found = run_eval(models[0], parse_settings([*words, "system_prompt=Other."]))
     assert found["sampled"]["eval_n"] == 3 and found["sampled"]["eval_samples"] == 2
     assert "eval_pass@1" in found["sampled"] and "eval_pass@2" not in found["sampled"]
-    options = asked[1][1]
+    _, prompts, options = asked[1].args
     assert (options.temperature, options.top_p, options.top_k) == (2.0, 0.8, 0)
-    assert options.max_new_tokens == 2 and asked[1][0][0][0]["content"] == "Other."
+    assert options.max_new_tokens == 2 and prompts[0][0]["content"] == "Other."
 
 
 def test_chat_is_switched_off_by_a_setting():
@@ -90,17 +79,6 @@ def test_chat_is_switched_off_by_a_setting():
     task = ["data=x.jsonl", "task=jsonl"]
     assert not data_of(parse_settings(task), None).chat
     assert data_of(parse_settings([*task, "chat=true"]), None).chat
-
-
-def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
-    save_config(load_recipe("sort"), tmp_path / "config.yaml")
-    with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
-        Source.of(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # a model's folder with a file of this name
-    assert Source.of(str(tmp_path)).run is None
-
-
-def test_settings_are_completed():
     plain = complete(parse_settings([]), None)
     assert (plain.samples, plain.max_new_tokens, plain.temperature) == (1, 256, 0.7)
     assert not plain.is_sampled and parse_settings(["temperature=1"]).is_sampled
@@ -112,6 +90,14 @@ def test_settings_are_completed():
     assert smol.samples == 8 and smol.k == [2]
     with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, got"):
         complete(parse_settings(["recipe=x", "k=9"]), load_recipe("gsm8k-smollm2-1.7b"))
+
+
+def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
+    save_config(load_recipe("sort"), tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
+        Source.of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # a model's folder with a file of this name
+    assert Source.of(str(tmp_path)).run is None
 
 
 def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
@@ -128,8 +114,9 @@ def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
 
 def test_two_models_get_the_same_questions_and_random_numbers(models, recipe, asked):
     found = compare_models(*models, parse_settings([f"recipe={recipe}", "n=3", "dtype=float32"]))
-    first, second = asked[:2], asked[2:]
-    assert [(c[0], c[2], c[3]) for c in first] == [(c[0], c[2], c[3]) for c in second]
+    first, second = ([(c.args[1], c.options["group_size"], c.options["seed"]) for c in calls]
+                     for calls in (asked[:2], asked[2:]))  # fmt: skip
+    assert first == second
     assert set(found) == {"greedy", "sampled"}
     assert {"accuracy_strict", "accuracy_lenient", "reward", "pass@4"} <= found["sampled"].keys()
     same = compare_models(models[0], models[0], parse_settings([f"recipe={recipe}"]))
@@ -137,9 +124,6 @@ def test_two_models_get_the_same_questions_and_random_numbers(models, recipe, as
         for metric in metrics.values():
             assert (metric.difference, metric.p, metric.n) == (0.0, 1.0, 2)
             assert metric.a == metric.b
-
-
-def test_the_values_are_those_of_each_model_alone(models, recipe):
     settings = parse_settings([f"recipe={recipe}", "n=3"])
     found = compare_models(*models, settings)
     for letter, model in zip("ab", models, strict=True):

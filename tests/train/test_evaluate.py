@@ -1,17 +1,19 @@
-"""Evaluation: accuracies, standard errors, pass@k and maj@k against counting by hand."""
-
-from __future__ import annotations
+"""Evaluation: accuracies, errors, pass@k and maj@k by hand; two models on the same questions."""
 
 import itertools
 import math
+import random
 import statistics
+from fractions import Fraction
 
 import pytest
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
 from grpo_fast.rollout import Rollout
+from grpo_fast.train.evaluation import statistics as module
 from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
+from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
 
 NUMBERS = scorer_for("gsm8k")
 
@@ -88,9 +90,6 @@ def test_majority():
     assert majority([3, 1, 1, 3]) == 3  # a tie goes to the first seen
     assert majority([None, None, 4]) == 4  # what was not found has no vote
     assert majority([None]) is None and majority([]) is None
-
-
-def test_maj_counts_equal_numbers_together():
     generate, _ = asked({"q0": ["#### 5", "#### 1,080", "#### 1080.0"]})
     options = {"samples": 3, "temperature": 1.0, "k": (3,)}
     metrics = evaluate(generate, examples("1080"), None, NUMBERS, **options).metrics
@@ -108,7 +107,7 @@ def test_a_vote_is_of_whole_blocks_of_k():
     assert found["maj@4"] == [1.0, 0.0]  # (9 1 1 9): a tie
 
 
-def test_lost_rewards_do_not_count_in_the_mean():
+def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
     def touchy(*, prompts, completions, answers):
         return [math.nan if c == "bad" else 1.0 for c in completions]
 
@@ -117,14 +116,81 @@ def test_lost_rewards_do_not_count_in_the_mean():
     options = {"samples": 2, "temperature": 1.0}
     metrics = evaluate(generate, examples("1", "2", "3"), rewards, NUMBERS, **options).metrics
     assert metrics["eval_reward"] == 1.0 and metrics["eval_reward_se"] == 0.0
-
-
-def test_mean_and_error():
     assert mean_and_error([2.0, 4.0]) == (3.0, 1.0)
     assert mean_and_error([2.0])[0] == 2.0 and math.isnan(mean_and_error([2.0])[1])
     assert all(map(math.isnan, mean_and_error([])))
-
-
-def test_refuses_no_examples():
     with pytest.raises(ValueError, match="examples: expected at least one"):
         evaluate(asked({})[0], [], None, NUMBERS)
+
+
+# ------------------------------------------------------ Two models: the sign-flip test
+def by_counting(differences):
+    """Every choice of signs, as far from 0 as the one found: in fractions."""
+    exact = [Fraction(d).limit_denominator(10**6) for d in differences]
+    found, far = abs(sum(exact)), 0
+    for signs in itertools.product((1, -1), repeat=len(exact)):
+        far += abs(sum(s * d for s, d in zip(signs, exact, strict=True))) >= found
+    return far / 2 ** len(exact)
+
+
+def mcnemar(better, worse):
+    """The exact binomial test of the questions on which two models differ."""
+    n, k = better + worse, min(better, worse)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 8])
+def test_p_is_the_share_of_all_signs(samples):
+    rng = random.Random(samples)
+    for _ in range(15):
+        d = [rng.randint(-samples, samples) / samples for _ in range(rng.randint(1, 11))]
+        assert sign_flip_p(d) == pytest.approx(by_counting(d), abs=1e-12), d
+
+
+def test_p_of_values_that_have_nothing_in_common():
+    rng = random.Random(0)
+    for n in (1, 5, 11):
+        d = [round(rng.gauss(0.5, 1.0), 5) for _ in range(n)]
+        assert sign_flip_p(d) == pytest.approx(by_counting(d), abs=1e-12)
+    assert sign_flip_p([0.1, 0.2, -0.3]) == 1.0  # 0.1 + 0.2 is 0.3
+    rng = random.Random(3)
+    d = [rng.gauss(0.1, 1.0) for _ in range(400)]
+    z = abs(math.fsum(d)) / math.sqrt(math.fsum(x * x for x in d))
+    assert sign_flip_p(d) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(5, 0), (120, 90), (3, 3), (700, 500)])
+def test_greedy_answers_are_mcnemars_exact_test(better, worse):
+    d = [1.0] * better + [-1.0] * worse + [0.0] * 40
+    random.Random(1).shuffle(d)
+    assert sign_flip_p(d) == pytest.approx(mcnemar(better, worse), rel=1e-9)
+    assert sign_flip_p([-x for x in d]) == sign_flip_p(d)
+
+
+def test_random_signs_come_close_and_are_never_too_sure(monkeypatch):
+    rng = random.Random(2)
+    d = [rng.randint(-8, 8) / 8 + 0.1 * (i % 3 - 1) for i in range(60)]
+    exact = sign_flip_p(d)
+    monkeypatch.setattr(module, "MOST_SUMS", 0)
+    drawn = sign_flip_p(d)
+    assert 0.001 < exact < 0.999 and drawn != exact and sign_flip_p(d) == drawn
+    assert drawn == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / module.FLIPS))
+    assert sign_flip_p([1.0] * 60) == 1 / (1 + module.FLIPS)
+
+
+def test_a_pair_of_lists():
+    a, b = [0.0, 1.0, 0.5, math.nan, 0.25], [1.0, 1.0, 0.75, 1.0, math.nan]
+    found = paired(a, b)
+    d = [1.0, 0.0, 0.25]
+    assert (found.a, found.b, found.n) == (0.5, 2.75 / 3, 3)
+    assert found.difference == pytest.approx(statistics.mean(d))
+    assert found.se == pytest.approx(statistics.stdev(d) / math.sqrt(3)) and found.p == 0.5
+    assert found.p == by_counting(d)
+    same = paired([1.0, 0.0], [1.0, 0.0])
+    assert (same.difference, same.se, same.p) == (0.0, 0.0, 1.0)
+    one = paired([0.0], [1.0])
+    assert one.difference == 1.0 and math.isnan(one.se) and one.p == 1.0
+    none = paired([math.nan], [1.0])
+    assert none.n == 0 and math.isnan(none.p) and math.isnan(none.difference)
+    with pytest.raises(ValueError, match="expected one value of each model per question, got 1"):
+        paired([1.0], [1.0, 2.0])

@@ -1,7 +1,5 @@
 """Data, rewards and models that change between an end and a resume are noticed and named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

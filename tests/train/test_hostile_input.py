@@ -1,10 +1,9 @@
 """Folders, files and settings made to break the commands: each ends in one sentence, none hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +12,7 @@ from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
 
 ESCAPE = "\x1b"
-GPT2 = "{model_type: gpt2, n_positions: 16, n_embd: 32, n_layer: 1, n_head: 2}"
+CONFIG = "model.config={model_type: gpt2, n_positions: 16, n_embd: 32, n_layer: 1, n_head: 2}"
 
 
 def change_json(path: Path, **fields) -> None:
@@ -21,22 +20,18 @@ def change_json(path: Path, **fields) -> None:
 
 
 # --------------------------------------------------------------------------------- the last resort
-def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
-    def fail(*_, **__):
-        raise KeyError(f"{ESCAPE}[31mboo")
+EVAL = "grpo_fast.train.evaluation.command.run_eval"
 
-    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
+
+def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
+    monkeypatch.setattr(EVAL, Mock(side_effect=KeyError(f"{ESCAPE}[31mboo")))
     result = invoke("eval", str(run))
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
-
-
-def test_a_missing_package_is_left_to_the_one_who_names_it(run, monkeypatch):
-    def fail(*_, **__):
-        raise ModuleNotFoundError("No module named 'peft'", name="peft")
-
-    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
+    # A missing package is left to the one who names it.
+    error = ModuleNotFoundError("No module named 'peft'", name="peft")
+    monkeypatch.setattr(EVAL, Mock(side_effect=error))
     with pytest.raises(ModuleNotFoundError):
         invoke("eval", str(run))
 
@@ -113,20 +108,18 @@ def test_a_pipe_in_the_place_of_a_file(run, name):
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected token ids, got "),
         ("config.json", {"hidden_act": "evil"}, "KeyError: 'evil'"),
         ("adapter_config.json", {"peft_type": "EVIL"}, "KeyError: 'EVIL'"),
+        ("config.json", {"hidden_size": 10**30}, "Overflow when unpacking"),
     ],
 )
-def test_a_reason_names_its_type(run, file, fields, said):
+def test_a_reason_names_its_type_and_has_no_frames(run, file, fields, said):
     path = run / "model" / file
     if not path.exists():
         path.write_text("{}")
     change_json(path, **fields)
-    assert refused(invoke("eval", str(run), "n=2"), said)
-
-
-def test_a_reason_has_no_frames(run):
-    change_json(run / "model" / "config.json", hidden_size=10**30)
-    result = invoke("plan", str(run / "model"), "gpu=8")
-    assert refused(result, "Overflow when unpacking") and "frame #0" not in result.stderr
+    is_plan = "hidden_size" in fields
+    words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
+    result = invoke(*words)
+    assert refused(result, said) and "frame #0" not in result.stderr
 
 
 def test_a_device_without_memory_and_one_that_is_not_here():
@@ -138,34 +131,30 @@ def test_a_device_without_memory_and_one_that_is_not_here():
 
 # ---------------------------------------------------------------------------------------- a train
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("words", "said"),
     [
-        ("model.attn=flash_attention_2", "model.attn: expected auto or an attention"),
-        ("model.attn=evil/kernel", "model.attn: expected auto or an attention"),
-        (f"model.config={GPT2} rollout.max_new_tokens=32", "max_new_tokens: expected at most 13"),
-        (f"model.config={GPT2} eval.max_new_tokens=32", "max_new_tokens: expected at most 13"),
-        ("rollout.max_new_tokens=1000000", "max_new_tokens: expected at most 61 behind a prompt"),
+        (["model.attn=flash_attention_2"], "model.attn: expected auto or an attention"),
+        (["model.attn=evil/kernel"], "model.attn: expected auto or an attention"),
+        ([CONFIG, "rollout.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
+        ([CONFIG, "eval.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
+        (["rollout.max_new_tokens=1000000"], "max_new_tokens: expected at most 61 behind a prompt"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, setting, said, monkeypatch):
+def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, said, monkeypatch):
     quiet = "transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask"
     monkeypatch.setattr(quiet, lambda *_: None)  # into the stderr of an earlier test
-    words = setting.replace(" rollout", "\nrollout").replace(" eval", "\neval").split("\n")
     assert refused(invoke("train", write_recipe(tmp_path), *words), said)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_last_position_is_used(tmp_path):
     """Four tokens of prompt and thirteen new ones: the last of them is not fed."""
-    config = f"model.config={GPT2}"
-    words = (config, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
+    words = (CONFIG, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
 
 
 def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
-    def fail(*_):
-        raise ValueError("'bogus' is no backend")
-
+    fail = Mock(side_effect=ValueError("'bogus' is no backend"))
     monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", fail)
     result = invoke("train", write_recipe(tmp_path), "steps=1", "log.progress=false")
     assert result.exit_code == 0 and "no curves.png: 'bogus' is no backend" in result.stdout

@@ -1,6 +1,6 @@
-"""The lecture: its model against its formulas, packed and not; its recipe learns and says so."""
+"""The lecture's model against its formulas, its recipe learns; the notebook's with tiny GPT-2."""
 
-from __future__ import annotations
+import math
 
 import pytest
 import torch
@@ -8,12 +8,15 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.data import load_examples, task_symbols
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.rules import sort_inclusion_ordering, sort_positions
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy, self_check
+from tests.tiny import tiny_folder
+from tests.train import tiny_runs
 from tests.train.tiny_runs import logged
 
 QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0",
@@ -84,10 +87,7 @@ def test_responses_are_symbols_with_the_models_probabilities():
     drawn = torch.tensor(rollout.completion_ids[:200]) - 2
     seen = torch.stack([(drawn == v).double().mean(0) for v in range(5)], dim=-1)
     assert (seen - p).abs().max() < 0.12
-
-
-def test_prompts_of_several_lengths_are_padded():
-    """Padding on the left moves no position."""
+    # Padding on the left moves no position.
     policy = make_policy(prompt_length=2)
     options = load_recipe("lecture").rollout
     rollout = generate(policy, ["1 0 2", "3 2"], options, group_size=8, seed=1)
@@ -122,7 +122,7 @@ def test_the_recipe_learns(tmp_path):
     assert kl[10] < kl[9] and kl[20] < kl[19] and min(kl) >= 0
 
 
-def test_the_lectures_points():
+def test_the_lectures_points_and_prompts():
     """Included numbers + neighbours in order, of `1 0 2` and `3 2 4`; and their scaled twins."""
     given = {"answers": ["0 1 2"] * 3 + ["2 3 4"],
              "completions": ["0 1 2", "1 0 2", "0 0 1", "4 4 4"]}  # fmt: skip
@@ -130,9 +130,6 @@ def test_the_lectures_points():
     assert sort_inclusion_ordering(**given) == pytest.approx([2.0, 1.5, 5 / 3, 4 / 3])
     assert sort_positions(**given, scaled=False) == [3.0, 1.0, 1.0, 1.0]
     assert sort_positions(**given) == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3])
-
-
-def test_its_prompts_are_trained_on_and_evaluated():
     data = load_recipe("lecture").data
     for split in ("train", "test"):
         found = [(e.prompt, e.answer) for e in load_examples(data, split=split, seed=5)]
@@ -140,3 +137,49 @@ def test_its_prompts_are_trained_on_and_evaluated():
     assert task_symbols(data) == ["0", "1", "2", "3", "4"]
     with pytest.raises(ValueError, match="data.chat: expected none, task lecture makes its own"):
         load_recipe("lecture", ["data.chat=true"])
+
+
+# ------------------------- The notebook: open prompts, another reference, a summed ratio
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gpt2")
+    return [tiny_folder(root / name, "gpt2", seed=i) for i, name in enumerate(("policy", "other"))]
+
+
+def run_notebook(folder, models, *overrides):
+    settings = [f"model.path={models[0]}", f"reference.path={models[1]}", "steps=3",
+                "optim.lr=1e-3", "rollout.max_new_tokens=8", "log.progress=false",
+                "log.save_model=false"]  # fmt: skip
+    return tiny_runs.run(folder, "notebook", *settings, *overrides)[1]
+
+
+def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
+    """A completion goes on where its prompt ends, in a shared row as in a row of its own."""
+    policy = load_policy(ModelConfig(path=models[0]))
+    assert self_check(policy) < 1e-4 and policy.positions == 512
+    groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
+    one = policy.logps(pack_groups(groups, shared=True))
+    torch.testing.assert_close(one, policy.logps(pack_groups(groups, shared=False)))
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
+def test_the_notebooks_recipe_with_tiny_models(tmp_path, models, estimator):
+    rows = run_notebook(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
+    # another model from the first update on, and ratios that multiply over a completion's tokens
+    assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+
+
+def test_the_notebooks_rewards_have_room(tmp_path, models):
+    """They need no answer, and a tiny model learns to end its sentences."""
+    config = load_recipe("notebook")
+    examples = load_examples(config.data, split="train", seed=0)
+    assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
+    texts = ["the cat the CAT", "One two three.", "", "  "]
+    found = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
+    assert found.total.tolist() == [0.5, 2.0, 0.0, 0.0] and not any(found.failures.values())
+    rows = run_notebook(tmp_path, models, "steps=24", "optim.lr=3e-3")
+    first, last = ([row["reward"] for row in part] for part in (rows[:4], rows[-4:]))
+    assert sum(last) > sum(first) + 0.8

@@ -1,13 +1,14 @@
-"""Options that make room change no result: loss and every gradient against the plain run."""
-
-from __future__ import annotations
+"""Options that make room change no result; a step three ways (full size: `bench step`)."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.trainers import step as bench_step
+from benchmarks.trainers.step_providers import make_problem, prepare
 from grpo_fast import LossConfig
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
@@ -64,14 +65,9 @@ def compare(found, expected, tolerance):
         torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=atol)
 
 
-def test_options_are_in_force(monkeypatch):
+def test_options_are_in_force(spied):
     """Equal gradients alone would also come from options that do nothing."""
-    kept, moved = [], []
-    pack = torch.autograd.graph.save_on_cpu
-
-    def counting(*args, **kwargs):
-        moved.append(1)
-        return pack(*args, **kwargs)
+    kept, moved = [], spied(torch.autograd.graph, "save_on_cpu")
 
     def saved(policy):
         kept.clear()
@@ -80,7 +76,6 @@ def test_options_are_in_force(monkeypatch):
             loss_and_gradients(policy)
         return sum(kept)
 
-    monkeypatch.setattr("torch.autograd.graph.save_on_cpu", counting)
     plain, every, tiled = (saved(fp64_policy(**o)) for o in ({}, OPTIONS[0], {"tiled_mlp": 7}))
     assert every < plain and tiled < plain and not moved
     loss_and_gradients(fp64_policy(**OPTIONS[1]))
@@ -192,3 +187,46 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
         weight.grad = torch.ones(1)
         stepper.step()
         assert weight.item() == expected
+
+
+# ---------------------------------------------------------- A whole step three ways
+VOCAB = 512
+NAMES = ("shared", "packed", "padded")
+
+
+def options(**changes):
+    fields = {"tokens_per_microbatch": 1 << 40, "padded_rows": None, **changes}
+    return SimpleNamespace(model=ModelConfig(path="x", device="cpu"), **fields)
+
+
+def prompts(count, tokens):
+    if Path(bench_step.GSM8K).is_dir():
+        return bench_step.k_shot_prompts(str(bench_step.GSM8K), count, tokens, VOCAB)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, VOCAB, (count, tokens), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(prompts(2, 500), group_size=4, longest=16, vocab=VOCAB)
+
+
+@pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
+def test_shared_packed_and_padded_are_one_step(problem, family, budget):
+    """In fp32: loss, gradients and metrics within 1e-5 (relative) of the padded step's."""
+    model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
+    chosen = options(tokens_per_microbatch=budget)
+    providers = {name: prepare(name, model, problem, chosen) for name in NAMES}
+    shared, packed, padded = (providers[name].tokens for name in NAMES)
+    assert 3 * shared < packed < padded
+    errors = bench_step.verify(providers, problem, tolerance=1e-5)
+    assert set(errors) == set(NAMES)
+
+
+def test_a_wrong_step_is_not_timed(problem):
+    model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
+    providers = {name: prepare(name, model, problem, options()) for name in ("shared", "padded")}
+    with torch.no_grad():
+        providers["shared"].policy.lm.model.layers[0].mlp.down_proj.weight[0, 0] += 1.0
+    with pytest.raises(SystemExit, match="shared differs from padded"):
+        bench_step.verify(providers, problem, tolerance=1e-5)

@@ -1,7 +1,5 @@
 """`grpo-fast plot losses`: the curves are those of the formulas, and every loss can be drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The memory model against autograd and the allocator's peak, its inverse; `grpo-fast plan`."""
 
-from __future__ import annotations
-
 import gc
 import json
 
@@ -214,9 +212,6 @@ def test_fixed_memory():
     assert trainable_parameters(shape, ModelConfig(path="x", frozen=["*embed*"])) == 10_000 - 6400
     with pytest.raises(ValueError, match="num_hidden_layers: the config of .*'odd' has none"):
         Shape.of(type("Config", (), {"model_type": "odd", "hidden_size": 3})(), 1)
-
-
-def test_lora_parameters_are_counted_as_peft_makes_them():
     import peft
 
     model = tiny_model("llama")
@@ -238,7 +233,7 @@ def shown(found):
     return capture.get()
 
 
-def test_a_plan_of_a_known_model():
+def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     found = plan("qwen2.5-0.5b", ["gpu=141", "prompt=8192", "completion=512", "group=16"])
     assert found.shape.parameters == 494_032_768 and found.shape.tied
     memory = dict(found.memory)
@@ -253,9 +248,6 @@ def test_a_plan_of_a_known_model():
     assert len(found.cases) == len(CASES)  # the wanted one is among them
     # The head's workspace is that of the GPU in question, not of the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 48 >> 20 << 20}
-
-
-def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
     config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])

@@ -1,7 +1,5 @@
 """The page of completions in Chromium: it fits a telephone, and it can be read in the dark."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_fast.train.report.page import CompletionsPage

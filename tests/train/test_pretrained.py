@@ -1,7 +1,5 @@
 """Checkpoints that are damaged or do not fit: refused in a line that names the file or weights."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -39,59 +37,42 @@ def weights_of(folder: Path, change) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def truncated(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def half_of_the_layers(folder):
-    weights_of(folder, lambda w: [w.pop(name) for name in list(w) if name.startswith(LAYER)])
-
-
-def no_head(folder):
-    weights_of(folder, lambda w: w.pop("lm_head.weight"))
-
-
-def another_shape(folder):
-    name = LAYER + "mlp.up_proj.weight"
-    weights_of(folder, lambda w: w.update({name: w[name][:-1].clone()}))
-
-
-def a_larger_tokenizer(folder):
-    texts = [chr(0x4E00 + i) * 3 for i in range(99)]
-    build_bpe_tokenizer(texts, 500).save_pretrained(folder)
-
-
 def set_config(folder, **fields):
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
+FILE, UP = "model.safetensors", LAYER + "mlp.up_proj.weight"
+LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
+# What is done to a folder, or to its weights; what is said.
 DAMAGE = {
-    "truncated": (truncated, "m/model.safetensors", "not fully covered"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "m/model.safetensors"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 999), "m/model.safete"),
-    "gone": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
-    "half of the layers": (half_of_the_layers, "none for 9 of them", LAYER + "input_layernorm.w"),
-    "no head": (no_head, "got none for 1 of them: lm_head.weight"),
-    "no weights": (lambda f: weights_of(f, dict.clear), "got none for 21 of them"),
-    "another shape": (another_shape, LAYER + "mlp.up_proj.weight is (63, 32) in place of (64, 32)"),
+    "truncated": (lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-1000]),
+                  f"m/{FILE}", "not fully covered"),
+    "garbage": (lambda f: (f / FILE).write_bytes(b"\xff" * 999), f"m/{FILE}"),
+    "gone": (lambda f: (f / FILE).unlink(), f"no file named {FILE}"),
     "another vocabulary": (lambda f: set_config(f, vocab_size=99), "in place of (99, 32)"),
     "config.json": (lambda f: (f / "config.json").write_text("{"), "config.json"),
     "a field of config.json": (lambda f: set_config(f, num_hidden_layers="x"), "num_hidden_layers"),
     "tokenizer.json": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
-    "a larger tokenizer": (a_larger_tokenizer, "expected token ids below 295", "got 499"),
-    "NaN": (
-        lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
-        "expected weights with finite logits, got NaN",
-    ),
-}
+    "a larger tokenizer": (lambda f: build_bpe_tokenizer(LARGER, 500).save_pretrained(f),
+                           "expected token ids below 295", "got 499"),
+}  # fmt: skip
+WEIGHTS = {
+    "half of the layers": (lambda w: [w.pop(name) for name in [*w] if name.startswith(LAYER)],
+                           "none for 9 of them", LAYER + "input_layernorm.w"),
+    "no head": (lambda w: w.pop("lm_head.weight"), "got none for 1 of them: lm_head.weight"),
+    "no weights": (dict.clear, "got none for 21 of them"),
+    "another shape": (lambda w: w.update({UP: w[UP][:-1].clone()}),
+                      UP + " is (63, 32) in place of (64, 32)"),
+    "NaN": (lambda w: w["model.norm.weight"].fill_(float("nan")),
+            "expected weights with finite logits, got NaN"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", [*DAMAGE, *WEIGHTS])
 def test_a_damaged_model_is_refused_in_one_line(folder, tmp_path, name, caplog):
-    damage, *parts = DAMAGE[name]
-    damage(folder)
+    damage, *parts = (DAMAGE | WEIGHTS)[name]
+    damage(folder) if name in DAMAGE else weights_of(folder, damage)
     recipe = write_recipe(tmp_path)
     result = invoke("train", recipe, f"model={{path: {folder}, tokenizer: null}}")
     assert refused(result, *parts) and len(result.stderr.splitlines()) == 1

@@ -1,7 +1,5 @@
 """`data.task: traces`: one step is that of the flattened samples; checkpoints; bad files."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rollout.replay_support`: the loss over what a truncating sampler drew from, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

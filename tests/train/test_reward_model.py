@@ -1,7 +1,5 @@
 """Reward models: the loss, the pairs, the saved model as a reward, and all of it in one chain."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -22,7 +20,7 @@ from grpo_fast.train.experiments.reward_model import bradley_terry, collate, tra
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.reward_specs import spec
-from tests.tiny import SIZES, TEXTS, tiny_folder
+from tests.tiny import TEXTS, tiny_folder
 from tests.train.tiny_runs import logged, sort
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "batch_size=32",
@@ -113,19 +111,8 @@ def scorer(tmp_path_factory):
 
 
 def classifier(folder, family="qwen2", num_labels=1, **changes):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    tokenizer = build_bpe_tokenizer(TEXTS, 300)
-    fields = {**SIZES, "vocab_size": len(tokenizer), "num_labels": num_labels, "pad_token_id": 0,
-              "bos_token_id": None, "eos_token_id": 1, **changes}  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **fields))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    kind = "AutoModelForSequenceClassification"
+    return tiny_folder(folder, family, kind=kind, num_labels=num_labels, **changes)
 
 
 PROMPTS = ["What is 12 + 30?", [{"role": "user", "content": "Janet?"}], "a", "apples " * 20]
@@ -147,15 +134,12 @@ def test_scores_are_those_of_each_text_alone(tmp_path, scorer, family):
         assert alone[i] == pytest.approx(logit, rel=1e-5, abs=1e-5)
 
 
-def test_as_a_reward_of_a_set(scorer):
+def test_as_a_reward_of_a_set(scorer, tmp_path):
     rewards = build_rewards([spec("reward_model", 2.0, path=scorer, batch_size=2)])
     result = rewards(PROMPTS, ANSWERS, [None] * 4)
     alone = RewardModel(scorer)(prompts=PROMPTS, completions=ANSWERS)
     assert result.total.tolist() == pytest.approx([2 * value for value in alone], rel=1e-4)
     assert not any(p.requires_grad for p in rewards.rewards[0].function.model.parameters())
-
-
-def test_a_text_that_is_too_long_has_no_score(tmp_path):
     path = classifier(tmp_path, max_position_embeddings=32)
     rewards = build_rewards([spec("reward_model", path=path)])
     result = rewards(["a", "a"], ["b", "b" * 200], [None] * 2)
@@ -175,9 +159,6 @@ def test_models_that_are_no_reward_models(tmp_path, scorer):
     ):
         with pytest.raises(ValueError, match=said):
             build_rewards([spec("reward_model", path=path, **options)])
-
-
-def test_a_folder_that_asks_for_a_kernel_of_the_hub(tmp_path):
     path = classifier(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["attn_implementation"] = "somebody/kernels"

@@ -1,18 +1,19 @@
-"""Few prompts, other prompts, used folders: runs that a beginner makes first."""
-
-from __future__ import annotations
+"""Few prompts, other prompts, prompts without answers, used folders: runs that a beginner makes."""
 
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from grpo_fast.data import DatasetError, load_examples, read_examples
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
-from tests.train.tiny_runs import TINY_SORT
+from tests.train.test_run_refusals import texts_recipe
+from tests.train.tiny_runs import TINY_SORT, logged
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -63,3 +64,74 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
     assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied", "--name")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
+
+
+# ---------------------------------------------------------- Prompts without an answer
+LEVELS = """
+def level(completions, level):
+    return [float(n) + len(c) / 1000 for c, n in zip(completions, level, strict=True)]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Eight prompts with a level each, and one with an answer as well."""
+    lines = [{"prompt": f"say {i}", "level": i} for i in range(8)]
+    return texts_recipe(tmp_path, [*lines, {"prompt": "what?", "level": 3, "answer": "18"}], 2)
+
+
+def test_lines_without_an_answer_and_with_other_fields(tmp_path):
+    lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
+    path = write_lines(tmp_path / "d.jsonl", *lines)
+    first, second = read_examples(path)
+    assert first == ("p", None, "s", {"level": 3, "solution": "s"})
+    assert second == ("q", None, None, {})
+    with pytest.raises(DatasetError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
+        read_examples(path, gsm8k=True)
+    path = write_lines(tmp_path / "d.jsonl", *({"prompt": f"p{i}"} for i in range(9)))
+    source = SimpleNamespace(task="jsonl", shots=1, path=str(path))
+    with pytest.raises(DatasetError, match="data.shots: expected an answer to every .* got none"):
+        load_examples(source, split="train", seed=0)
+
+
+@pytest.mark.parametrize("here", ["true", "false"])
+def test_a_run_on_prompts_alone(recipe, tmp_path, here):
+    (tmp_path / "own.py").write_text(LEVELS)
+    result = invoke(
+        "train", recipe, "steps=2", "log.progress=false", "log.completions_every=1",
+        "rewards=[{name: length_penalty, options: {scale: 10}}, "
+        f"{{name: '{tmp_path}/own.py:level', in_process: {here}}}]",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert -1 < summary["after"]["eval_rewards/length_penalty"] < 0
+    assert summary["after"]["eval_rewards/level"] >= 0
+    lines = logged(tmp_path / "run")
+    assert lines[-1]["rewards/level/failed"] == 0
+    assert not any("/failed/" in name for line in lines for name in line)
+
+
+def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
+    """Of two held-out prompts none has an answer, of all nine one has."""
+    length = "rewards=[{name: length_penalty, options: {scale: 10}}]"
+    words = ["steps=1", "log.progress=false", length]
+    assert invoke("train", recipe, *words).exit_code == 0
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
+    assert after["eval_n"] == 2 and not any("accuracy" in name for name in after)
+    run, out = str(tmp_path / "run"), tmp_path / "out.json"
+    assert invoke("eval", run, f"data={tmp_path}/d.jsonl", f"out={out}").exit_code == 0
+    greedy = json.loads(out.read_text())["greedy"]
+    assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
+    assert greedy["eval_accuracy_strict_se"] is None  # of one question
+    assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
+
+
+def test_a_reward_that_reads_answers_is_refused_before_the_model(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.loop.load_policy", lambda *_: pytest.fail("loaded"))
+    words = "rewards=[{name: exact_match}]"
+    said = "exact_match asks for answers: expected an answer in every training example"
+    assert refused(invoke("train", recipe, words), said)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "own.py").write_text("def f(completions, levels):\n    return []\n")
+    words = f"rewards=[{{name: '{tmp_path}/own.py:f'}}]"
+    assert refused(invoke("train", recipe, words), "f asks for levels: expected a field 'levels'")

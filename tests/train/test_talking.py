@@ -1,7 +1,5 @@
 """A run that talks to a new user: its last lines, its pictures' words, numbers that are 0."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
@@ -35,9 +33,6 @@ def test_the_last_lines_say_where_things_lie_and_what_to_type(finished):
     assert lines == closing_lines(folder)
     assert lines[0].endswith(": completions.html, curves.png, model") and "'" in lines[0]
     assert lines[1].startswith("grpo-fast eval ") and lines[2].startswith("grpo-fast plot ")
-
-
-def test_the_commands_of_the_last_lines_work(finished):
     import shlex
 
     _, folder = finished

@@ -1,7 +1,5 @@
 """A run's metrics in TensorBoard and the like, by way of accelerate's own trackers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,7 +18,7 @@ class Fake(tracking.GeneralTracker):
     """What accelerate asks of a tracker; keeps what it is given."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
-    made: list[Fake] = []
+    made: list = []
 
     def __init__(self, run_name, **options):
         super().__init__()

@@ -1,16 +1,18 @@
-"""The configuration: overrides, bounds, round trip, exclusions (test_words: how words are read)."""
-
-from __future__ import annotations
+"""The configuration: overrides, bounds, round trip; its YAML, and what is refused of it."""
 
 import dataclasses
+import os
+import tracemalloc
 
 import pytest
 import yaml
 
 from grpo_fast import LossConfig
 from grpo_fast.train.config import LossSettings, RunConfig
+from grpo_fast.train.config.plain import MAX_VALUES, read_yaml, read_yaml_file
 from grpo_fast.train.config.recipes import load_recipe, recipe_names, save_config
 from grpo_fast.train.config.words import validated
+from tests.command_line import RECIPE, invoke, refused
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
@@ -19,7 +21,7 @@ MINIMAL = {
 }
 
 
-def test_every_shipped_recipe_is_valid():
+def test_every_shipped_recipe_is_valid(tmp_path):
     assert set(recipe_names()) == {
         "sort", "variance", "ppo-gsm8k", "ppo-sort", "distill-sort", "lecture", "lecture-naive",
         "notebook", "gsm8k-tiny", "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b", "gsm8k-longcontext",
@@ -28,6 +30,12 @@ def test_every_shipped_recipe_is_valid():
         config = load_recipe(name)
         assert config.output_dir == f"runs/{name}"
         assert isinstance(config.loss_config(), LossConfig)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    assert load_recipe(str(path)).data.task == "sort"
+    path.write_text("- just\n- a list\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        load_recipe(str(path))
 
 
 def test_overrides_are_yaml_and_dotted():
@@ -42,15 +50,6 @@ def test_overrides_are_yaml_and_dotted():
     assert config.optim.lr == 1e-4 and config.rewards[1].weight == 0.5 and config.model.lora.r == 4
     assert config.warm_start.steps == 7 and config.advantage_options == {"eps": 1e-6}
     assert config.loss_config().epsilon_high == 0.3 and config.data.n_test == 32
-
-
-def test_recipes_by_path_and_unknown_names(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    assert load_recipe(str(path)).data.task == "sort"
-    path.write_text("- just\n- a list\n")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        load_recipe(str(path))
 
 
 NO_CORRECTION = "loss.sampling_correction=null"
@@ -119,3 +118,81 @@ def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
     assert config.rollout.max_new_tokens == tokens
     save_config(config, tmp_path / "config.yaml")
     assert load_recipe(str(tmp_path / "config.yaml")) == config
+
+
+# ------------------------------------------------------------------------------ YAML
+# Nine lists, each of ten aliases of the one before it: a billion values in 400 bytes.
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+
+
+def test_plain_data():
+    text = "a: &a {x: 1, y: [1.5, true, null]}\nb: *a\nc: {<<: *a, x: 2}\n? 3\n: 2020-01-31\n"
+    data = read_yaml(text, "t")
+    assert data["a"] == data["b"] == {"x": 1, "y": [1.5, True, None]}
+    assert data["c"] == {"x": 2, "y": [1.5, True, None]} and str(data[3]) == "2020-01-31"
+    assert read_yaml("", "t") is None and read_yaml("\ufeffa: ü→🙂", "t") == {"a": "ü→🙂"}
+    many = f"&a [{', '.join('1' for _ in range(MAX_VALUES - 1))}]"
+    assert len(read_yaml(many, "t")) == MAX_VALUES - 1
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="aliases"):
+        read_yaml(BOMB, "t")
+    assert tracemalloc.get_traced_memory()[1] < 5e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: 1\nb: 2\na: 3", "the key 'a' is there twice in"),
+        ("a: 1\nb: 2\na: 3", "line 3, column 1"),
+        ("a: {b: 1, 'b': 2}", "the key 'b' is there twice"),
+        ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' is there twice"),
+        (BOMB, f"more than {MAX_VALUES} values"),
+        (f"? {BOMB.replace(chr(10), ' ')}\n: 1", ""),
+        ("&a [*a]", "aliases"),
+        ('x: "\\ud800"', "a lone surrogate is no character"),
+        ("!!timestamp x", ""),
+        ("!!bool x", ""),
+        ("!!float ''", ""),
+        ("2020-13-45", "month must be in 1..12"),
+        ("1" * 5000, "4300 digits"),
+        ("[" * 3000, "levels of lists"),
+        ("!!python/object/apply:os.getpid []", "python/object"),
+        ("a: \x00", "special characters"),
+        ("a: 1\n---\nb: 2", "single document"),
+    ],
+)
+def test_what_is_refused(text, reason):
+    with pytest.raises(ValueError, match="^the name: expected plain YAML, got ") as error:
+        read_yaml(text, "the name")
+    assert reason in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}", 'output_dir="\\udfff"']
+)
+def test_the_same_rules_hold_for_settings(word):
+    with pytest.raises(ValueError, match="expected plain YAML"):
+        load_recipe("sort", [word])
+    assert refused(invoke("eval", "no_model", f"task={BOMB}"), "task: expected plain YAML")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfea\x00", b"\x89PNG\r\n\x1a\n\x00", "ä: 1".encode("latin-1")]
+)
+def test_a_recipe_that_is_no_text(tmp_path, content):
+    (tmp_path / "r.yaml").write_bytes(content)
+    assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "UTF-8")
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
+        read_yaml_file(tmp_path, "recipe r")
+    assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "r.yaml").chmod(0)
+    if os.access(tmp_path / "r.yaml", os.R_OK):
+        pytest.skip("needs a user whom permissions bind: root may read every file")
+    assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "Permission denied")

@@ -1,7 +1,5 @@
 """The training loop with tiny models: every recipe, and what must not change the result."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -13,7 +11,6 @@ from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.data import Example
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import generate
 from grpo_fast.train.collect import collector, groups
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -38,43 +35,15 @@ def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_l
                 assert a[name] == pytest.approx(b[name], abs=2e-5, rel=2e-5), name
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["loss.loss_type=reinforce", "advantages=rewards"],
-        ["loss.loss_type=unclipped", "advantages=max", "inner_iterations=2"],
-        ["loss.loss_type=gspo", "advantages=opo", "minibatches=2"],
-        ["loss.loss_type=kimi", "loss.beta=0.1", "inner_iterations=2"],
-        ["loss.loss_type=cispo", "rollout.correct_sampling=true", "rollout.top_p=0.9"],
-    ],
-)
-def test_losses_and_advantages_in_a_run(tmp_path, overrides):
-    rows = sort(tmp_path / "a", *overrides)
-    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-
-
-def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path):
-    """And another one others; test_checkpoints compares whole runs of each kind."""
-    rows = sort(tmp_path / "a")
-    assert rows == sort(tmp_path / "b") != sort(tmp_path / "c", "seed=1")
-
-
-def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch):
+def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch, spied):
     """Weights that stand still, the first step's prompts again: only the random numbers differ."""
-    drawn = []
-
-    def recorded(*arguments, **options):
-        rollout = generate(*arguments, **options)
-        drawn.append((rollout.prompt_ids, rollout.completion_ids))
-        return rollout
-
-    monkeypatch.setattr(collector, "generate", recorded)
-    take = groups.PromptQueue.take
+    calls, take = spied(collector, "generate"), groups.PromptQueue.take
     monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
         groups.PromptQueue(queue.examples), count))  # fmt: skip
     sort(tmp_path / "a", "optim.lr=1e-30")
-    asked, completions = zip(*drawn, strict=True)
-    assert len(drawn) == 3 and all(step == asked[0] for step in asked)
+    drawn = [call.result for call in calls]
+    assert len(drawn) == 3 and all(step.prompt_ids == drawn[0].prompt_ids for step in drawn)
+    completions = [step.completion_ids for step in drawn]
     assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 
@@ -177,6 +146,14 @@ def test_the_policy_terms_gradient(tmp_path):
         if folder == "kl":
             whole = rows
     close(whole, rows, names=("policy_logp_grad_norm",))
+    logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    config, advantages = LossConfig(loss_type="dapo"), torch.tensor([3.0, -4.0])
+    ends = torch.tensor([0, 1, 3])
+    output = grpo_loss(logps, advantages, config, cu_seqlens=ends)
+    config = config.replace(beta=0.7, entropy_coef=2.0)
+    per_token = {"cu_seqlens": ends, "ref_logps": torch.zeros(3), "num_items_in_batch": 3}
+    norm = policy_gradient(output, advantages, config, per_token)
+    assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +167,6 @@ def test_what_the_loss_and_the_clip_say_is_explained(tmp_path, capsys, overrides
     said = capsys.readouterr().out
     assert said.count("one update per batch: the loss itself says little") == (not overrides)
     assert said.count("0.1 to 0.3 `clipped` is usual") == (overrides == ["inner_iterations=2"])
-
-
-def test_the_policy_terms_gradient_with_respect_to_logps():
-    logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    config, advantages = LossConfig(loss_type="dapo"), torch.tensor([3.0, -4.0])
-    ends = torch.tensor([0, 1, 3])
-    output = grpo_loss(logps, advantages, config, cu_seqlens=ends)
-    config = config.replace(beta=0.7, entropy_coef=2.0)
-    per_token = {"cu_seqlens": ends, "ref_logps": torch.zeros(3), "num_items_in_batch": 3}
-    norm = policy_gradient(output, advantages, config, per_token)
-    assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
 
 
 def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
@@ -219,13 +185,10 @@ def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
         optimizer.step()
 
 
-def test_schedules():
+def test_schedules_and_a_gradient_of_each_step():
     assert [schedule("linear", s, 2, 6) for s in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert schedule("constant", 99, 0, 10) == 1.0
     assert schedule("cosine", 5, 0, 10) == pytest.approx(0.5)
-
-
-def test_a_step_has_its_place_in_the_schedules_and_a_gradient_of_its_own():
     weight = torch.nn.Parameter(torch.zeros(4))
     config = OptimConfig(lr=1.0, schedule="linear", warmup=2, max_grad_norm=math.inf)
     optimizer = Optimizer([weight], config, total_steps=6)

@@ -1,15 +1,18 @@
-"""The names in a run's metrics.jsonl; `perf/mfu`: its flops, its peak, where it stays away."""
-
-from __future__ import annotations
+"""The names in metrics.jsonl; `perf/mfu`; a sampler and a trainer that see other policies."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_fast.attention import pack_groups
+from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.train import loop
 from grpo_fast.train.metrics import clock as metrics
+from grpo_fast.train.metrics.samples import SamplerWatch
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_folder, tiny_model
+from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, sort
 
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
@@ -107,3 +110,42 @@ def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert metrics.peak_flops(torch.device("cuda", 0)) == expected
     assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+# -------------------------------------------------- The early warning of two policies
+PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
+
+
+def moved(by):
+    return [(ours, samplers + by) for ours, samplers in PAIRS]
+
+
+def test_it_is_said_once_and_only_when_far_apart(caplog):
+    watch = SamplerWatch(Sampling())
+    for step, pairs in enumerate(([], [(torch.zeros(0),) * 2], PAIRS, moved(0.049))):
+        watch.look(step, pairs)
+    assert not caplog.messages
+    watch.look(5, moved(-0.3))
+    watch.look(6, moved(0.3))
+    (said,) = caplog.messages
+    assert said.startswith("step 5: the sampler's and the trainer's logps are 0.3 nats apart")
+    assert "stale weights" in said and "top_p" not in said
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 4}])
+def test_truncation_is_named_as_a_cause(options, caplog):
+    SamplerWatch(Sampling(**options)).look(1, moved(1.0))
+    assert "the mass that top_k and top_p leave out" in caplog.text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
+    original = TransformersEngine.generate
+
+    def stale(self, *arguments, **options):
+        done = original(self, *arguments, **options)
+        return [Completion(one.ids, one.logps - 0.5, *one[2:]) for one in done]
+
+    monkeypatch.setattr(TransformersEngine, "generate", stale)
+    loop.train(config_of(tmp_path / "run", "steps=2", "eval.every=0"))
+    assert caplog.text.count("nats apart per token") == 1 and "step 1:" in caplog.text

@@ -1,7 +1,5 @@
 """The policy: head rules, the self-check, loading and saving, LoRA, packing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -38,15 +36,12 @@ def test_self_check_passes_and_logps_are_the_models_own(family):
         torch.testing.assert_close(logps, own, rtol=0, atol=1e-4)
 
 
-def test_self_check_finds_an_unknown_head_rule(monkeypatch):
+def test_self_check_finds_an_unknown_head_rule_and_layouts_that_are_ignored(monkeypatch):
     policy = tiny_policy("qwen2")
     head = policy.lm.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda x: 1.1 * nn.functional.linear(x, head.weight))
     with pytest.raises(ValueError, match="a rule this trainer does not know"):
         self_check(policy)
-
-
-def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
     from grpo_fast.attention import TreeLayout, dispatch
 
     policy = tiny_policy("llama")
@@ -67,16 +62,6 @@ def test_head_rules():
     assert head_of(tiny_policy("cohere").lm).logit_scale == 0.25
     with pytest.raises(ValueError, match="lm_head: expected torch.nn.Linear"):
         head_of(SimpleNamespace(get_output_embeddings=lambda: nn.Identity()))
-
-
-def test_saved_models_come_back(tmp_path):
-    policy = tiny_policy("mistral")
-    policy.save(tmp_path / "model")
-    assert policy.lm.config._attn_implementation == "grpo_packed"
-    again = load_policy(ModelConfig(path=str(tmp_path / "model")))
-    _, batch = a_batch()
-    assert torch.equal(again.logps(batch.packed), policy.logps(batch.packed))
-    assert again.tokenizer("1 2 =")["input_ids"] == policy.tokenizer("1 2 =")["input_ids"]
 
 
 def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
@@ -106,7 +91,7 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
         base.without_adapter()
 
 
-def test_autocast_keeps_fp32_weights(tmp_path):
+def test_autocast_keeps_fp32_weights_and_a_callers_does_not_reach_the_policy(tmp_path):
     policy = load_policy(ModelConfig(path=tiny_folder(tmp_path, "qwen2"), autocast="bfloat16"))
     _, batch = a_batch()
     hidden = policy.hidden(batch.packed)
@@ -114,9 +99,6 @@ def test_autocast_keeps_fp32_weights(tmp_path):
     (-policy.logps(batch.packed).mean()).backward()
     weight = policy.lm.get_output_embeddings().weight
     assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
-
-
-def test_a_callers_autocast_does_not_reach_the_policy():
     policy = tiny_policy("qwen2")
     _, batch = a_batch()
     plain = policy.logps(batch.packed)
@@ -136,9 +118,6 @@ def test_models_from_a_config():
     assert policy.head.weight.shape == (13, 16) and policy.eos_ids == {1} and policy.pad_id == 0
     with pytest.raises(ValueError, match="llama has no field hidden_sise"):
         load_policy(ModelConfig(config={**small, "hidden_sise": 3}, tokenizer="symbols"), tokenizer)
-
-
-def test_a_policy_without_an_end_is_refused():
     tokenizer = build_symbol_tokenizer(SYMBOLS)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="expected an EOS token"):

@@ -1,7 +1,5 @@
 """The tiny run of the sort recipe that most tests of training start, and a run's rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

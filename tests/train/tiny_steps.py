@@ -1,7 +1,5 @@
 """One training step by hand: a batch of random ids, its gradients, a model's logits unpacked."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any

@@ -1,6 +1,4 @@
-"""`kl_estimator: exact` and `reference.path`: value, gradient, kinds of reference, refusals."""
-
-from __future__ import annotations
+"""A reference or teacher of one's own: the exact KL by hand, kinds, both forms of `distill`."""
 
 from types import SimpleNamespace
 
@@ -11,6 +9,8 @@ from grpo_fast import LossConfig
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference, load_another
+from grpo_fast.train.update.precompute import teacher_advantages
+from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder
 from tests.train.test_ppo_step import weight_by_hand
 from tests.train.tiny_runs import sort
@@ -122,16 +122,12 @@ def test_packing_again_hands_on_what_a_teacher_said(name, shape):
             assert torch.equal(rows, before[i])
 
 
-EXACT = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
-
-
 def test_a_run_with_a_synced_reference(tmp_path):
     """Copied after every second step: the next step begins at it, so its first pass has no KL."""
-    synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1"]
-    rows = sort(tmp_path / "a", *EXACT, *synced, "steps=5")
+    synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1", "steps=5"]
+    exact = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
+    rows = sort(tmp_path / "a", *exact, *synced)
     assert [row["kl"] > 1e-9 for row in rows] == [False, True, False, True, False]
-    several = sort(tmp_path / "c", *EXACT, *synced, "steps=2", "inner_iterations=2")
-    assert several[0]["kl"] > 1e-9
 
 
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
@@ -162,3 +158,92 @@ def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
     refused("expected room for .* 1000 tokens", folders[1], short)
     padded.lm.resize_token_embeddings(320)
     refused("expected a head of 320 rows", folders[1], padded)
+
+
+# -------------------------------------------------------------------------- distill:
+FROZEN, LR = "reference.kind=frozen", "optim.lr=1e-2"
+
+
+def taught(folder, *overrides):
+    return sort(folder, LR, *overrides)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A teacher that has moved away from the student's start."""
+    folder = tmp_path_factory.mktemp("teacher")
+    taught(folder / "run", "log.save_model=true", "steps=2")
+    return folder / "run" / "model"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kind"), [("exact", "reverse_kl"), ("exact_reference_first", "forward_kl")]
+)
+def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kind):
+    reference = [FROZEN, f"reference.path={trained}"]
+    kl = taught(tmp_path / "kl", *reference, "loss.beta=0.5", f"loss.kl_estimator={estimator}")
+    own = taught(tmp_path / "own", f"distill.teacher={trained}", "distill.coef=0.5",
+              f"distill.kind={kind}")  # fmt: skip
+    assert kl[0]["kl"] > 0
+    for one, other in zip(kl, own, strict=True):
+        assert one["kl"] == other["divergence"]
+        assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
+
+
+def test_the_teacher_alone(tmp_path, trained):
+    """task=0: the student comes nearer, and rewards have no gradient; itself it is exactly at 0."""
+    near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
+    rows = taught(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
+    assert rows[-1]["divergence"] < 0.5 * rows[0]["divergence"]
+    itself = taught(tmp_path / "b", FROZEN, "distill={}", "distill.task=0", "loss.entropy_coef=0")
+    assert all(row["divergence"] == 0 and row["grad_norm"] == 0 for row in itself)
+
+
+def test_an_advantage_of_the_teacher(tmp_path, trained):
+    rows = taught(tmp_path / "a", f"distill.teacher={trained}", *ADVANTAGE, "steps=15")
+    assert rows[0]["kl"] > 0 and rows[-1]["kl"] < rows[0]["kl"]
+
+    class Batch:
+        advantages = torch.tensor([1.0, torch.nan])
+
+        def of_each(self, name):
+            x = {"ref_logps": 0.0, "old_logps": 1.0}[name]
+            return [torch.full((2,), x), torch.full((1,), x)]
+
+    found = teacher_advantages(Batch(), 0.5)
+    assert [x.tolist() for x in found] == [[0.5, 0.5], [-0.5]]
+
+
+@pytest.fixture(scope="module")
+def server(trained):
+    """The same teacher behind a vLLM server."""
+    made = StandIn(load_policy(ModelConfig(path=str(trained), device="cpu")))
+    yield made
+    made.stop()
+
+
+ADVANTAGE = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
+KINDS = {
+    kind: ([f"distill.kind={kind}", "distill.task=0.5"], ["distill.topk=999"], "divergence")
+    for kind in ("forward_kl", "reverse_kl", "jsd")
+} | {"advantage": (ADVANTAGE, [], "kl")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, server, kind):
+    words, every_id, name = KINDS[kind]
+    own = taught(tmp_path / "own", f"distill.teacher={trained}", *words)
+    said = taught(tmp_path / "said", f"distill.teacher={server.url}/", *words, *every_id)
+    assert own[0][name] > 0
+    for one, other in zip(own, said, strict=True):
+        for each in ("loss", "grad_norm", "reward", name):
+            assert one[each] == pytest.approx(other[each], rel=2e-4, abs=2e-6), each
+
+
+def test_a_servers_topk_teaches(tmp_path, server):
+    """Two ids and the token's own, over micro-batches and minibatches that are packed anew."""
+    words = [f"distill.teacher={server.url}", "distill.topk=2", "distill.task=0", "steps=10",
+             "loss.entropy_coef=0", "minibatches=2", "inner_iterations=2", "shuffle=completions",
+             "tokens_per_microbatch=24"]  # fmt: skip
+    rows = taught(tmp_path / "a", *words)
+    assert rows[-1]["divergence"] < 0.6 * rows[0]["divergence"]

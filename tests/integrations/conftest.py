@@ -1,0 +1,22 @@
+"""A world of one process; a tiny model on disk for TRL's trainers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from tests.integrations import trl_cases
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return trl_cases.folder(tmp_path_factory.mktemp("trl") / "llama")

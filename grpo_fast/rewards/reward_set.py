@@ -156,9 +156,11 @@ class RewardSet:
 
     def load_state_dict(self, state: RewardsState) -> None:
         with self._lock:
-            parts = state.failed_total, state.recent, state.last_error
-            own = ({name: part[name] for name in self.names} for part in parts)
-            self.state = RewardsState(*own)
+            self.state = RewardsState(
+                {name: state.failed_total[name] for name in self.names},
+                {name: state.recent[name] for name in self.names},
+                {name: state.last_error[name] for name in self.names},
+            )
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]

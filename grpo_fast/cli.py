@@ -32,6 +32,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+Words = list[str] | None
 Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)]
 
 
@@ -44,8 +45,7 @@ def main(version: Version = False) -> None:
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        list[str] | None,
-        key_values("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl"),
+        Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Write to this folder in the output_dir.")
@@ -90,8 +90,7 @@ def recipes() -> None:
 def reward_model(
     recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
     settings: Annotated[
-        list[str] | None,
-        key_values("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl"),
+        Words, key_values("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -111,7 +110,7 @@ def reward_model(
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     words: Annotated[
-        list[str] | None,
+        Words,
         typer.Argument(
             metavar="[MODEL] [KEY=VALUE]...",
             help="A second model to compare with; recipe=NAME data=FILE|FOLDER|HUB_ID task=gsm8k "
@@ -146,7 +145,7 @@ def evaluate(
 def plan(
     model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
     settings: Annotated[
-        list[str] | None, key_values("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
+        Words, key_values("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -221,7 +220,7 @@ def compare(
         str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
     ],
     settings: Annotated[
-        list[str] | None,
+        Words,
         key_values(
             "The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."
         ),
@@ -248,7 +247,7 @@ def compare(
 @app.command(cls=Worded)
 def doctor(
     words: Annotated[
-        list[str] | None,
+        Words,
         typer.Argument(
             metavar="[MODEL] [ENGINE|URL] [KEY=VALUE]...",
             help="recipe=NAME n=8 samples=2 tokens=32 previous=FOLDER threshold=0.001 "

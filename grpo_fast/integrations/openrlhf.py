@@ -8,7 +8,7 @@ token gives loss 0, not NaN; the ratio of a completion (gspo) is bounded by e^20
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ CHOICES = {
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
+@dataclass(eq=False, repr=False)
 class PolicyLoss(nn.Module):
     """OpenRLHF's policy loss (PPO with an optional dual clip, or GSPO), its options and defaults.
 
@@ -38,36 +39,30 @@ class PolicyLoss(nn.Module):
         ValueError: an option out of its range, or two that exclude each other.
     """
 
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        token_level_loss: bool = True,
-        policy_loss_type: str = "ppo",
-        is_correction_level: str = "off",
-        is_correction_mode: str = "mask",
-        is_correction_gating: str = "ratio",
-        is_correction_threshold: Any = (0.5, 5.0),
-    ) -> None:
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.2
+    dual_clip: float | None = None
+    token_level_loss: bool = True
+    policy_loss_type: str = "ppo"
+    is_correction_level: str = "off"
+    is_correction_mode: str = "mask"
+    is_correction_gating: str = "ratio"
+    is_correction_threshold: Any = (0.5, 5.0)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.clip_eps_low, self.clip_eps_high = clip_eps_low, clip_eps_high
-        self.dual_clip, self.policy_loss_type = dual_clip, policy_loss_type
-        self.by_sequence = POLICY_LOSS_TYPES.get(policy_loss_type) == "sequence"
-        self.token_level_loss = token_level_loss and not self.by_sequence
-        self.is_correction_level, self.is_correction_mode = is_correction_level, is_correction_mode
-        self.is_correction_gating = is_correction_gating
-        self.is_correction_threshold = is_correction_threshold
         self._check()
+        self.by_sequence = POLICY_LOSS_TYPES[self.policy_loss_type] == "sequence"
+        self.token_level_loss = self.token_level_loss and not self.by_sequence
         self.config = self._config()
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
         """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
-        options = inspect.signature(cls).parameters
+        options = {field.name for field in fields(cls)}
         expected = f"the options of openrlhf 0.11, {sorted(options)}"
-        require(state == set(options), "PolicyLoss", expected, sorted(state))
+        require(state == options, "PolicyLoss", expected, sorted(state))
         return cls(**{name: getattr(theirs, name) for name in options})
 
     def _check(self) -> None:

@@ -16,7 +16,7 @@ import os
 import reprlib
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -111,11 +111,9 @@ class RewardSet:
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
-        self.failed_total = dict.fromkeys(names, 0)
-        self._recent: dict[str, deque[tuple[int, int]]] = {  # (failed, asked)
-            name: deque(maxlen=WINDOW_CALLS) for name in names
-        }
-        self._last_error = dict.fromkeys(names, "")
+        self.state = RewardsState(
+            dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
+        )
         self._lock = threading.Lock()
 
     @property
@@ -154,16 +152,15 @@ class RewardSet:
 
     def state_dict(self) -> RewardsState:
         with self._lock:
-            recent = {name: list(calls) for name, calls in self._recent.items()}
-            return RewardsState(dict(self.failed_total), recent, dict(self._last_error))
+            return copy.deepcopy(self.state)
 
     def load_state_dict(self, state: RewardsState) -> None:
         with self._lock:
-            for name, calls in self._recent.items():
-                self.failed_total[name] = state.failed_total[name]
-                self._last_error[name] = state.last_error[name]
-                calls.clear()
-                calls.extend(state.recent[name])
+            self.state = RewardsState(
+                {name: state.failed_total[name] for name in self.names},
+                {name: state.recent[name] for name in self.names},
+                {name: state.last_error[name] for name in self.names},
+            )
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
@@ -220,21 +217,21 @@ class RewardSet:
         return value
 
     def _note(self, name: str, message: str) -> None:
-        if not self._last_error[name]:
+        if not self.state.last_error[name]:
             said = "reward %s failed (its samples are dropped and counted): %r"
             logger.warning(said, name, message[:500])
-        self._last_error[name] = escape_control(message[:500])
+        self.state.last_error[name] = escape_control(message[:500])
 
     def _count(self, name: str, failed: int, asked: int) -> None:
         with self._lock:
-            self.failed_total[name] += failed
-            self._recent[name].append((failed, asked))
-            recent = list(self._recent[name])
+            self.state.failed_total[name] += failed
+            recent = [*self.state.recent[name], (failed, asked)][-WINDOW_CALLS:]
+            self.state.recent[name] = recent
         lost, of = sum(f for f, _ in recent), sum(n for _, n in recent)
         if len(recent) >= MIN_CALLS and lost > self.max_failures * of:
             raise RewardError(
                 f"reward {name}: {lost} of the last {of} samples have no reward "
-                f"(more than {self.max_failures:.0%}); last error: {self._last_error[name]}"
+                f"(more than {self.max_failures:.0%}); last error: {self.state.last_error[name]}"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
+from grpo_fast.data import TASKS
 from grpo_fast.errors import require
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
 
@@ -109,11 +110,9 @@ def scorer_for(task: str, answers: Texts = ()) -> Scorer:
     takes the final number of the text. Generated tasks: the symbols must agree one by one. Other
     jsonl: the whole completion (strict) or its last non-empty line (lenient), blanks normalised.
     """
+    require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
     if task in ("sort", "arithmetic", "lecture"):
         return Scorer(_symbols, _symbols, _symbols)
-    known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
-    fits = task in ("gsm8k", "jsonl", "open", "traces")
-    require(fits, "task", f"one of {known}", repr(task))
     is_text = not answers or any(parse_number(answer) is None for answer in answers)
     if task == "open" or (task == "jsonl" and is_text):
         return Scorer(_normal, _last_line, _normal)

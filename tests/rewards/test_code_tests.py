@@ -166,7 +166,7 @@ def test_the_code_is_that_of_the_last_block(text, code):
 def test_faulty_data_is_named_and_costs_its_samples(rewards):
     result = ask(rewards, GOOD, tests="x = 1")
     assert result.total.isnan().all() and result.failures == {"code_tests": 1}
-    assert "at least one assert" in rewards._last_error["code_tests"]
+    assert "at least one assert" in rewards.state.last_error["code_tests"]
     with pytest.raises(ValueError, match="tests: expected Python"):
         worker.count_tests("assert (")
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):

@@ -165,7 +165,7 @@ def test_raising_costs_only_the_samples_that_raise(caplog):
     rewards = own(touchy)
     result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
     assert result.total.isnan().tolist() == [False, True, False, False]
-    assert result.failures == {"f": 1} and rewards.failed_total == {"f": 1}
+    assert result.failures == {"f": 1} and rewards.state.failed_total == {"f": 1}
     assert "boom" in caplog.text and "\x1b" not in caplog.text
 
 

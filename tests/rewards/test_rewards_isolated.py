@@ -160,7 +160,7 @@ def test_four_threads_on_one_set(isolated):
             assert all(pool.map(calls, range(4)))
     finally:
         rewards.rewards[0].function.close()
-    assert rewards.failed_total == {"value": 0}
+    assert rewards.state.failed_total == {"value": 0}
 
 
 def test_a_fork_leaves_the_worker_of_its_parent_alone(isolated):

@@ -124,4 +124,4 @@ def test_one_set_in_several_threads_counts_every_loss():
                 pass
     finally:
         sys.setswitchinterval(before)
-    assert rewards.failed_total == {"f": 20000}
+    assert rewards.state.failed_total == {"f": 20000}

@@ -66,13 +66,11 @@ def host_of(url: str) -> str:
 def address_of(host: str) -> IPv4Address | IPv6Address | str:
     """An address in one spelling, or a name as it is. Nothing is looked up."""
     host = host.rstrip(".").lower()
-    try:
-        address: Any = ip_address(socket.inet_aton(host))  # 127.1 and 0x7f000001, too
-    except OSError:
-        try:
-            address = ip_address(host)
-        except ValueError:
-            return LOOPBACK if host == "localhost" else host
+    try:  # 127.1 and 0x7f000001 are numbers, too
+        number = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
+    except (OSError, ValueError):
+        return LOOPBACK if host == "localhost" else host
+    address: Any = ip_address(number)
     address = getattr(address, "ipv4_mapped", None) or address
     return LOOPBACK if address.is_unspecified or str(address) == "::1" else address
 

@@ -4,9 +4,8 @@
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-Workers register by `plugin`. Metrics are what verl's own function of that name reports. Differences
-that are meant: what is masked is inert, whatever it holds; a batch without an active token gives
-loss 0, not NaN.
+Workers register by `plugin`. Differences that are meant: what is masked is inert, whatever it
+holds; a batch without an active token gives loss 0, not NaN; a call's metrics are one copy.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         gradient to log_prob, and floats by verl's names.
     """
     require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    recipe, registered = LOSSES[loss_mode], POLICY_LOSS_REGISTRY[loss_mode]
-    theirs = getattr(registered, "theirs", registered)  # ours stands there with prefix=""
+    recipe = LOSSES[loss_mode]
 
     def loss(
         old_log_prob: Tensor,  # (B, L)
@@ -82,9 +78,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
     ) -> tuple[Tensor, dict[str, Any]]:
         require(config is not None, "config", "verl's ActorConfig", None)
-        batch = Batch(
-            old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
-        )
+        row = log_prob.detach(), advantages, response_mask, rollout_is_weights
+        batch = Batch(old_log_prob, *row)
         info = dict(getattr(config, "global_batch_info", None) or {})
         expected = f"one of {list(AGGREGATION_MODES)}"
         require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
@@ -94,19 +89,17 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         else:
             mode = recipe.aggregation or loss_agg_mode
             aggregation, total = normaliser(mode, response_mask, info)
-        options = LossConfig(**recipe.options(config), aggregation=aggregation)
         with torch.no_grad():
-            weighted, keep = recipe.advantages(batch, config), response_mask.bool()
-            shown = (None if x is None else torch.where(keep, x, 0) for x in batch)
-            old, new, worth, mask, weights = shown
-            _, metrics = theirs(old, new, worth, mask, loss_agg_mode, config, weights)
+            weighted = recipe.advantages(batch, config)
+            names, values = recipe.metrics(batch, config)
         output = grpo_loss(
-            log_prob, weighted, options, completion_mask=response_mask,
-            old_logps=old_log_prob if recipe.has_old else None, **total,
+            log_prob, weighted,
+            LossConfig(**recipe.options(config), aggregation=aggregation),
+            completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
+            **total,
         )  # fmt: skip
-        return output.loss, metrics
+        return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 
-    loss.theirs = theirs  # type: ignore[attr-defined]
     loss.__name__ = f"policy_loss_{loss_mode}"
     return loss
 

@@ -1,4 +1,4 @@
-"""verl's policy losses by name: which of our objectives each is, and with which advantages.
+"""verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
 
 Every objective here is homogeneous in the advantage: what verl multiplies a token's loss by goes
 into its advantage, exactly.
@@ -15,7 +15,13 @@ from torch import Tensor
 from grpo_fast.errors import require
 
 LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
+GSPO_BOUND = 10.0  # and the one of a sequence here
 DPPO_RATIO_CAP = 20.0  # of our dppo objectives
+
+NAMES = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+Metrics = tuple[tuple[str, ...], Tensor]
+# The log ratio of a loss, and the tokens it clips: above, below (None: none).
+Clipping = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Batch(NamedTuple):
@@ -27,14 +33,22 @@ class Batch(NamedTuple):
     mask: Tensor
     rollout_is_weights: Tensor | None
 
+    def mean(self, x: Tensor) -> Tensor:
+        keep = self.mask.bool()
+        return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
+
     def row_mean(self, x: Tensor) -> Tensor:
         keep = self.mask.bool()
         counts = keep.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
 
     @property
+    def raw_log_ratio(self) -> Tensor:
+        return self.log_prob - self.old_log_prob
+
+    @property
     def log_ratio(self) -> Tensor:
-        return (self.log_prob - self.old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return self.raw_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 class Recipe(NamedTuple):
@@ -42,15 +56,29 @@ class Recipe(NamedTuple):
 
     Attributes:
         options: verl's actor config → fields of `LossConfig`.
+        clipping: (batch, config) → what its metrics count; None: it reports nothing.
         advantages: (batch, config) → the advantages for `grpo_loss`.
         aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
         has_old: whether the objective reads old_log_prob.
+        names: of verl's metrics, a beginning or a part of `NAMES`.
     """
 
     options: Callable[[Any], dict[str, Any]]
+    clipping: Callable[[Batch, Any], Clipping] | None
     advantages: Callable[[Batch, Any], Tensor]
     aggregation: str | None = None
     has_old: bool = True
+    names: tuple[str, ...] = NAMES
+
+    def metrics(self, batch: Batch, config: Any) -> Metrics:
+        """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
+        if self.clipping is None:
+            return (), batch.advantages.new_empty(0)
+        log_ratio, above, below = self.clipping(batch, config)
+        nothing = log_ratio.new_zeros(())
+        high, low = (nothing if x is None else batch.mean(x) for x in (above, below))
+        values = dict(zip(NAMES, (high, -batch.mean(log_ratio), low), strict=True))
+        return self.names, torch.stack([values[name] for name in self.names])
 
 
 # ---- options
@@ -130,14 +158,68 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
     return batch.advantages
 
 
+# ---- the tokens that are clipped, for verl's metrics
+
+
+def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
+    """Where the ratio left the clip range on the side its advantage pushes to."""
+    low, high = clip_range(config).values()
+    a = batch.advantages
+    return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
+
+
+def clipped_twice(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
+    lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
+    return batch.log_ratio, beyond(ratio, batch, config), lower
+
+
+def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
+    ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
+    return batch.raw_log_ratio, beyond(ratio, batch, config), None
+
+
+def clipped_by_token(batch: Batch, config: Any) -> Clipping:
+    log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
+    clipped = (log_ratio < -low) | (log_ratio > high)
+    return log_ratio, clipped & (a > 0), clipped & (a < 0)
+
+
+def clipped_weight(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    return batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high), None
+
+
+def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
+    """dppo's tokens whose distance from the old policy grows beyond its bound; the capped ones."""
+
+    def clipping(batch: Batch, config: Any) -> Clipping:
+        low, high = clip_range(config).values()
+        p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
+        far = distance(p, p_old)
+        left = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
+        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
+        return batch.log_ratio, left, capped
+
+    return clipping
+
+
+def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
+    others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
+
+
 LOSSES: dict[str, Recipe] = {
-    "vanilla": Recipe(vanilla, weighted),
-    "gspo": Recipe(named("gspo_token"), weighted),
-    "cispo": Recipe(named("cispo", cispo_bound="offset"), weighted),
-    "sapo": Recipe(sapo, weighted, "seq-mean-token-mean"),
-    "geo_mean": Recipe(named("gmpo"), weighted_rows, "mean over all rows"),
-    "dppo_tv": Recipe(named("dppo_tv"), weighted_to_cap),
-    "dppo_kl": Recipe(named("dppo_kl"), weighted_to_cap),
-    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, weighted, has_old=False),
-    "dro": Recipe(dro, unweighted),
+    "vanilla": Recipe(vanilla, clipped_twice, weighted),
+    "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
+    "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
+    "sapo": Recipe(sapo, lambda x, _: (x.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
+    "dppo_tv": Recipe(named("dppo_tv"), too_far(lambda p, q: (p - q).abs()), weighted_to_cap),
+    "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
+    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
+    "dro": Recipe(
+        dro, lambda x, _: (x.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
+    ),
 }

@@ -19,6 +19,7 @@ TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) ==
 GOOD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 HOSTILE = {
     "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
     "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
     "    sys.stderr.write('x' * 9999)",
     "output everywhere": """
@@ -31,6 +32,8 @@ for fd in range(64):
         pass
 """,
     "deletes": "import os\nos.unlink(VICTIM)",
+    "empties": "open(VICTIM, 'w')",
+    "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
     "removes folders": "import shutil, os\nshutil.rmtree(os.path.dirname(VICTIM))",
     "writes": "open(VICTIM + '.new', 'w').write('x')",
     "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
@@ -45,7 +48,9 @@ for fd in range(64):
     "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
     "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
     "time.sleep(1000)",
+    "huge list": "x = [0] * 10**11",
     "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
     "kills the group": "import os\nos.killpg(0, 9)",
     "raises its limits": "import resource\n"
     "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)",
@@ -55,6 +60,7 @@ for fd in range(64):
     "deep": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "deep source": "x = " + "(" * 50_000,
     "no code": "I do not know.",
+    "empty": "",
     "control characters": "\x00\x1b[2J\ud800",
 }
 

@@ -30,7 +30,7 @@ def moody(completions):
     if "die" in completions: os._exit(3)
     if "raise" in completions: raise ValueError("boom")
     if "short" in completions: return []
-    return [float("nan") if c == "nan" else 1.0 for c in completions]
+    return [{"none": None, "nan": float("nan"), "text": "1"}.get(c, 1.0) for c in completions]
 
 
 def asks(*, completion_ids, completion_lengths, level, unit=1):
@@ -127,7 +127,7 @@ def test_options_that_a_function_does_not_take(build, here):
     ("completion", "why"),
     [
         ("hang", "timeout"), ("die", "died"), ("raise", "error"), ("short", "wrong_length"),
-        ("nan", "not_a_number"),
+        ("none", "not_a_number"), ("nan", "not_a_number"), ("text", "not_a_number"),
     ],
 )  # fmt: skip
 def test_each_loss_has_its_reason_and_costs_its_own_sample(build, completion, why):

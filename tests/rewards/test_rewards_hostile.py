@@ -15,7 +15,7 @@ from tests.reward_specs import own, spec
 
 # One function, told by the prompt what to do, so that one worker serves all cases.
 MODULE = r"""
-import asyncio, decimal, fractions, itertools, os, sys
+import asyncio, collections, decimal, fractions, itertools, os, sys
 import numpy as np
 import torch
 
@@ -74,6 +74,7 @@ class Late:
 
 GOOD = {
     "float32": each(np.float32(0.5)),
+    "float16": each(np.float16(0.5)),
     "decimal": each(decimal.Decimal("0.5")),
     "fraction": each(fractions.Fraction(1, 2)),
     "0-d tensor": each(torch.tensor(0.5)),
@@ -83,7 +84,9 @@ GOOD = {
     "tensor": lambda n: torch.full((n,), 0.5),
     "object array": lambda n: np.array([decimal.Decimal("0.5")] * n, dtype=object),
     "generator": lambda n: (0.5 for _ in range(n)),
+    "map": lambda n: map(float, ["0.5"] * n),
     "tuple": lambda n: (0.5,) * n,
+    "deque": lambda n: collections.deque([0.5] * n),
     "values of a dict": lambda n: dict.fromkeys(range(n), 0.5).values(),
     "awaitable": lambda n: Late([0.5] * n),
     "awaitable generator": lambda n: Late(0.5 for _ in range(n)),
@@ -96,15 +99,22 @@ INTEGERS = {
 }
 BAD = {
     "dict": lambda n: {i: 1.0 for i in range(n)},
+    "counter": lambda n: collections.Counter(range(n)),
+    "user dict": lambda n: collections.UserDict({i: 1.0 for i in range(n)}),
     "set": lambda n: {float(i) for i in range(n)},
+    "frozenset": lambda n: frozenset(range(n)),
+    "keys": lambda n: dict.fromkeys(range(n)).keys(),
     "string": lambda n: "1" * n,
+    "bytes": lambda n: b"1" * n,
     "none": lambda n: None,
     "number": lambda n: 1.0,
     "tensor without axis": lambda n: torch.tensor(1.0),
     "nested list": each([1.0]),
     "matrix": lambda n: torch.ones(n, 2),
+    "column": lambda n: np.ones((n, 1)),
     "tensors of two": each(torch.ones(2)),
     "strings": each("1"),
+    "number in bytes": each(b"1"),
     "object array of nothing": lambda n: np.array([None] * n, dtype=object),
     "complex": each(1 + 1j),
     "endless": lambda n: itertools.repeat(1.0),

@@ -117,9 +117,9 @@ def own_product(x: Tensor) -> bool:
 
     Through MKL torch multiplies fp32 without AVX-512 on an AMD core, which is half of a Zen 5 and
     up to nine tenths of a Zen 4 (a Zen 3 has none: there it is as fast as ours), and rounds a bf16
-    product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, for
-    bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets torch round
-    its operands (medium matmul precision on AMX).
+    product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not
+    Intel's, for bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets
+    torch round its operands (medium matmul precision on AMX).
     """
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False

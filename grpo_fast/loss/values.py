@@ -187,7 +187,7 @@ def support_rows(
     if kept is not None:
         starts, lengths = starts[kept], lengths[kept]
     has_set = lengths > 0
-    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    count, total = _sizes(has_set, lengths)
     if count == 0:
         return None
     own = others = None
@@ -209,6 +209,11 @@ def support_rows(
     if told_late(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own, others, columns, bounds, places)
+
+
+def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    return count, total
 
 
 def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:

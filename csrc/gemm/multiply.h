@@ -76,7 +76,9 @@ struct Blocks {
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     const bool packs_cheaply = is_packed || p.b.k_down;  // else the side of b is kept short
-    int64_t most_rows = p.a.k_down ? 96 : packs_cheaply ? 256 : 512;
+    // Beside few columns the sums are small, and leave room for more packed rows.
+    const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
+    int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
     for (;;) {

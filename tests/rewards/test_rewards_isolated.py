@@ -67,6 +67,11 @@ def forked(*, prompts, completions, answers):
     return [1.0] * len(completions)
 
 
+def leaves_a_program(completions):
+    os.system("setsid sleep 6 > /dev/null 2>&1 &")
+    os._exit(3)
+
+
 def half_an_answer(*, prompts, completions, answers):
     os.write(int(sys.argv[2]), b"\0\0\1\0half")  # of a message of 256 bytes
     time.sleep(15)
@@ -253,6 +258,11 @@ def test_a_call_that_takes_too_long_ends_what_the_function_started(isolated, tmp
     wait_until(lambda: not any(alive(pid) for pid in pids), 5)
     with pytest.raises(TimeoutError, match="took longer than 1 s"):
         ask(isolated("half_an_answer", timeout=1), "a")
+
+
+def test_a_program_that_outlives_its_worker_does_not_hold_the_call(isolated):
+    with pytest.raises(RuntimeError, match="ended in the middle of a call"):
+        ask(isolated("leaves_a_program", timeout=4), "a")
 
 
 def test_a_worker_that_does_not_read_is_a_worker_that_takes_too_long(isolated):

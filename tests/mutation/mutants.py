@@ -146,7 +146,7 @@ SUITES: dict[str, str] = {
     "distill": "train/test_teachers.py -k 'exact_kl or alone or an_advantage or server'",
     "exact_kl_training": "train/test_teachers.py "
     "-k 'own_logits or references_logps or packing or fit_the_policy'",
-    "baseline": "train/test_step_advantages.py -k 'steps or baseline or gdpo or running'",
+    "baseline": "train/test_step_advantages.py -k 'steps or measured or gdpo'",
     "lecture": "train/test_lecture.py -k 'not learns and not saved and not notebook'",
     "csrc": "kernels/test_rows.py",
     "csrc_gemm": "kernels/test_gemm_cpu.py",

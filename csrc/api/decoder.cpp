@@ -74,14 +74,14 @@ struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;
   float eps;
-  int64_t hidden, heads, inner;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Room for all rows; neighbours of a row belong to another thread.
+  // Room for all rows: the neighbours of one may belong to another thread.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
   void normalise(const float* weight, int64_t first, int64_t rows) const {
+    const int64_t hidden = qkv.depth;
     for_each_row(rows, hidden, [&](int64_t i) {
       float unused;
       norm_row(x + (first + i) * hidden, weight, eps, hidden, normed + (first + i) * hidden,
@@ -90,7 +90,7 @@ struct Layer {
   }
 
   void add_bias_and_turn(int64_t i) const {
-    const int64_t depth = attention.depth, keys = attention.heads;
+    const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
     if (bias) add_scaled(bias, 1.0f, qkv.width, row);
     for (int64_t head = 0; head < heads + keys; ++head) {
@@ -106,7 +106,7 @@ struct Layer {
     const std::vector<Share>& shares = attention.shares;
     const int64_t first = shares[from].first;
     const int64_t rows = shares[to - 1].first + shares[to - 1].rows - first;
-    const int64_t wide = qkv.width, depth = out.depth;
+    const int64_t hidden = qkv.depth, wide = qkv.width, depth = out.depth, inner = down.depth;
     normalise(norm, first, rows);
     qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
     for_each_row(rows, wide, [&](int64_t i) { add_bias_and_turn(first + i); });
@@ -172,9 +172,6 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
       checked_vector(k_norm, depth, "k_norm"),
       checked_vector<float>(post_norm, hidden, "post_norm"),
       static_cast<float>(eps),
-      hidden,
-      heads,
-      inner,
       data<const float>(cos),
       data<const float>(sin),
       data<float>(x),

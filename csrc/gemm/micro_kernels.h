@@ -1,9 +1,9 @@
 // The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
 //
 // fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which takes no
-// AVX-512 on AMD: half of a Zen 5, up to nine tenths of a Zen 4. bf16 with fp32 sums by the same kernel on
-// AVX512_BF16, or by the tile product inside torch, at::native::cpublas::brgemm (AMX), looked up in
-// the loaded libtorch_cpu: it is not part of the stable ABI, so it may be absent.
+// AVX-512 on AMD: half of a Zen 5, up to nine tenths of a Zen 4. bf16 with fp32 sums by the same
+// kernel on AVX512_BF16, or by the tile product inside torch, at::native::cpublas::brgemm (AMX),
+// looked up in the loaded libtorch_cpu: it is not part of the stable ABI, so it may be absent.
 #pragma once
 
 #include <dlfcn.h>

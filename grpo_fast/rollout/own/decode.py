@@ -89,7 +89,7 @@ def decode(
     decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
     every = LOOK_EVERY.get(device.type, 16)
     through_modules = functools.partial(forward, policy)
-    decoder = decoder_of(policy, cache, through_modules)
+    decoder = decoder_of(policy.lm.base_model, head, cache, through_modules)
     step = decoder or through_modules
     product = decoder.product if decoder else functools.partial(linear_of, head)
     for t in range(length):

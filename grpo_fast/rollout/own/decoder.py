@@ -41,13 +41,13 @@ _agreeing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the trial
 class Decoder:
     """A model with its weights packed (as much memory as its gradient takes), and its angles."""
 
-    def __init__(self, policy: Any, cache: RolloutCache) -> None:
-        self.trunk, self.head = policy.lm.base_model, policy.head
-        self.layers = [(layer.self_attn, weights_of(layer)) for layer in self.trunk.layers]
-        self.packed_head = cpp.pack(self.head.weight.detach())
+    def __init__(self, trunk: Any, head: Head, cache: RolloutCache) -> None:
+        self.trunk, self.head = trunk, head
+        self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
+        self.packed_head = cpp.pack(head.weight.detach())
         # An angle follows from its position alone: packed attention refuses other embeddings.
         places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
-        angles = self.trunk.rotary_emb(self.head.weight, places[None])
+        angles = trunk.rotary_emb(head.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (positions, D)
 
     def product(self, hidden: Tensor) -> Tensor:
@@ -64,13 +64,14 @@ class Decoder:
         return states
 
 
-def decoder_of(policy: Any, cache: RolloutCache, through_modules: Step) -> Decoder | None:
+def decoder_of(
+    trunk: Any, head: Head, cache: RolloutCache, through_modules: Step
+) -> Decoder | None:
     """The decoder for a model and a cache that has its prompts; None: it is not of this kind."""
-    trunk = policy.lm.base_model
-    if _agreeing.get(trunk) is False or not has_its_form(trunk, policy.head, cache):
+    if _agreeing.get(trunk) is False or not has_its_form(trunk, head, cache):
         return None
     try:
-        decoder = Decoder(policy, cache)
+        decoder = Decoder(trunk, head, cache)
         if trunk not in _agreeing:
             _agreeing[trunk] = agrees(decoder, cache, through_modules)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # its rotary embedding is another

@@ -16,6 +16,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Where the environment forbids .pyc files, every process of the tests would compile what it imports of torch anew
+# (7 s of a trainer's imports). They are kept in .venv, not in the tree.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX = $(abspath $(VENV))/pycache
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -55,9 +55,13 @@ class Copy:
         kept = {
             k: v
             for k, v in os.environ.items()
-            if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))
+            if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE"))
         }
-        kept |= {"GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1"}
+        kept |= {
+            "GRPO_FAST_CACHE": str(self.cache),
+            "PYTHONPYCACHEPREFIX": str(self.cache / "pycache"),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         kept["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.folder / "tests")])
         if engine != "csrc":
             kept["GRPO_FAST_DISABLE_CSRC"] = "1"

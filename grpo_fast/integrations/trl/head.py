@@ -132,11 +132,7 @@ class FastLogProbs:
         outputs: tuple[str, ...] = (),
     ) -> Outputs:
         """TRL's five outputs, (N,) each; None where not asked for."""
-        count, rule = len(hidden), Rule(temperature, final_logit_softcapping, logit_scale)
-        if count == 0:  # a row without a target keeps weight and trunk in the graph
-            hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-            targets = targets.new_full((1,), -100)
-        dtype = compute_dtype(hidden)
+        rule, dtype = Rule(temperature, final_logit_softcapping, logit_scale), compute_dtype(hidden)
         h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         # The operands have their dtype; sums stay fp32.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -145,8 +141,8 @@ class FastLogProbs:
             )
             logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
             stats = row_statistics(h, w, b, targets, logps, outputs, rule)
-        extras = (stats.get(x) for x in ("log_sum_sq_probs", "mean_logits", "is_top1"))
-        return tuple(None if x is None else x[:count] for x in (logps, entropy, *extras))  # type: ignore[return-value]
+        extras = map(stats.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
+        return logps, entropy, *extras
 
 
 class Rule(NamedTuple):

@@ -6,6 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,23 +15,15 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 
-class FastHead:
+class FastHead(ExitStack):
     """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to end it."""
 
-    def __init__(self, give_back: Callable[[], object] | None = None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.active = True
-        self._give_back = give_back
+        self.callback(setattr, self, "active", False)
 
-    def undo(self) -> None:
-        if self.active and self._give_back is not None:
-            self._give_back()
-        self.active = False
-
-    def __enter__(self) -> FastHead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+    undo = ExitStack.close
 
 
 def is_partitioned(model: Any) -> bool:

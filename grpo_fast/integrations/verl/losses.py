@@ -107,9 +107,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 class Registered(FastHead):
     """The handle of `register`: `undo()` it, or leave its `with` block; the latest one first."""
 
-    def __init__(self, names: list[str], give_back: Callable[[], object]) -> None:
-        super().__init__(give_back)
-        self.names = names
+    names: list[str]
 
 
 def register(prefix: str = "fast_") -> Registered:
@@ -120,14 +118,12 @@ def register(prefix: str = "fast_") -> Registered:
     require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    names = [prefix + name for name in LOSSES]
-    before = {name: POLICY_LOSS_REGISTRY[name] for name in names if name in POLICY_LOSS_REGISTRY}
+    handle = Registered()
+    handle.names = [prefix + name for name in LOSSES]
+    before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
+    # Undone in reverse: our losses go first, then verl's own of the same names come back.
+    handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
+        handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)
         register_policy_loss(prefix + name)(policy_loss(name))
-
-    def give_back() -> None:
-        for name in names:
-            del POLICY_LOSS_REGISTRY[name]
-        POLICY_LOSS_REGISTRY.update(before)
-
-    return Registered(names, give_back)
+    return handle

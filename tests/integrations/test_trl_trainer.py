@@ -11,7 +11,6 @@ pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 cases = importlib.import_module("tests.integrations.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
-forward = importlib.import_module("grpo_fast.integrations.trl.forward")
 options_module = importlib.import_module("grpo_fast.integrations.trl.options")
 packed = importlib.import_module("grpo_fast.integrations.trl.packed")
 
@@ -158,8 +157,8 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monke
         seen.update(more, hidden=hidden, weight=weight, advantages=advantages)
         return loss(hidden, weight, ids, advantages, config, **more)
 
-    loss = forward.linear_grpo_loss
-    monkeypatch.setattr(forward, "linear_grpo_loss", spy)
+    loss = packed.linear_grpo_loss
+    monkeypatch.setattr(packed, "linear_grpo_loss", spy)
     batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
     trainer._compute_loss(trainer.model, batch).backward()
     assert seen["hidden"].dtype == seen["weight"].dtype == torch.bfloat16

@@ -3,21 +3,28 @@
 Its attention is replaced once by a function that computes packed rows where a layout comes with the
 call, and hands every other call (generation, evaluation) to the attention the model had. Gradient
 checkpointing recomputes a layer with the keywords of its first run, so it takes the same branch.
+
+The packed forward runs inside the model's own forward, and its head's, so that hooks fire once.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from grpo_fast import Support, linear_grpo_loss, linear_logps
 from grpo_fast.attention import pack_groups, register, window_as_mask
+from grpo_fast.integrations.fast_head import run_inside
+from grpo_fast.integrations.trl.head import FusedHead
+from grpo_fast.integrations.trl.options import SinglePass
 
 # Masks are made before the layers run and do not see the layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -34,12 +41,18 @@ def packing() -> Iterator[None]:
         _packing.reset(token)
 
 
-def take_packed_rows(model: Any) -> str:
-    """Prepare this model (and no other); returns the name of the attention it had."""
+def take_packed_rows(model: Any) -> None:
+    """Prepare this model (and no other) for `packed_forward`: its attention, and its own forward
+    and its head's, which run ours inside.
+    """
+    fused = model.forward.__func__
+    run_inside(model)
+    # `use_fast_head` looks for TRL's closure there.
+    model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
+    run_inside(model.get_output_embeddings())
     before = model.config._attn_implementation
     if not before.startswith(PREFIX):
         model.set_attn_implementation(_register_over(before))
-    return before
 
 
 @contextmanager
@@ -146,3 +159,46 @@ def pack_padded(
     cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
     tensors = predicting, target_ids, cu_seqlens, order, slots
     return Pack(packed.model_inputs, *tensors, (rows, length))
+
+
+# ---- the packed forward
+
+
+class PackedCall(NamedTuple):
+    pack: Pack
+    head: FusedHead  # the rules of logits that TRL read from the policy's config
+    entropy: bool
+    loss: SinglePass | None = None
+    support: Support | None = None  # what the sampler drew the scored tokens from
+
+
+def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
+    with packing():
+        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
+    head = lm.get_output_embeddings()
+    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
+
+
+def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
+    hidden, weight, bias = call.head.operands(layer, hidden)
+    # The operands have their dtype; sums stay fp32.
+    with torch.autocast(hidden.device.type, enabled=False):
+        of_rows: dict[str, Any] = dict(
+            hidden_rows=call.pack.predicting, bias=bias, support=call.support
+        )
+        if call.loss is not None:
+            return _loss(hidden, weight, call.loss, call.pack, of_rows)
+        of_rows |= dict(return_entropy=call.entropy, **call.head.rule._asdict())
+        result = linear_logps(hidden, weight, call.pack.target_ids, **of_rows)
+        return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
+
+
+def _loss(
+    hidden: Tensor, weight: Tensor, job: SinglePass, pack: Pack, of_rows: dict[str, Any]
+) -> dict[str, Tensor]:
+    out = linear_grpo_loss(
+        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
+        cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+        ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **of_rows,
+    )  # fmt: skip
+    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -49,8 +49,7 @@ class OwnRollouts:
     fast_path: dict[str, str]
     _packs = False  # rows in which a token's support finds its place
 
-    def _start_rollouts(self: Any, lm: Any, attention: str) -> None:
-        """`attention`: that the model came with."""
+    def _start_rollouts(self: Any, lm: Any) -> None:
         self._lm, self._replay = lm, {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at, self._replayed_logps, self._truncates = None, None, False
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
@@ -58,7 +57,8 @@ class OwnRollouts:
         if self._unsuited is None:
             accelerator = self.accelerator
             self._sampled = SampledModel(
-                accelerator.unwrap_model(self.model), eos_ids=self.eos_token_ids, attn=attention,
+                accelerator.unwrap_model(self.model), eos_ids=self.eos_token_ids,
+                attn=self._own_attention,
                 autocast=DTYPES.get(accelerator.native_amp and accelerator.mixed_precision),
             )  # fmt: skip
             self._engine = build_engine(self._sampled)

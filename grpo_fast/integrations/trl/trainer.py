@@ -26,9 +26,14 @@ from trl import GRPOTrainer
 from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.trl import options
-from grpo_fast.integrations.trl.forward import PackedCall, let_run_inside, packed_forward
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.packed import (
+    PackedCall,
+    own_attention,
+    pack_padded,
+    packed_forward,
+    take_packed_rows,
+)
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
@@ -59,7 +64,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
-        attention = lm.config._attn_implementation
+        self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
         reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
@@ -69,7 +74,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
         use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
-        self._start_rollouts(lm, attention)
+        self._start_rollouts(lm)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
 
@@ -81,16 +86,14 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def _prepare_models(self, lm: Any) -> str | None:
         """Let policy and reference take packed rows; say why where they compute something else."""
-        self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
-        let_run_inside(lm)
+        take_packed_rows(lm)
+        self._head = fused_head(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
         if reason is not None:
             lm.set_attn_implementation(self._own_attention)
         elif self.ref_model is not None:
-            reference = base_model(self.accelerator.unwrap_model(self.ref_model))
-            take_packed_rows(reference)
-            let_run_inside(reference)
+            take_packed_rows(base_model(self.accelerator.unwrap_model(self.ref_model)))
         return reason
 
     @torch.no_grad()

@@ -152,10 +152,9 @@ def uniforms(
 ) -> Tensor:  # (count·G, length) in [0, 1)
     """The random numbers of `count` prompts' completions: row by row, by their places."""
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
-    if places is None:
-        return torch.rand(count * group_size, length, generator=generator)
-    wanted, rows = set(places), []
-    for place in range(max(places, default=-1) + 1):
+    wanted, rows = set(range(count) if places is None else places), []
+    # One generator for the whole step's batch: the numbers of other ranks' places are drawn, too.
+    for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)
         if place in wanted:
             rows.append(group)

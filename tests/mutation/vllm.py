@@ -124,7 +124,7 @@ MUTANTS = [
            'in ("abort", "error") for', "in () for",
            "a completion that the server dropped ends the run", "vllm"),
     Mutant("vllm-indices-twice", ANSWERS,
-           "fits = indices == list(range(count))", "fits = len(indices) == count",
+           "fits = indices == list(range(self.per_prompt))", "fits = len(indices) == self.per_prompt",
            "a completion counts twice", "vllm_faults"),
     Mutant("vllm-order-of-choices", ANSWERS,
            "key=lambda choice: choice.index)", "key=lambda choice: 0)",

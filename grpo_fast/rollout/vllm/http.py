@@ -131,12 +131,13 @@ class Server:
     def generate(
         self, prompt: Sequence[int], wanted: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
-        rows = asked.sampling.top_k or asked.vocab_size if asked.sampling.truncates else 0
-        limit = BODY + wanted["n"] * wanted["max_tokens"] * (TOKEN + 12 * rows)
+        sampling = asked.request.sampling
+        rows = sampling.top_k or asked.vocab_size if sampling.truncates else 0
+        limit = BODY + asked.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * rows)
         body = {"token_ids": list(prompt), "sampling_params": wanted}
         seconds = deadline - time.monotonic()
         answer = self.call("POST", GENERATE, seconds, Choices, body, limit)
-        return asked.completions(answer, wanted["n"], f"{self.url}{GENERATE}")
+        return asked.completions(answer, f"{self.url}{GENERATE}")
 
 
 def remaining(deadline: float) -> float:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Asked, ServerError, grouped
+from grpo_fast.rollout.vllm.answers import Asked, ServerError
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm.transfer import Named, buckets
@@ -115,9 +115,8 @@ class VLLMServers(Engine):
     # --------------------------------------------------------------------------- completions
     def sample(self, request: Request) -> list[Completion]:
         """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
-        asked = Asked(self.policy, request.sampling, self.version, self.label)
-        prompts = request.prompts
-        wanted = asked.parameters(request)
+        asked = Asked(self.policy, request, self.version, self.label)
+        prompts, wanted = request.prompts, asked.parameters()
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
@@ -126,7 +125,7 @@ class VLLMServers(Engine):
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
-        return grouped([done[i] for i in range(len(prompts))], request)
+        return asked.in_groups([done[i] for i in range(len(prompts))])
 
     def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
         links = self._bring_up() if self.may_send else self._ready()

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-_GOLD = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")  # as rewards read it, too: ASCII digits only
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON may hold it, no tokenizer may
-MAX_DIGITS = 32  # of a gold number: rewards read no longer one
+MAX_DIGITS = 32  # of a number: gold answers and rewards have one bound
 
 
 Rows = Iterator[tuple[str, Any]]  # where a record stands, for error messages, and its fields
@@ -175,7 +175,7 @@ def gold_answer(solution: str) -> str:
     _, marker, tail = solution.rpartition("####")
     require(marker, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
     text = tail.strip()
-    fits = _GOLD.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
+    fits = NUMBER.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
     expected = f"a number after '####', of at most {MAX_DIGITS} digits"
     require(fits, "answer", expected, repr(text[:60]))
     return text.replace(",", "")

@@ -78,8 +78,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
     ) -> tuple[Tensor, dict[str, Any]]:
         require(config is not None, "config", "verl's ActorConfig", None)
-        row = log_prob.detach(), advantages, response_mask, rollout_is_weights
-        batch = Batch(old_log_prob, *row)
+        mask = response_mask.bool()
+        batch = Batch(old_log_prob, log_prob.detach(), advantages, mask, rollout_is_weights)
         info = dict(getattr(config, "global_batch_info", None) or {})
         expected = f"one of {list(AGGREGATION_MODES)}"
         require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))

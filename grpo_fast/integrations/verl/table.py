@@ -30,17 +30,16 @@ class Batch(NamedTuple):
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
-    mask: Tensor
+    mask: Tensor  # bool
     rollout_is_weights: Tensor | None
 
-    def mean(self, x: Tensor) -> Tensor:
-        keep = self.mask.bool()
-        return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
+    # `where` and not a product: a masked slot may hold NaN.
+    def mean(self, x: Tensor) -> Tensor:  # 0-d
+        return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
-    def row_mean(self, x: Tensor) -> Tensor:
-        keep = self.mask.bool()
-        counts = keep.sum(-1, keepdim=True).clamp(min=1)
-        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
+    def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
+        counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
 
     @property
     def raw_log_ratio(self) -> Tensor:
@@ -136,8 +135,8 @@ def weighted(batch: Batch, config: Any) -> Tensor:
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
     """A times the geometric mean of the completion's importance weights (geo_mean)."""
-    keep, a = batch.mask.bool(), batch.advantages
-    has_gaps = ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any()
+    a = batch.advantages
+    has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()
     expected = "one for a completion (geo_mean)"
     require(not has_gaps, "advantages", expected, "single tokens with 0")
     if batch.rollout_is_weights is None:

@@ -92,7 +92,7 @@ def _resolve(spec: Any) -> WeightedReward:
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
-    """Where a worker finds the function called `name`; None for one that is called here."""
+    """The path by which a worker imports the function; None for one that is called here."""
     if name in WORKERS:
         return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
     if ":" in name:

@@ -23,7 +23,7 @@ def score(
     completions: Sequence[str],
     completion_ids: Sequence[list[int]] | None = None,
 ) -> RewardResult:
-    """The rewards of completions, `examples[i]` being what completion i answers."""
+    """The rewards of completions; `completions[i]` answers `examples[i]`."""
     columns: dict[str, Any] = {
         name: [example.fields.get(name) for example in examples]
         for name in dict.fromkeys(name for example in examples for name in example.fields)
@@ -36,7 +36,7 @@ def score(
 
 
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
-    """Raise a ValueError where a function needs what some of the examples do not have."""
+    """Raise a ValueError where some of the examples lack a column that a function needs."""
     for reward in rewards.rewards:
         for name in reward.needs:
             if name in SAMPLED:

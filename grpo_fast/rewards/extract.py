@@ -22,7 +22,7 @@ _DECORATION = "$%*, \t\r\n"  # stripped at both ends only: 5*3 is not 53
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The number that `text` is, decorations aside; None when it is anything else."""
+    """Read a text that is one number, decorations aside; None for any other."""
     bare = text.strip(_DECORATION).removesuffix(".").rstrip(_DECORATION)
     if bare.startswith("-$"):
         bare = "-" + bare[2:]

@@ -74,7 +74,7 @@ class IsolatedReward:
 
     @property
     def parameters(self) -> calling.Parameters:
-        """The function's own. Raises RewardFailure where it cannot be had."""
+        """The function's parameters. Raises RewardFailure where it cannot be loaded."""
         with self._closed_by_an_error():
             self._start()
         return self._parameters
@@ -86,7 +86,7 @@ class IsolatedReward:
 
     @contextlib.contextmanager
     def _closed_by_an_error(self) -> Iterator[None]:
-        """One thread at a time; Ctrl-C included: an answer to nobody may be on its way."""
+        """One thread at a time. An error or Ctrl-C ends the worker, whose answer may still come."""
         with self._lock:
             try:
                 yield
@@ -113,6 +113,7 @@ class _Worker:
         self._pipe, theirs = Pipe()
         read_end, write_end = os.pipe()
         lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we
+        # Our copies of the child's ends are closed: an open one would hide that the child is gone.
         with os.fdopen(read_end, "rb", 0), theirs:
             handles = theirs.fileno(), read_end
             self.child = subprocess.Popen(
@@ -170,7 +171,7 @@ def _end(
     owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO,
     pipe: Connection,
 ) -> None:  # fmt: skip
-    """Not a method of the worker: it would keep that alive."""
+    """End the child and what it started. No method of `_Worker`, which it would keep alive."""
     if os.getpid() != owner:  # the copy in a fork
         return
     with contextlib.suppress(OSError):  # it ended by itself

@@ -30,7 +30,7 @@ def gsm8k_format(*, completions: Texts) -> list[float]:
 
 
 def gold_number(answer: str) -> Decimal:
-    """The gold answer as a number. Raises ValueError where it is none: a fault of the data."""
+    """The gold answer as a number. Raises ValueError for any other text: a fault of the data."""
     number = parse_number(answer)
     require(number is not None, "answers", "a number of at most 32 digits", repr(answer[:60]))
     return number
@@ -96,7 +96,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
 
 # ------------------------------------------------------------------------------------ evaluation
 class Scorer(NamedTuple):
-    """How a task tells right from wrong in an evaluation; None stands for no answer found."""
+    """How a task's answers are read in an evaluation; None: there is no answer in the text."""
 
     strict: Callable[[str], Hashable | None]  # reads an answer out of a completion
     lenient: Callable[[str], Hashable | None]

@@ -40,7 +40,7 @@ def format_tags(
 
 
 def distinct_words(*, completions: Sequence[str]) -> list[float]:
-    """Different words / words, case aside; 0 without any. Repetition is what costs."""
+    """Different words / all words, case aside; 0 without a word. It punishes repetition."""
     words = [text.casefold().split() for text in completions]
     return [len(set(each)) / max(len(each), 1) for each in words]
 

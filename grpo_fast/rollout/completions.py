@@ -29,7 +29,8 @@ class Rollout:
     truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
     kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
     weight_versions: list[int] = field(default_factory=list)  # see `Engine.update`
-    # Of recorded samples, whose prompt_ids are whole: the places of completion_ids among them.
+    # Recorded samples only: prompt_ids hold the whole sample, and these are the places in it of
+    # completion_ids.
     trained: list[list[int] | None] = field(default_factory=list)
     credit: list[Saved | None] = field(default_factory=list)  # advantages recorded by token
 
@@ -84,8 +85,8 @@ def generate(
         seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
             the completion's place and the token's position only, not on `options.batch_size`.
         tokenizer: the model's; a `Policy` has its own.
-        engine: who samples, with the weights it has; None: the model itself.
-        places: of the prompts in the whole step's batch, rising; None: they are all of it.
+        engine: the one that samples, with the weights it has; None: the model itself.
+        places: index of each prompt in the whole step's batch, rising; None: these are all of it.
 
     Raises:
         ValueError: a prompt that the tokenizer or the model does not take, or without room for

@@ -25,7 +25,7 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
 def encode_for(
     policy: Any, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> tuple[list[str], list[list[int]]]:
-    """`encode_prompts`, and a ValueError for what the policy cannot take, before any memory is."""
+    """`encode_prompts`, with a ValueError for prompts that the policy cannot take."""
     texts, ids = encode_prompts(policy.tokenizer, prompts)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for text, tokens in zip(texts, ids, strict=True):

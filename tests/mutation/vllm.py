@@ -63,7 +63,7 @@ MUTANTS = [
            "self.sock.settimeout(remaining(self.deadline))", "pass",
            "a byte now and then is waited for for ever", "vllm_faults"),
     Mutant("vllm-body-without-bound", HTTP,
-           "if self.left < 0:", "if False:",
+           "if self.bytes_left < 0:", "if False:",
            "an answer of any size is taken into memory", "vllm_faults"),
     Mutant("vllm-truncated-body", HTTP,
            "if response.length:", "if False:",

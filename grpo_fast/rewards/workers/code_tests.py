@@ -47,14 +47,14 @@ def code_tests(
     counts = [count_tests(source) for source in sources]
 
     def one(text: str, source: str, count: int) -> float:
-        return held(code_of(text), source, count, seconds, memory) / count
+        return count_passed(code_of(text), source, count, seconds, memory) / count
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(one, completions, sources, counts))
 
 
 def count_tests(source: str) -> int:
-    """The tests in the source. Raises ValueError for none, or what is no Python: faulty data."""
+    """Count the tests in a source. Raises ValueError for none, or for no Python: faulty data."""
     try:
         count = sum(map(sandbox.is_test, ast.parse(source).body))
     except (SyntaxError, ValueError) as error:
@@ -76,8 +76,9 @@ def code_of(text: str) -> str:
     return rest if is_name and line_end else code
 
 
-def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
-    """How many of `count` tests held before the answer ended or was ended."""
+def count_passed(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
+    """Run the code and its `count` tests in a sandbox; returns how many held before it ended."""
+    # The answer may write to every descriptor: only lines with this mark count.
     mark = secrets.token_hex(8)
     request = {"code": code, "tests": tests, "mark": mark, "memory": memory * MIB,
                "seconds": math.ceil(seconds)}  # fmt: skip
@@ -114,4 +115,4 @@ def _read(pipe: int, most: int, seconds: float) -> bytes:
 
 
 # Once, when the reward is built: a machine without the sandbox is refused before a run starts.
-held("", "assert 1", 1, 60.0, 512)
+count_passed("", "assert 1", 1, 60.0, 512)

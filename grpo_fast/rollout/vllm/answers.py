@@ -25,7 +25,7 @@ ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
 class BadAnswer(EngineError):
-    """vLLM answered something that is no completion of what it was asked."""
+    """An answer of vLLM that does not fit the request."""
 
 
 class ServerError(EngineError):
@@ -33,7 +33,7 @@ class ServerError(EngineError):
 
 
 class StaleWeights(ServerError):
-    """Completions of other weights than were asked for."""
+    """Completions that were sampled with other weights than the request's."""
 
 
 # ------------------------------------------------------------------------------------ schema

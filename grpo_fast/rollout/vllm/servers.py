@@ -34,7 +34,7 @@ Question = tuple[Sequence[int], dict[str, Any]]  # a prompt and vLLM's SamplingP
 class VLLMServers(Engine):
     """Servers that are sent the policy's weights; see `build`.
 
-    ahead: the policy is trained while `generate` runs: only `update` sends weights.
+    ahead: the policy is trained while `generate` runs, so that only `update` may send weights.
     """
 
     is_apart = True
@@ -51,7 +51,7 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """The name of these weights on a server; it holds the run, so that no other's fit it."""
+        """The name of these weights on a server; it holds the run, so that another's do not fit."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class VLLMServers(Engine):
         self._bring_up(list(buckets(policy)) if is_sharded else None)
 
     def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
-        """The servers that have the weights; those that can be reached have been sent them."""
+        """Send the weights to servers that are up; returns those that have them, at least one."""
         deadline, failures = time.monotonic() + self.options.patience, 0
         while True:
             reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
@@ -144,7 +144,7 @@ class VLLMServers(Engine):
                     done[i] = future.result()
                 except ServerError as error:
                     link.leave_out(error)
-        finally:  # those that are left end by the deadline
+        finally:  # without waiting: calls that are under way end by the deadline
             pool.shutdown(wait=False, cancel_futures=True)
         return done
 

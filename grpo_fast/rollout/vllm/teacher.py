@@ -34,7 +34,7 @@ class Logp(Reply):
 
 
 class Scores(Reply):
-    """Of every token but the first: log-probabilities by id, before it and at temperature 1."""
+    """For every token but the first: log-probabilities of it and of other ids, at temperature 1."""
 
     prompt_logprobs: Annotated[list[dict[Id, Logp] | None], FAST]
 

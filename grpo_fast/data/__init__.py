@@ -74,7 +74,7 @@ def load_examples(
 
 
 def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) -> list[str]:
-    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted.
+    """The symbols of a task, for `build_symbol_tokenizer`; for a file all its words, sorted.
 
     examples: those of both splits, where they are loaded already.
     """

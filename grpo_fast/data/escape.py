@@ -15,7 +15,7 @@ def escape_control(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception's message in one line of bounded length; its type, where that is no sentence.
+    """An exception's message in one line of bounded length; with its type where it needs one.
 
     Torch's C++ frames are left out.
     """

@@ -132,7 +132,7 @@ def _hold_out(
 
 
 def _without(train: list[Example], test: list[Example]) -> list[Example]:
-    """Training examples whose prompt is not a test prompt; all of them where none is another."""
+    """Drop the training examples whose prompt is a test prompt, unless that would drop all."""
     known = {repr(e.prompt) for e in test}
     others = [e for e in train if repr(e.prompt) not in known]
     if train and not others:
@@ -197,7 +197,7 @@ def _check_prompt(value: Any, where: str) -> None:
 
 # --------------------------------------------------------------------------------------- sources
 def read_jsonl(path: Path) -> Rows:
-    """Each line of a file that is not blank, with its place. Raises DatasetError for no JSON."""
+    """The lines of a file with their places; blank ones are skipped. DatasetError for no JSON."""
     if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     count = 0

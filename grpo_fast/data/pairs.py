@@ -20,8 +20,9 @@ class Pair(NamedTuple):
 
 
 class SpoiledPairs(Made[Pair]):
-    """For each example its answer with a few wrong places, or none, against one with more of them;
-    pair i depends on the seed and on i alone.
+    """For each example two copies of its answer: one with few wrong places or none, one with more.
+
+    Pair i depends on the seed and on i alone.
     """
 
     def __init__(self, examples: Sequence[Example], symbols: Sequence[str], seed: int | str):

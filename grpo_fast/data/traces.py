@@ -154,7 +154,7 @@ def _array(value: Any) -> Tensor:
 
 
 def _paths(name: str, nodes: list[_Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """From root to leaf, one for each leaf but compactions that were not taken up."""
+    """The paths from root to leaf; a leaf that is an abandoned compaction has none."""
     every = []
     for start in range(len(nodes)):
         path, at = dict[int, None](), start

@@ -21,7 +21,7 @@ Way = Callable[[Prompt, list[int]], list[int]]
 
 
 def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
-    """Name → every prompt's token ids so read: those sent first, and no two alike."""
+    """Name of a reading → the token ids of each prompt. The first is as sent, no two are equal."""
     read_as = {AS_SENT: [list(tokens) for tokens in ids]}
     ways: dict[str, Way] = {}
     for name in ("bos", "eos", "pad"):

@@ -91,7 +91,7 @@ class Search:
         return path[:sure]
 
     def winner(self, changes: Sequence[Change], limit: float) -> Change | None:
-        """The best of these sorted changes if it leaves at most `limit` and has no rival."""
+        """The first of these sorted changes if it leaves at most `limit` and has no rival."""
         gap, left = self.left(self.base), [self.left(x.view) for x in changes]
         if not left or left[0] > min(max(limit, 1.5 * self.own), gap / 2):
             return None
@@ -183,7 +183,7 @@ class Search:
 
 
 def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[Change]:
-    """The changes whose number, in one of these fields, fits what the engine says best."""
+    """For each field the change whose number fits the engine's log-probabilities best."""
 
     def fit(cause: str, field: str, best: View) -> Change:
         return Change(cause, {field: getattr(best, field)}, best, is_fitted=True)
@@ -210,8 +210,9 @@ def fitted(
     recomputed: Recomputed, view: View, field: str, made: Callable[[float], Any],
     low: float, high: float, most: float = math.inf,
 ) -> View | None:  # fmt: skip
-    """The view with the number that fits best; None at an end of the range, or where it leaves more
-    than `most` after the second look.
+    """The view with the number that fits best.
+
+    None where that is an end of the range, or where two looks leave more than `most`.
     """
 
     def view_of(number: float) -> View:

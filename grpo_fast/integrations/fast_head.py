@@ -27,7 +27,7 @@ class FastHead(ExitStack):
 
 
 def is_partitioned(model: Any) -> bool:
-    """Whether its head stays with its trainer, which is logged: a shard of it is all there is."""
+    """Whether ZeRO-3 or tensor parallelism shards the model's head, which is logged."""
     by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
     by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
     if by is not None:
@@ -60,7 +60,7 @@ def run_inside(module: nn.Module) -> None:
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # Without a forward of its own a copy of the module must not run that of the original.
+        # Looked up on `self`: a copy of the module must not run the original's forward.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 

@@ -111,6 +111,7 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
         ))  # fmt: skip
 
     kernel = types.SimpleNamespace(apply=apply)
+    # No weight is an instance of (): TRL gathers none.
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
     rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
     ours = types.FunctionType(theirs.__code__, scope, *rest)

@@ -36,7 +36,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Why the forward stays TRL's own padded one, naming the option; None when it is packed."""
+    """Why the forward stays TRL's own padded one, by the option's name; None: it is packed."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -112,7 +112,7 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """The config that equals TRL's, and the rule of the logits (temperature and so on)."""
+    """The LossConfig that equals TRL's options; `head`: its rule of the logits, as keywords."""
     if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args

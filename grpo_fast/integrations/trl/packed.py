@@ -33,7 +33,7 @@ PREFIX = "grpo_packed_or_"
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Calls of a prepared model in this block bring a layout, and no padding for a mask."""
+    """Tell the masks of a prepared model that its calls in this block bring a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -57,7 +57,7 @@ def take_packed_rows(model: Any) -> None:
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """The attention the model had, for code that goes by its name (paged, flash, static caches)."""
+    """Give the model its own attention back for a block of code that goes by attention's name."""
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -100,7 +100,7 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored ones."""
+    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored tokens."""
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]
@@ -181,7 +181,7 @@ def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
     hidden, weight, bias = call.head.operands(layer, hidden)
-    # The operands have their dtype; sums stay fp32.
+    # Autocast is off: the operands have their dtype, and sums stay fp32.
     with torch.autocast(hidden.device.type, enabled=False):
         of_rows: dict[str, Any] = dict(
             hidden_rows=call.pack.predicting, bias=bias, support=call.support

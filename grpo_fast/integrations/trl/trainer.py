@@ -59,7 +59,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Finished logps and entropies, for TRL's metrics.
-        self._given: tuple[Tensor, Tensor] | None = None
+        self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
@@ -85,7 +85,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; say why where they compute something else."""
+        """Let policy and reference take packed rows; returns why not, where that changes logps."""
         take_packed_rows(lm)
         self._head = fused_head(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -98,7 +98,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @torch.no_grad()
     def _self_check(self, lm: Any) -> str | None:
-        """Compare the packed forward with TRL's own on two short sequences; say how they differ.
+        """Returns how the packed forward differs from TRL's own on two short sequences, or None.
 
         Finds attention sinks, positions that are not RoPE's, a head with an unknown rule.
         """
@@ -143,9 +143,9 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
-        if self._given is not None:
-            return *self._given, None
+        """As TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
+        if self._finished is not None:
+            return *self._finished, None
         theirs = functools.partial(
             super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask,
             logits_to_keep, batch_size, compute_entropy, **kwargs,
@@ -180,7 +180,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # loss
 
     def _compute_loss(self, model, inputs):
-        """TRL's loss of one micro-batch and its metrics; the gradient is the single pass's."""
+        """TRL's loss and metrics of one micro-batch; the gradient comes from the single pass."""
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
@@ -211,8 +211,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
-        self._given = (logps, entropies)
+        self._finished = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)
         finally:
-            self._given = None
+            self._finished = None

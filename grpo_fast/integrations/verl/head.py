@@ -51,13 +51,14 @@ class FastLinearForPPO(nn.Module):
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
         hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        # The operands have their dtype; sums stay fp32.
+        # Autocast is off: the operands have their dtype, and sums stay fp32.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
             )
 
 
+# A global of verl's module: forwards in two threads at once would see each other's.
 @contextmanager
 def _swapped() -> Iterator[None]:
     import verl.utils.experimental.torch_functional as home

@@ -134,7 +134,7 @@ def weighted(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
-    """A times the geometric mean of the completion's importance weights (geo_mean)."""
+    """Advantages times the geometric mean of a completion's importance weights (geo_mean)."""
     a = batch.advantages
     has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()
     expected = "one for a completion (geo_mean)"
@@ -145,7 +145,7 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, with verl's cap of the ratio in the place of ours."""
+    """Advantages times importance weights, with verl's cap of the ratio in the place of ours."""
     ratio = batch.log_ratio.exp()
     theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
     return weighted(batch, config) * (theirs / ours)
@@ -160,8 +160,8 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
 # ---- the tokens that are clipped, for verl's metrics
 
 
-def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Where the ratio left the clip range on the side its advantage pushes to."""
+def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
+    """Whether the ratio has left the clip range on the side that the advantage pushes it to."""
     low, high = clip_range(config).values()
     a = batch.advantages
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
@@ -171,12 +171,12 @@ def clipped_twice(batch: Batch, config: Any) -> Clipping:
     ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
-    return batch.log_ratio, beyond(ratio, batch, config), lower
+    return batch.log_ratio, outside_clip(ratio, batch, config), lower
 
 
 def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
-    return batch.raw_log_ratio, beyond(ratio, batch, config), None
+    return batch.raw_log_ratio, outside_clip(ratio, batch, config), None
 
 
 def clipped_by_token(batch: Batch, config: Any) -> Clipping:
@@ -191,15 +191,15 @@ def clipped_weight(batch: Batch, config: Any) -> Clipping:
 
 
 def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
-    """dppo's tokens whose distance from the old policy grows beyond its bound; the capped ones."""
+    """The clipping of dppo: tokens too far from the old policy that move on, and capped ones."""
 
     def clipping(batch: Batch, config: Any) -> Clipping:
         low, high = clip_range(config).values()
         p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
         far = distance(p, p_old)
-        left = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
-        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
-        return batch.log_ratio, left, capped
+        outside = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
+        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~outside
+        return batch.log_ratio, outside, capped
 
     return clipping
 

@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 REWARDS, TRAIN = "grpo_fast/rewards", "grpo_fast/train"
 CALLING, ISOLATED, SET = (f"{REWARDS}/{x}.py" for x in ("calling", "isolated", "reward_set"))
-COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "shaping", "reward_model"))
+COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "rules", "reward_model"))
 INIT, PATTERN = f"{REWARDS}/__init__.py", f"{REWARDS}/workers/pattern.py"
 GROUPS = f"{TRAIN}/collect/groups.py"
 TRAINING, PAIRS = f"{TRAIN}/experiments/reward_model.py", "grpo_fast/data/pairs.py"

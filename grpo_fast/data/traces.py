@@ -141,6 +141,7 @@ def _node(name: str, node: Mapping[str, Any]) -> _Node:
     routes = node.get("routed_experts")
     if routes is not None:
         data = routes["data"] if isinstance(routes, Mapping) else routes.tobytes()
+        # 7 bytes: it becomes a signed int64.
         routes = int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
     return _Node(node.get("parent"), list(ids), list(map(bool, mask)), list(logps),
                  advantages, kept, routes or 0)  # fmt: skip

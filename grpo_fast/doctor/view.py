@@ -74,6 +74,7 @@ class Rows:
         """The logits that a view draws from: softcap, edit and temperature applied."""
         kind, value = view.edit or ("", None)
         cap = value if kind == Edit.SOFTCAP else self.softcap
+        # A copy: other views of these rows start from `self.z`, and z is edited in place.
         z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
         if kind in (Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY):
             counts, prompted = self._seen

@@ -63,8 +63,7 @@ class IsolatedReward:
     def __call__(self, **columns: list[Any]) -> list[float | str]:
         count = len(next(iter(columns.values())))
         with self._closed_by_an_error():
-            self._start()
-            arguments = {**self._parameters.select(columns), **self.options}
+            arguments = {**self._start().select(columns), **self.options}
             request = {"number": next(self._numbers), "count": count, "arguments": arguments}
             limit = self.timeout * max(1, count * self.per_sample)
             answer = self._worker.ask(request, min(limit, threading.TIMEOUT_MAX))
@@ -76,8 +75,7 @@ class IsolatedReward:
     def parameters(self) -> calling.Parameters:
         """The function's parameters. Raises RewardFailure where it cannot be loaded."""
         with self._closed_by_an_error():
-            self._start()
-        return self._parameters
+            return self._start()
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
@@ -94,7 +92,7 @@ class IsolatedReward:
                 self.close()
                 raise
 
-    def _start(self) -> None:
+    def _start(self) -> calling.Parameters:
         # A fork has a copy of its parent's worker and must not talk to it.
         if self._worker is None or self._worker.owner != os.getpid():
             self._worker = _Worker(self.path)
@@ -102,6 +100,7 @@ class IsolatedReward:
             if "error" in loaded:
                 raise RewardFailure(loaded["error"], loaded["why"])
             self._parameters = calling.Parameters(*loaded["parameters"])
+        return self._parameters
 
 
 class _Worker:

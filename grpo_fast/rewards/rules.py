@@ -89,6 +89,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
+    # A longer text may be made of thousands of digits, which `int` reads slowly and then refuses.
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)

@@ -111,6 +111,7 @@ def generate(
     said = f"{expected} completions"
     require(len(done) == expected, type(sampler).__name__, said, len(done), RuntimeError)
     completion_ids = [one.ids for one in done]
+    # A prompt's ids are one list G times: whoever changes it in place changes all of them.
     return Rollout(
         prompts=[text for text in texts for _ in range(group_size)],
         prompt_ids=[tokens for tokens in ids for _ in range(group_size)],

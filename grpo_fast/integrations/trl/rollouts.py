@@ -88,7 +88,7 @@ class OwnRollouts:
         sampling = self._sampling()
         # Of the settings alone: all processes log, or none does.
         self._truncates = isinstance(sampling, Sampling) and sampling.wants_kept
-        if any(others[:2]):
+        if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
             sampling = "a prompt has no token"

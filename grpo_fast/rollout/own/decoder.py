@@ -80,17 +80,17 @@ def decoder_of(
 
 
 def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
-    if {name for name, _ in trunk.named_children()} != TRUNK or not layers.is_plain(
-        *trunk.parameters(), head.weight
-    ):
-        return False
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
     if gemm.unavailable(torch.float32) or loader.load("decode") or loader.load("decoder"):
         return False
-    if any(layer.rule.softcap is not None for layer in cache.layers.values()):
-        return False
-    return all(is_untouched(m) for m in trunk.modules()) and all(map(is_like_llamas, trunk.layers))
+    return (
+        {name for name, _ in trunk.named_children()} == TRUNK
+        and layers.is_plain(*trunk.parameters(), head.weight)
+        and all(layer.rule.softcap is None for layer in cache.layers.values())
+        and all(map(is_untouched, trunk.modules()))
+        and all(map(is_like_llamas, trunk.layers))
+    )
 
 
 def is_untouched(module: Any) -> bool:

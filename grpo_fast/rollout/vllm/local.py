@@ -37,6 +37,7 @@ class VLLMEngine(Engine):
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
+        # What is cached of prompts was computed with the weights before.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
         self.version = version

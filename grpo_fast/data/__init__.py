@@ -79,8 +79,8 @@ def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) ->
     examples: those of both splits, where they are loaded already.
     """
     if data.task in GENERATED:
-        made: Any = load_examples(data, split="test", seed=0)
-        return made.vocabulary
+        task: Any = load_examples(data, split="test", seed=0)
+        return task.vocabulary
     if examples is None:
         train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
         examples = [*train, *test]

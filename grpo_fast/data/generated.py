@@ -107,9 +107,9 @@ class ArithmeticTask(GeneratedTask):
         return int(100**self.digits)
 
     def render(self, content: tuple[int, ...]) -> Example:
-        left, right = content
-        answer = " ".join(str(left + right))
-        prompt = f"{' '.join(str(left))} + {' '.join(str(right))} ="
+        first, second = content
+        answer = " ".join(str(first + second))
+        prompt = f"{' '.join(str(first))} + {' '.join(str(second))} ="
         return Example(prompt=prompt, answer=answer, solution=answer)
 
 

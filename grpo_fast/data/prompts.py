@@ -93,13 +93,13 @@ class ShotPrompts(Made[Example]):
 
     def shots(self, index: int) -> list[int]:
         """Places in the pool of the shots of question `index`, in their order in the prompt."""
-        taken, seen, left = [], {question_key(self.examples[index].prompt)}, self.budget
+        taken, seen, room = [], {question_key(self.examples[index].prompt)}, self.budget
         count = len(self.texts)
         for i in random.Random(f"{self.seed}/shots/{index}").sample(range(count), count):
             if self.keys[i] in seen:
                 continue
-            left -= self._length(i)
-            if left < 0:
+            room -= self._length(i)
+            if room < 0:
                 break
             taken.append(i)
             seen.add(self.keys[i])

@@ -183,12 +183,12 @@ def _branch(path: list[tuple[_Node, bool]]) -> Branch:
         whole = [n.kept or (torch.empty(0).int(), torch.zeros(len(n.logps)).long()) for n in own]
         ids, counts = (torch.cat(parts) for parts in zip(*whole, strict=True))
         kept = ids, counts
-    worth = [n.advantages or [0.0] * len(n.logps) for n in own]
+    advantages = [n.advantages or [0.0] * len(n.logps) for n in own]
     return Branch(
         torch.tensor([i for node, _ in path for i in node.ids]),
         torch.tensor([m and is_new for node, is_new in path for m in node.mask]),
         torch.tensor([x for node in own for x in node.logps], dtype=torch.float32),
-        torch.tensor([x for each in worth for x in each]) if scored else None,
+        torch.tensor([x for each in advantages for x in each]) if scored else None,
         kept,
         torch.tensor([node.routes for node, _ in path for _ in node.ids]),
     )

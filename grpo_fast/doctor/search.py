@@ -131,11 +131,11 @@ class Search:
         changes: dict[View, Change] = {}  # the first of those that give one view
         for cause, fields in self.known():
             if not fixed & fields.keys():
-                made = Change(cause, fields, view._replace(**fields))
-                changes.setdefault(made.view, made)
+                change = Change(cause, fields, view._replace(**fields))
+                changes.setdefault(change.view, change)
         if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
-            for made in fits(self.recomputed, view, {*View._fields} - fixed):
-                changes.setdefault(made.view, made)
+            for change in fits(self.recomputed, view, {*View._fields} - fixed):
+                changes.setdefault(change.view, change)
         possible = [x for x in changes.values() if x.view != view and self._is_possible(x.view)]
         return sorted(possible, key=lambda x: self.left(x.view))
 
@@ -145,12 +145,12 @@ class Search:
         shipped = recomputed.policy.lm.generation_config
         off = Truncation()._asdict()
         cut = Truncation(*(getattr(shipped, name, None) or off[name] for name in off))
-        warmth = getattr(shipped, "temperature", None) or 1.0
-        for temperature in (1.0, asked.temperature, warmth):
+        own_temperature = getattr(shipped, "temperature", None) or 1.0
+        for temperature in (1.0, asked.temperature, own_temperature):
             yield causes.TEMPERATURE, {"temperature": temperature}
         for truncation in (KEPT, Truncation(asked.top_k, asked.top_p), cut):
             yield causes.TRUNCATION, {"truncation": truncation}
-        yield causes.DEFAULTS, {"temperature": warmth, "truncation": cut}
+        yield causes.DEFAULTS, {"temperature": own_temperature, "truncation": cut}
         yield causes.RAW, {"truncation": None}
         yield causes.RAW, {"temperature": 1.0, "truncation": None}
         yield causes.CAP, {"edit": (Edit.SOFTCAP, None)}

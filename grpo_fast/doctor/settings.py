@@ -95,8 +95,8 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
         return None
     if source is not None:
         run = {} if source.run is None else source.run.model.model_dump()
-        kept = {name: run[name] for name in OF_A_RUN if name in run}
-        fields = {**fields, "model": {"path": source.path, **kept}}
+        loading = {name: run[name] for name in OF_A_RUN if name in run}
+        fields = {**fields, "model": {"path": source.path, **loading}}
     servers = (fields.get("rollout") or {}).get("vllm") or {}
     if any(w.startswith("rollout.engine=") and w != "rollout.engine=vllm-server" for w in rest):
         servers.pop("urls", None)  # the run's, for which another engine has no use

@@ -97,9 +97,9 @@ def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
     if options.top_p < 1:
         p = values.softmax(-1)
         # A token stays while the mass before it is below top_p: the most likely one does.
-        beyond = p.cumsum(-1) - p >= options.top_p
-        beyond[:, 0] = False  # also where top_p is 0 in fp32
-        values = values.masked_fill(beyond, float("-inf"))
+        dropped = p.cumsum(-1) - p >= options.top_p
+        dropped[:, 0] = False  # also where top_p is 0 in fp32
+        values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # the most likely one stands first
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
     # `pick` draws in the order of the vocabulary, not of the likelihood.

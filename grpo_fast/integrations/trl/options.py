@@ -190,10 +190,10 @@ def probe(trainer: Any, theirs: Any) -> str | None:
         ref_logps=job.ref_logps, entropy=entropies, num_items_in_batch=job.num_items,
     )  # fmt: skip
     loss = ours.loss / job.divisor
-    wanted = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
-    came = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
+    theirs_gradients = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
+    our_gradients = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
     names = "loss", "d loss/d logps", "d loss/d entropy"
-    pairs = (expected.detach(), *wanted), (loss.detach(), *came)
+    pairs = (expected.detach(), *theirs_gradients), (loss.detach(), *our_gradients)
     for name, a, b in zip(names, *pairs, strict=True):
         a, b = (torch.zeros(()) if x is None else x.float().cpu() for x in (a, b))
         if not (a - b).abs().max() <= PROBE_TOLERANCE * max(float(a.abs().max()), 1e-3):

@@ -135,9 +135,9 @@ def pack_padded(
     """
     (rows, length), device = scored.shape, input_ids.device
     ids, real = input_ids.cpu(), attention_mask.bool().cpu()
-    wanted = scored.bool().cpu() & real[:, -length:]
+    counted = scored.bool().cpu() & real[:, -length:]
     groups: dict[bytes, tuple[Tensor, list[int]]] = {}
-    for row in wanted.any(1).nonzero()[:, 0].tolist():
+    for row in counted.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-length][real[row, :-length]]
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
@@ -151,8 +151,8 @@ def pack_padded(
     # The unused completions stand last: no part of the packed row, they count as empty.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
-    scored_rows = wanted.flatten()[slots].nonzero()[:, 0]
-    counts = torch.nn.functional.pad(wanted[order].sum(1).cumsum(0), (1, 0)).int()
+    scored_rows = counted.flatten()[slots].nonzero()[:, 0]
+    counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
     predicting, target_ids = packed.predicting, packed.target_ids
     if scored_rows.shape[0] < target_ids.shape[0]:
         predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))

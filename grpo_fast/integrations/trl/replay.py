@@ -75,11 +75,11 @@ class Replay:
         for length in {len(prompt) for prompt in self.turns}:
             if not start <= length < len(tokens):
                 continue
-            rest = tokens[length:]
+            completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
                 # TRL may have cut the turn at the maximal length.
-                n = min(len(one.ids), len(rest))
-                if one.ids[:n] == rest[:n]:
+                n = min(len(one.ids), len(completion))
+                if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))
                     break
         return turns

@@ -94,24 +94,24 @@ def count_passed(code: str, tests: str, count: int, seconds: float, memory: int)
     with child:
         pipe = child.stdout.fileno()
         try:
-            begun = _read(pipe, len(line), START_S)
-            told = _read(pipe, count * len(line) if begun == line else 500, seconds)
+            first = _read(pipe, len(line), START_S)
+            output = _read(pipe, count * len(line) if first == line else 500, seconds)
         finally:
             child.kill()  # nothing that it started is left: it cannot start anything
-    if begun != line:
-        said = (begun + told).decode(errors="replace")
+    if first != line:
+        said = (first + output).decode(errors="replace")
         raise OSError(f"code_tests: the sandbox did not start: {said or child.returncode}")
-    return told.split(b"\n").count(mark.encode())
+    return output.split(b"\n").count(mark.encode())
 
 
 def _read(pipe: int, most: int, seconds: float) -> bytes:
-    told, end = b"", time.monotonic() + seconds
-    while len(told) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(pipe, most - len(told))
+    output, end = b"", time.monotonic() + seconds
+    while len(output) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(pipe, most - len(output))
         if not part:
             break
-        told += part
-    return told
+        output += part
+    return output
 
 
 # Once, when the reward is built: a machine without the sandbox is refused before a run starts.

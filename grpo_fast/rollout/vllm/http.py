@@ -130,12 +130,12 @@ class Server:
         return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
 
     def generate(
-        self, prompt: Sequence[int], wanted: dict[str, Any], asked: Asked, deadline: float
+        self, prompt: Sequence[int], parameters: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
         sampling = asked.request.sampling
         rows = sampling.top_k or asked.vocab_size if sampling.truncates else 0
         limit = BODY + asked.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * rows)
-        body = {"token_ids": list(prompt), "sampling_params": wanted}
+        body = {"token_ids": list(prompt), "sampling_params": parameters}
         seconds = deadline - time.monotonic()
         answer = self.call("POST", GENERATE, seconds, Choices, body, limit)
         return asked.completions(answer, f"{self.url}{GENERATE}")

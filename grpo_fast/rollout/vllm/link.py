@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class Link:
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
-        wanted = options.transfer
-        self.by_nccl = wanted == "nccl" or (wanted, device.type) == ("auto", "cuda")
+        transfer = options.transfer
+        self.by_nccl = transfer == "nccl" or (transfer, device.type) == ("auto", "cuda")
         self.group: GlooGroup | NCCLGroup | None = None
         self.label: str | None = None  # of the weights that it is known to have
         self.error: Exception | None = None  # why it was left out

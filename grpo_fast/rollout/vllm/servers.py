@@ -116,12 +116,12 @@ class VLLMServers(Engine):
     def sample(self, request: Request) -> list[Completion]:
         """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
         asked = Asked(self.policy, request, self.version, self.label)
-        prompts, wanted = request.prompts, asked.parameters()
+        prompts, parameters = request.prompts, asked.parameters()
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
             if pending:
-                done |= self._ask({i: (prompts[i], wanted[i]) for i in pending}, asked)
+                done |= self._ask({i: (prompts[i], parameters[i]) for i in pending}, asked)
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")

@@ -70,8 +70,9 @@ class TeacherServer:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, sample: Sample) -> Tensor:
-        wanted = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
-        body, limit = {"token_ids": sample[0], "sampling_params": wanted}, TOKEN * (self.topk + 1)
+        parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
+        body = {"token_ids": sample[0], "sampling_params": parameters}
+        limit = TOKEN * (self.topk + 1)
         call = partial(self.server.call, "POST", GENERATE, self.options.timeout, Scores, body)
         until = time.monotonic() + self.options.patience
         while True:

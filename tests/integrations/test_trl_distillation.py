@@ -122,11 +122,9 @@ def lora() -> dict[str, Any]:
     {"beta": 0.0, "temperature": 0.7}, {"beta": 1.0}, {"eval_strategy": "steps", "eval_steps": 2},
     {"gradient_checkpointing": True}, {"bf16": True}, lora,
 ], ids=["forward", "reverse", "jsd_eval", "checkpointing", "autocast", "lora"])  # fmt: skip
-def test_runs(folders, tmp_path, options, monkeypatch):
+def test_runs(folders, tmp_path, options, spied):
     options = options() if callable(options) else options
-    calls, function = [], ours.divergence_loss
-    counted = lambda *a, **k: calls.append(1) or function(*a, **k)  # noqa: E731
-    monkeypatch.setattr(ours, "divergence_loss", counted)
+    calls = spied(ours, "divergence_loss")
     one, other = (cases.distillation(folders, tmp_path, **options) for _ in range(2))
     start = {n: x.clone() for n, x in other.model.state_dict().items()}
     head.use_fast_head(other)

@@ -106,7 +106,7 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
     def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
         dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
-        return head(hidden, run=lambda layer, h: FastLogProbs.apply(
+        return head(hidden, run=lambda layer, h: fast_log_probs(
             h.to(dtype), layer.weight, layer.bias, *rest
         ))  # fmt: skip
 
@@ -119,31 +119,29 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
     return ours
 
 
-class FastLogProbs:
-    @staticmethod
-    def apply(
-        hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        targets: Tensor,  # (N,)
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-    ) -> Outputs:
-        """TRL's five outputs, (N,) each; None where not asked for."""
-        rule, dtype = Rule(temperature, final_logit_softcapping, logit_scale), compute_dtype(hidden)
-        h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        # The operands have their dtype; sums stay fp32.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logps = linear_logps(
-                h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
-            )
-            logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
-            stats = row_statistics(h, w, b, targets, logps, outputs, rule)
-        extras = map(stats.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
-        return logps, entropy, *extras
+def fast_log_probs(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = (),
+) -> Outputs:
+    """TRL's five outputs, (N,) each; None where not asked for."""
+    rule, dtype = Rule(temperature, final_logit_softcapping, logit_scale), compute_dtype(hidden)
+    h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    # The operands have their dtype; sums stay fp32.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logps = linear_logps(
+            h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
+        )
+        logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
+        stats = row_statistics(h, w, b, targets, logps, outputs, rule)
+    extras = map(stats.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
+    return logps, entropy, *extras
 
 
 class Rule(NamedTuple):

@@ -140,27 +140,24 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
     same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
 
 
-def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monkeypatch):
+def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied):
     """FSDP2 casts every float among a forward's arguments; old logps in bf16 are wrong by 1%."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    trainer, mesh, seen = build(model_path, tmp_path), init_device_mesh("cpu", (1,)), {}
+    trainer, mesh = build(model_path, tmp_path), init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (trainer.model.lm_head, trainer.model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
-    def spy(hidden: Any, weight: Any, ids: Any, advantages: Any, config: Any, **more: Any) -> Any:
-        seen.update(more, hidden=hidden, weight=weight, advantages=advantages)
-        return loss(hidden, weight, ids, advantages, config, **more)
-
-    loss = packed.linear_grpo_loss
-    monkeypatch.setattr(packed, "linear_grpo_loss", spy)
+    calls = spied(packed, "linear_grpo_loss")
     batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
     trainer._compute_loss(trainer.model, batch).backward()
-    assert seen["hidden"].dtype == seen["weight"].dtype == torch.bfloat16
-    assert set(seen["advantages"].tolist()) == set(batch["advantages"].tolist())
-    assert set(seen["old_logps"].tolist()) <= set(batch["old_per_token_logps"].flatten().tolist())
+    hidden, weight, _, advantages, _ = calls[0].args
+    assert hidden.dtype == weight.dtype == torch.bfloat16
+    assert set(advantages.tolist()) == set(batch["advantages"].tolist())
+    old_logps = set(calls[0].options["old_logps"].tolist())
+    assert old_logps <= set(batch["old_per_token_logps"].flatten().tolist())
 
 
 # --------------------------------------------------------------------------------- what TRL keeps

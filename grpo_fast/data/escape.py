@@ -1,4 +1,4 @@
-"""Text of models, files and rewards is data: made safe to see, it gives a terminal no orders."""
+"""Escape the text of models, files and rewards before it is shown: a terminal obeys some of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of others: whether the hub can be reached, and what a folder must not ask for."""
+"""Checks before a model is loaded: whether the hub answers, what a folder must not ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two answers to one prompt of which one is better: for a reward model."""
+"""Pairs of a better and a worse answer to one prompt, to train a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a question is put: templates, chat messages, worked examples in front of it."""
+"""The form of a prompt: template, chat messages, worked examples in front of the question."""
 
 from __future__ import annotations
 

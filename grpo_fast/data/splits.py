@@ -1,4 +1,4 @@
-"""Both splits of a data set, read once for everybody in a run who asks for examples."""
+"""Both splits of a data set, read once for a whole run."""
 
 from __future__ import annotations
 

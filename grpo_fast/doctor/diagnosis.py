@@ -1,4 +1,4 @@
-"""Where the difference between an engine's log-probabilities and the trainer's comes from."""
+"""Diagnose why an engine's log-probabilities are not the trainer's."""
 
 from __future__ import annotations
 

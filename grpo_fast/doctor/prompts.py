@@ -1,4 +1,4 @@
-"""Token ids that an engine may have read in place of a prompt's: a reading of the prompts."""
+"""Readings of the prompts: token ids that an engine may have read in place of those sent."""
 
 from __future__ import annotations
 

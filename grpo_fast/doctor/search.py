@@ -1,4 +1,4 @@
-"""Which view an engine has: the trainer's with one field changed after another."""
+"""Search for the view that an engine has: the trainer's, with one field changed after another."""
 
 from __future__ import annotations
 

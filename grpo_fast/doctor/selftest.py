@@ -1,4 +1,4 @@
-"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is left and goes on."""
+"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is resumed."""
 
 from __future__ import annotations
 

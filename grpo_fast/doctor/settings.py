@@ -1,4 +1,4 @@
-"""The words of `grpo-fast doctor`: a model, an engine, and what both are asked."""
+"""The words of `grpo-fast doctor`: a model, an engine, its own settings, a run's configuration."""
 
 from __future__ import annotations
 

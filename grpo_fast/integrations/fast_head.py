@@ -1,4 +1,4 @@
-"""Shared by the fused heads of other trainers: a handle to undo one, its dtype, its hooks."""
+"""Parts of the fused heads of all trainers: the handle that undoes one, its dtype, its hooks."""
 
 from __future__ import annotations
 

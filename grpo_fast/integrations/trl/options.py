@@ -1,4 +1,4 @@
-"""TRL's GRPO options: which calls take the fast path, by which loss config, and a proof of both.
+"""TRL's GRPO options: which of them take the fast path, by which `LossConfig`; a probe of both.
 
 An option is computed by the fast path, or the trainer says by name which part of the work stays
 with TRL's own code, which honours it.

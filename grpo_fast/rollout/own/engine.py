@@ -1,4 +1,4 @@
-"""The engine that is always there: the trainer's own model."""
+"""The engine `transformers`, which is always there: the trainer's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM server with the group of processes that weights reach it by."""
+"""One vLLM server and the group of processes by which it gets weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server: its likeliest ids at every token of what was sampled."""
+"""A teacher behind a vLLM server: its likeliest ids at every token of a completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy's weights under the names of its checkpoint, and groups of processes to send them in."""
+"""A policy's weights by their names in a checkpoint, and groups of processes to send them in."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class RolloutCache:
         chosen = [torch.tensor(x, device=self.device) for x in (prompts, stay)]
         for layer in self.layers.values():
             if len(prompts) < len(self.counts):
-                # In tiles this cuts nothing: there are fewer of them than tokens.
+                # In tiles this keeps more than is needed: a tile holds several tokens.
                 k, v = (x.index_select(0, chosen[0])[:, :, :longest] for x in layer.prompts)
                 layer.prompts = k.contiguous(), v.contiguous()
             if layer.own:

@@ -1,6 +1,6 @@
 """One decoding step of a model like Llama: each layer is one call of C++.
 
-A call of a small layer's modules takes longer than its mathematics. It takes transformers' models
+A call of a small layer's modules takes longer than its mathematics. This is for transformers models
 whose layers have Llama's parameters (also with biases or norms of queries and keys), in fp32 on a
 CPU, without hooks. Whether their formula is Llama's, too, is tried on a token.
 """

@@ -41,7 +41,7 @@ MUTANTS = [
            "[len(ids) for ids in completion_ids]", "[len(ids) - 1 for ids in completion_ids]",
            "the end of a completion is no token of it", "workers"),
     Mutant("rewards-missing-answers", COLUMNS,
-           'return example.answer is None if name == "answers"', 'return False if name == "answers"',
+           'e.answer is not None if is_answers', 'True if is_answers',
            "a reward that compares with answers begins a run that has none", "workers"),
     Mutant("rewards-pattern-lines", PATTERN,
            "re.compile(pattern, re.DOTALL)", "re.compile(pattern)",

@@ -180,25 +180,20 @@ def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 
 def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
+    pack, job = call.pack, call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
+    rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
     # Autocast is off: the operands have their dtype, and sums stay fp32.
     with torch.autocast(hidden.device.type, enabled=False):
-        of_rows: dict[str, Any] = dict(
-            hidden_rows=call.pack.predicting, bias=bias, support=call.support
-        )
-        if call.loss is not None:
-            return _loss(hidden, weight, call.loss, call.pack, of_rows)
-        of_rows |= dict(return_entropy=call.entropy, **call.head.rule._asdict())
-        result = linear_logps(hidden, weight, call.pack.target_ids, **of_rows)
-        return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
-
-
-def _loss(
-    hidden: Tensor, weight: Tensor, job: SinglePass, pack: Pack, of_rows: dict[str, Any]
-) -> dict[str, Tensor]:
-    out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-        cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
-        ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **of_rows,
-    )  # fmt: skip
+        if job is None:
+            rule = call.head.rule._asdict()
+            result = linear_logps(
+                hidden, weight, pack.target_ids, return_entropy=call.entropy, **rule, **rows
+            )
+            return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
+        out = linear_grpo_loss(
+            hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
+            cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+            ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
+        )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -91,14 +91,16 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
             weighted = recipe.advantages(batch, config)
-            names, values = recipe.metrics(batch, config)
+            metrics = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
             LossConfig(**recipe.options(config), aggregation=aggregation),
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
+        # One copy from the device for all of them.
+        values = torch.stack([*metrics.values()]).tolist() if metrics else []
+        return output.loss, dict(zip(metrics, values, strict=True))
 
     loss.__name__ = f"policy_loss_{loss_mode}"
     return loss

@@ -18,10 +18,7 @@ LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
 GSPO_BOUND = 10.0  # and the one of a sequence here
 DPPO_RATIO_CAP = 20.0  # of our dppo objectives
 
-NAMES = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-Metrics = tuple[tuple[str, ...], Tensor]
-# The log ratio of a loss, and the tokens it clips: above, below (None: none).
-Clipping = tuple[Tensor, Tensor | None, Tensor | None]
+Metrics = dict[str, Tensor]  # by verl's names, 0-d each
 
 
 class Batch(NamedTuple):
@@ -41,6 +38,15 @@ class Batch(NamedTuple):
         counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
 
+    def metrics(
+        self, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
+    ) -> Metrics:
+        """Fractions of clipped tokens (0 for None), and the mean of -log r."""
+        nothing = log_ratio.new_zeros(())
+        high, low = (nothing if x is None else self.mean(x) for x in (above, below))
+        kl = -self.mean(log_ratio)
+        return {"actor/pg_clipfrac": high, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": low}
+
     @property
     def raw_log_ratio(self) -> Tensor:
         return self.log_prob - self.old_log_prob
@@ -55,29 +61,17 @@ class Recipe(NamedTuple):
 
     Attributes:
         options: verl's actor config → fields of `LossConfig`.
-        clipping: (batch, config) → what its metrics count; None: it reports nothing.
+        metrics: (batch, config) → verl's metrics of it.
         advantages: (batch, config) → the advantages for `grpo_loss`.
         aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
         has_old: whether the objective reads old_log_prob.
-        names: of verl's metrics, a beginning or a part of `NAMES`.
     """
 
     options: Callable[[Any], dict[str, Any]]
-    clipping: Callable[[Batch, Any], Clipping] | None
+    metrics: Callable[[Batch, Any], Metrics]
     advantages: Callable[[Batch, Any], Tensor]
     aggregation: str | None = None
     has_old: bool = True
-    names: tuple[str, ...] = NAMES
-
-    def metrics(self, batch: Batch, config: Any) -> Metrics:
-        """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
-        if self.clipping is None:
-            return (), batch.advantages.new_empty(0)
-        log_ratio, above, below = self.clipping(batch, config)
-        nothing = log_ratio.new_zeros(())
-        high, low = (nothing if x is None else batch.mean(x) for x in (above, below))
-        values = dict(zip(NAMES, (high, -batch.mean(log_ratio), low), strict=True))
-        return self.names, torch.stack([values[name] for name in self.names])
 
 
 # ---- options
@@ -167,41 +161,41 @@ def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
-def clipped_twice(batch: Batch, config: Any) -> Clipping:
+def clipped_twice(batch: Batch, config: Any) -> Metrics:
     ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
-    return batch.log_ratio, outside_clip(ratio, batch, config), lower
+    return batch.metrics(batch.log_ratio, outside_clip(ratio, batch, config), lower)
 
 
-def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
+def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
-    return batch.raw_log_ratio, outside_clip(ratio, batch, config), None
+    return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
-def clipped_by_token(batch: Batch, config: Any) -> Clipping:
+def clipped_by_token(batch: Batch, config: Any) -> Metrics:
     log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
     clipped = (log_ratio < -low) | (log_ratio > high)
-    return log_ratio, clipped & (a > 0), clipped & (a < 0)
+    return batch.metrics(log_ratio, clipped & (a > 0), clipped & (a < 0))
 
 
-def clipped_weight(batch: Batch, config: Any) -> Clipping:
+def clipped_weight(batch: Batch, config: Any) -> Metrics:
     ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
-    return batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high), None
+    return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
-def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
-    """The clipping of dppo: tokens too far from the old policy that move on, and capped ones."""
+def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
+    """Of dppo: the tokens too far from the old policy that move on, and the capped ones."""
 
-    def clipping(batch: Batch, config: Any) -> Clipping:
+    def metrics(batch: Batch, config: Any) -> Metrics:
         low, high = clip_range(config).values()
         p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
         far = distance(p, p_old)
         outside = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
         capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~outside
-        return batch.log_ratio, outside, capped
+        return batch.metrics(batch.log_ratio, outside, capped)
 
-    return clipping
+    return metrics
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
@@ -213,12 +207,10 @@ LOSSES: dict[str, Recipe] = {
     "vanilla": Recipe(vanilla, clipped_twice, weighted),
     "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
     "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
-    "sapo": Recipe(sapo, lambda x, _: (x.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "sapo": Recipe(sapo, lambda x, _: x.metrics(x.log_ratio), weighted, "seq-mean-token-mean"),
     "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
     "dppo_tv": Recipe(named("dppo_tv"), too_far(lambda p, q: (p - q).abs()), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
-    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
-    "dro": Recipe(
-        dro, lambda x, _: (x.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
-    ),
+    "gpg": Recipe(lambda _: {"loss_type": "reinforce"}, lambda *_: {}, weighted, has_old=False),
+    "dro": Recipe(dro, lambda x, _: {"actor/ppo_kl": -x.mean(x.raw_log_ratio)}, unweighted),
 }

@@ -63,11 +63,9 @@ def _beside(front: list[Any], behind: list[Any]) -> Way:
 
 
 def _plain(tokenizer: Any, messages: Any) -> list[int]:
-    ids: list[int] = tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
-    return ids
+    return tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
 
 
 def _chat(tokenizer: Any, messages: Any, *, opens: bool = True) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -127,8 +127,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
         ValueError: it cannot run here, or not with this model; the message says what is missing.
     """
     module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(policy, options)
-    return engine
+    return getattr(importlib.import_module(module), name)(policy, options)
 
 
 @contextmanager

@@ -145,8 +145,7 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
         input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False,
         rollout_cache=cache,
     )  # fmt: skip
-    states: Tensor = output.last_hidden_state[0]
-    return states
+    return output.last_hidden_state[0]
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:

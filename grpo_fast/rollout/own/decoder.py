@@ -60,8 +60,7 @@ class Decoder:
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
             cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
-        states: Tensor = self.trunk.norm(x)
-        return states
+        return self.trunk.norm(x)
 
 
 def decoder_of(

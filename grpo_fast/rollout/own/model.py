@@ -51,8 +51,7 @@ class SampledModel:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.lm.device
-        return device
+        return self.lm.device
 
     @property
     def head(self) -> Head:

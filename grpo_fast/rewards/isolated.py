@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import require
+from grpo_fast.errors import number, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
 
@@ -47,10 +47,8 @@ class IsolatedReward:
         options: dict[str, Any] | None = None,
         per_sample: bool = False,
     ) -> None:
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
-        fits = is_number and 0 < timeout < threading.TIMEOUT_MAX
-        require(fits, "timeout", expected, repr(timeout))
+        number("timeout", timeout, expected, lambda x: 0 < x < threading.TIMEOUT_MAX)
         self.path, self.timeout, self.options = path, float(timeout), options or {}
         self.per_sample = per_sample
         expected = f"values that JSON can carry for reward {path}"

@@ -104,16 +104,23 @@ def between_ranks(found: dict[str, Tensor]) -> float:
     return furthest(found, first)
 
 
+Weights = dict[str, Tensor]
+
+
+def outcome(
+    wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
+) -> Result:
+    """Of one case on one rank: the logs of both sides, and how far our weights are from theirs."""
+    apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
+    return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
+
+
 def compared(theirs: Any, ours: Any) -> Result:
-    return {
-        "wrapped": type(ours.model_wrapped).__name__,
-        "processes": ours.accelerator.num_processes,
-        "path": getattr(ours, "fast_path", None),
-        "logs": [theirs.state.log_history, ours.state.log_history],
-        "weights": furthest(weights(theirs), weights(ours)),
-        "ranks": between_ranks(weights(ours)),
-        "tokens": ours._generate_single_turn.tokens,
-    }
+    return outcome(
+        type(ours.model_wrapped).__name__, ours.accelerator.num_processes,
+        [theirs.state.log_history, ours.state.log_history], weights(theirs), weights(ours),
+        path=getattr(ours, "fast_path", None), tokens=ours._generate_single_turn.tokens,
+    )  # fmt: skip
 
 
 def run(name: str, folder: Path, output: Path) -> Result:

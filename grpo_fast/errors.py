@@ -1,5 +1,5 @@
-"""Refusals of wrong arguments; how a run can end: one class for each cause, below one base class
-that commands catch.
+"""Refusals of wrong arguments, and the errors that end a run: a class for each cause, all below
+`RunError`, which commands catch.
 
 A wrong argument is no `RunError`: it is a ValueError that names the argument.
 """

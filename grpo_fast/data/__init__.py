@@ -74,13 +74,13 @@ def load_examples(
 
 
 def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) -> list[str]:
-    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted.
+    """The symbols of a task, for `build_symbol_tokenizer`; for a file all its words, sorted.
 
     examples: those of both splits, where they are loaded already.
     """
     if data.task in GENERATED:
-        made: Any = load_examples(data, split="test", seed=0)
-        return made.vocabulary
+        task: Any = load_examples(data, split="test", seed=0)
+        return task.vocabulary
     if examples is None:
         train, test = (load_examples(data, split=split, seed=0) for split in ("train", "test"))
         examples = [*train, *test]

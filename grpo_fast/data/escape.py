@@ -1,4 +1,4 @@
-"""Text of models, files and rewards is data: made safe to see, it gives a terminal no orders."""
+"""Escape the text of models, files and rewards before it is shown: a terminal obeys some of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def escape_control(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception's message in one line of bounded length; its type, where that is no sentence.
+    """An exception's message in one line of bounded length; with its type where it needs one.
 
     Torch's C++ frames are left out.
     """

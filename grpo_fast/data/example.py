@@ -34,7 +34,7 @@ class DatasetError(ValueError):
 
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
-    """Raise a DatasetError that says where what was expected, and what came, unless it fits."""
+    """Raise a DatasetError, with the place, the expected and the given value, unless it fits."""
     require(fits, where, expected, came, DatasetError)
 
 
@@ -42,7 +42,7 @@ Item = TypeVar("Item")
 
 
 class Made(Sequence[Item]):
-    """A sequence whose items are made when they are asked for."""
+    """A sequence whose items are computed when they are read."""
 
     length: int
 

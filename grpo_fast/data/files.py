@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-_GOLD = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")  # as rewards read it, too: ASCII digits only
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON may hold it, no tokenizer may
-MAX_DIGITS = 32  # of a gold number: rewards read no longer one
+MAX_DIGITS = 32  # of a number: gold answers and rewards have one bound
 
 
 Rows = Iterator[tuple[str, Any]]  # where a record stands, for error messages, and its fields
@@ -132,7 +132,7 @@ def _hold_out(
 
 
 def _without(train: list[Example], test: list[Example]) -> list[Example]:
-    """Training examples whose prompt is not a test prompt; all of them where none is another."""
+    """Drop the training examples whose prompt is a test prompt, unless that would drop all."""
     known = {repr(e.prompt) for e in test}
     others = [e for e in train if repr(e.prompt) not in known]
     if train and not others:
@@ -175,7 +175,7 @@ def gold_answer(solution: str) -> str:
     _, marker, tail = solution.rpartition("####")
     require(marker, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
     text = tail.strip()
-    fits = _GOLD.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
+    fits = NUMBER.fullmatch(text) and sum(map(str.isdigit, text)) <= MAX_DIGITS
     expected = f"a number after '####', of at most {MAX_DIGITS} digits"
     require(fits, "answer", expected, repr(text[:60]))
     return text.replace(",", "")
@@ -197,7 +197,7 @@ def _check_prompt(value: Any, where: str) -> None:
 
 # --------------------------------------------------------------------------------------- sources
 def read_jsonl(path: Path) -> Rows:
-    """Each line of a file that is not blank, with its place. Raises DatasetError for no JSON."""
+    """The lines of a file with their places; blank ones are skipped. DatasetError for no JSON."""
     if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     count = 0

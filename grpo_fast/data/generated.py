@@ -17,7 +17,7 @@ HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
 class GeneratedTask(Made[Example]):
-    """The split; a test prompt is trained on only if all are."""
+    """One split of a task. Test prompts are kept out of training, unless there are no others."""
 
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -52,6 +52,7 @@ class GeneratedTask(Made[Example]):
     def make(self, index: int) -> Example:
         if self.split == "test":
             return self.render(self.held_out[index])
+        # A text is hashed by SHA-512, not by `hash`, which differs from process to process.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
@@ -106,9 +107,9 @@ class ArithmeticTask(GeneratedTask):
         return int(100**self.digits)
 
     def render(self, content: tuple[int, ...]) -> Example:
-        left, right = content
-        answer = " ".join(str(left + right))
-        prompt = f"{' '.join(str(left))} + {' '.join(str(right))} ="
+        first, second = content
+        answer = " ".join(str(first + second))
+        prompt = f"{' '.join(str(first))} + {' '.join(str(second))} ="
         return Example(prompt=prompt, answer=answer, solution=answer)
 
 

@@ -1,4 +1,4 @@
-"""Models of others: whether the hub can be reached, and what a folder must not ask for."""
+"""Checks before a model is loaded: whether the hub answers, what a folder must not ask for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ MOST_LAYERS = 10_000
 
 @functools.cache
 def is_offline() -> bool:
-    """Ask the hub once, whose clients retry for half a minute; where nothing answers they look into
-    their cache alone from now on. A proxy is left to the clients.
+    """Whether the hub can be reached. It is asked once: its clients would retry for half a minute.
+
+    Where nothing answers, the clients look into their cache alone from now on. A proxy is left to
+    them.
     """
     from huggingface_hub import constants
 
@@ -45,8 +47,8 @@ def is_offline() -> bool:
 
 
 def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
-    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
-    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
+    """Raise a ValueError for a model's config.json that asks for too many layers or, unless code is
+    allowed, for a kernel from the hub. Nested fields are checked, too.
     """
     for name, value in fields.items():
         if name in LAYERS and isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Two answers to one prompt of which one is better: for a reward model."""
+"""Pairs of a better and a worse answer to one prompt, to train a reward model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Pair(NamedTuple):
 
 
 class SpoiledPairs(Made[Pair]):
-    """For each example its answer with a few wrong places, or none, against one with more of them;
-    pair i depends on the seed and on i alone.
+    """For each example two copies of its answer: one with few wrong places or none, one with more.
+
+    Pair i depends on the seed and on i alone.
     """
 
     def __init__(self, examples: Sequence[Example], symbols: Sequence[str], seed: int | str):

@@ -1,4 +1,4 @@
-"""How a question is put: templates, chat messages, worked examples in front of it."""
+"""The form of a prompt: template, chat messages, worked examples in front of the question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """From a name in PROMPT_TEMPLATES or a text with `{question}`; None: as it is."""
+        """By a name in PROMPT_TEMPLATES, or by a text with `{question}`; None: no template."""
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         need("{question}" in text, "prompt_template", expected, repr(template))
@@ -54,7 +54,7 @@ class Form(NamedTuple):
 
 
 class ShotPrompts(Made[Example]):
-    """Examples whose prompts begin with worked examples, made when asked for.
+    """Examples whose prompts begin with worked examples, which are drawn when one is read.
 
     The shots of number i depend on (seed, i) only. A question never occurs among its own shots, and
     no question occurs twice among them (compared without case and blanks).
@@ -93,13 +93,13 @@ class ShotPrompts(Made[Example]):
 
     def shots(self, index: int) -> list[int]:
         """Places in the pool of the shots of question `index`, in their order in the prompt."""
-        taken, seen, left = [], {question_key(self.examples[index].prompt)}, self.budget
+        taken, seen, room = [], {question_key(self.examples[index].prompt)}, self.budget
         count = len(self.texts)
         for i in random.Random(f"{self.seed}/shots/{index}").sample(range(count), count):
             if self.keys[i] in seen:
                 continue
-            left -= self._length(i)
-            if left < 0:
+            room -= self._length(i)
+            if room < 0:
                 break
             taken.append(i)
             seen.add(self.keys[i])

@@ -1,4 +1,4 @@
-"""Both splits of a data set, read once for everybody in a run who asks for examples."""
+"""Both splits of a data set, read once for a whole run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ MADE = 256  # of examples that are made when asked for, so many stand for all
 
 
 class Splits:
-    """Training and held-out examples of a data config, a section as `load_examples` reads it;
-    questions stand without `shots_tokens`, which need a tokenizer, until `with_shots`.
+    """Training and held-out examples of a data config, a section as `load_examples` reads it.
+
+    `shots_tokens` need a tokenizer: without one, questions have no worked examples in front.
     """
 
     def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
@@ -30,12 +31,12 @@ class Splits:
         )
 
     def with_shots(self, tokenizer: Any) -> Splits:
-        """The splits as a model is asked them: behind `shots_tokens` of worked examples."""
+        """The splits with `shots_tokens` of worked examples in front of each question."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The examples that a check reads before a run: of those made when asked for, the first."""
+        """The training examples to check before a run: all of a file, the first of a task."""
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:

@@ -141,6 +141,7 @@ def _node(name: str, node: Mapping[str, Any]) -> _Node:
     routes = node.get("routed_experts")
     if routes is not None:
         data = routes["data"] if isinstance(routes, Mapping) else routes.tobytes()
+        # 7 bytes: it becomes a signed int64.
         routes = int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
     return _Node(node.get("parent"), list(ids), list(map(bool, mask)), list(logps),
                  advantages, kept, routes or 0)  # fmt: skip
@@ -154,7 +155,7 @@ def _array(value: Any) -> Tensor:
 
 
 def _paths(name: str, nodes: list[_Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """From root to leaf, one for each leaf but compactions that were not taken up."""
+    """The paths from root to leaf; a leaf that is an abandoned compaction has none."""
     every = []
     for start in range(len(nodes)):
         path, at = dict[int, None](), start
@@ -182,12 +183,12 @@ def _branch(path: list[tuple[_Node, bool]]) -> Branch:
         whole = [n.kept or (torch.empty(0).int(), torch.zeros(len(n.logps)).long()) for n in own]
         ids, counts = (torch.cat(parts) for parts in zip(*whole, strict=True))
         kept = ids, counts
-    worth = [n.advantages or [0.0] * len(n.logps) for n in own]
+    advantages = [n.advantages or [0.0] * len(n.logps) for n in own]
     return Branch(
         torch.tensor([i for node, _ in path for i in node.ids]),
         torch.tensor([m and is_new for node, is_new in path for m in node.mask]),
         torch.tensor([x for node in own for x in node.logps], dtype=torch.float32),
-        torch.tensor([x for each in worth for x in each]) if scored else None,
+        torch.tensor([x for each in advantages for x in each]) if scored else None,
         kept,
         torch.tensor([node.routes for node, _ in path for _ in node.ids]),
     )

@@ -1,4 +1,4 @@
-"""Where the difference between an engine's log-probabilities and the trainer's comes from."""
+"""Diagnose why an engine's log-probabilities are not the trainer's."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _ignored_update(
     version: int,
     noise: float,
 ) -> str | None:
-    """Send other weights, and say whether the engine's answers show that they did not arrive."""
+    """Send other weights; returns what to say where the answers show that they did not arrive."""
     weight = policy.lm.get_output_embeddings().weight.data
     saved = weight.clone()
     try:

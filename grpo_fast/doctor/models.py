@@ -26,7 +26,7 @@ class Variant(NamedTuple):
 
 
 def variants(policy: Policy, previous: Policy | None) -> dict[str, Variant]:
-    """Name → model, for each that can differ from this policy."""
+    """Name → model, for every model that an engine may run in place of this policy."""
     models = {OWN: Variant(FORWARD, lambda: policy)}
     if previous is not None:
         models["the weights of `previous`"] = Variant(STALE, lambda: previous)

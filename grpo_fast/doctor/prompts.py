@@ -1,4 +1,4 @@
-"""Token ids that an engine may have read in place of a prompt's: a reading of the prompts."""
+"""Readings of the prompts: token ids that an engine may have read in place of those sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Way = Callable[[Prompt, list[int]], list[int]]
 
 
 def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
-    """Name → every prompt's token ids so read: those sent first, and no two alike."""
+    """Name of a reading → the token ids of each prompt. The first is as sent, no two are equal."""
     read_as = {AS_SENT: [list(tokens) for tokens in ids]}
     ways: dict[str, Way] = {}
     for name in ("bos", "eos", "pad"):
@@ -63,11 +63,9 @@ def _beside(front: list[Any], behind: list[Any]) -> Way:
 
 
 def _plain(tokenizer: Any, messages: Any) -> list[int]:
-    ids: list[int] = tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
-    return ids
+    return tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
 
 
 def _chat(tokenizer: Any, messages: Any, *, opens: bool = True) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

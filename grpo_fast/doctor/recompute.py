@@ -34,7 +34,7 @@ class Noise(NamedTuple):
 
 
 class Recomputed:
-    """Recomputes; hidden states that several views share are computed once.
+    """Recomputes a rollout's logps; hidden states that several views share are computed once.
 
     Args:
         policy: the trainer's.
@@ -69,13 +69,13 @@ class Recomputed:
         return float(known.mean()) if 2 * len(known) >= len(gap) else float("inf")
 
     def logps(self, view: View) -> Tensor:  # (R,) fp32 on the CPU; NaN where it predicts nothing
-        """Under a view; the trainer's own by the trainer's own code."""
+        """The logps under a view. The trainer's own view is computed by the trainer's own code."""
         self.compute([view])
         return self._logps[view]
 
     @torch.no_grad()
     def compute(self, views: Sequence[View]) -> None:
-        """Prepare `logps` of several views; those with the same logits share their product."""
+        """Prepare `logps` of several views; views with the same logits share one product."""
         batches: dict[tuple[object, ...], list[View]] = {}
         for view in dict.fromkeys(views):
             if view in self._logps:
@@ -163,7 +163,7 @@ class Recomputed:
         return self._states[key]
 
     def _packed(self, policy: Policy, prompts: Ids, budget: int = BUDGET) -> Tensor:  # (R, H)
-        """By the trainer's packed rows of this many trunk tokens; 1: each completion by itself."""
+        """The states by the trainer's packed rows of `budget` trunk tokens; 1: a row for each."""
         size = len(self.rollout.completion_ids) // len(prompts)
         rollout = replace(self.rollout, prompt_ids=[p for p in prompts for _ in range(size)])
         batch = StepBatch(
@@ -176,7 +176,7 @@ class Recomputed:
 
 
 def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)
-    """Each completion by itself behind its prompt, through the attention that generates."""
+    """The states of each completion by itself, through the attention that generates."""
     size, rows = len(completions) // len(prompts), []
     with policy.generation():
         for i, tokens in enumerate(completions):

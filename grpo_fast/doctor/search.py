@@ -1,4 +1,4 @@
-"""Which view an engine has: the trainer's with one field changed after another."""
+"""Search for the view that an engine has: the trainer's, with one field changed after another."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Search:
         return path[:sure]
 
     def winner(self, changes: Sequence[Change], limit: float) -> Change | None:
-        """The best of these sorted changes if it leaves at most `limit` and has no rival."""
+        """The first of these sorted changes if it leaves at most `limit` and has no rival."""
         gap, left = self.left(self.base), [self.left(x.view) for x in changes]
         if not left or left[0] > min(max(limit, 1.5 * self.own), gap / 2):
             return None
@@ -131,11 +131,11 @@ class Search:
         changes: dict[View, Change] = {}  # the first of those that give one view
         for cause, fields in self.known():
             if not fixed & fields.keys():
-                made = Change(cause, fields, view._replace(**fields))
-                changes.setdefault(made.view, made)
+                change = Change(cause, fields, view._replace(**fields))
+                changes.setdefault(change.view, change)
         if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
-            for made in fits(self.recomputed, view, {*View._fields} - fixed):
-                changes.setdefault(made.view, made)
+            for change in fits(self.recomputed, view, {*View._fields} - fixed):
+                changes.setdefault(change.view, change)
         possible = [x for x in changes.values() if x.view != view and self._is_possible(x.view)]
         return sorted(possible, key=lambda x: self.left(x.view))
 
@@ -145,12 +145,12 @@ class Search:
         shipped = recomputed.policy.lm.generation_config
         off = Truncation()._asdict()
         cut = Truncation(*(getattr(shipped, name, None) or off[name] for name in off))
-        warmth = getattr(shipped, "temperature", None) or 1.0
-        for temperature in (1.0, asked.temperature, warmth):
+        own_temperature = getattr(shipped, "temperature", None) or 1.0
+        for temperature in (1.0, asked.temperature, own_temperature):
             yield causes.TEMPERATURE, {"temperature": temperature}
         for truncation in (KEPT, Truncation(asked.top_k, asked.top_p), cut):
             yield causes.TRUNCATION, {"truncation": truncation}
-        yield causes.DEFAULTS, {"temperature": warmth, "truncation": cut}
+        yield causes.DEFAULTS, {"temperature": own_temperature, "truncation": cut}
         yield causes.RAW, {"truncation": None}
         yield causes.RAW, {"temperature": 1.0, "truncation": None}
         yield causes.CAP, {"edit": (Edit.SOFTCAP, None)}
@@ -183,7 +183,7 @@ class Search:
 
 
 def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[Change]:
-    """The changes whose number, in one of these fields, fits what the engine says best."""
+    """For each field the change whose number fits the engine's log-probabilities best."""
 
     def fit(cause: str, field: str, best: View) -> Change:
         return Change(cause, {field: getattr(best, field)}, best, is_fitted=True)
@@ -210,8 +210,9 @@ def fitted(
     recomputed: Recomputed, view: View, field: str, made: Callable[[float], Any],
     low: float, high: float, most: float = math.inf,
 ) -> View | None:  # fmt: skip
-    """The view with the number that fits best; None at an end of the range, or where it leaves more
-    than `most` after the second look.
+    """The view with the number that fits best.
+
+    None where that is an end of the range, or where two looks leave more than `most`.
     """
 
     def view_of(number: float) -> View:

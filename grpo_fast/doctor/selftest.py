@@ -1,4 +1,4 @@
-"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is left and goes on."""
+"""Self-tests of this machine: kernels bit for bit, a rollout, a run that is resumed."""
 
 from __future__ import annotations
 
@@ -110,6 +110,7 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
             )  # fmt: skip
             for provider in candidates(kind):
                 name = f"attention {provider.name} {_named(dtype)}" + (extra and f", {extra}")
+                # `checked` runs it before the next turn, which binds `run` anew.
                 run = partial(self_test, provider.attend, kind)
                 yield from checked([name], [SELF_TEST_TOLERANCE[dtype]], lambda: [run()])  # noqa: B023
 

@@ -1,4 +1,4 @@
-"""The words of `grpo-fast doctor`: a model, an engine, and what both are asked."""
+"""The words of `grpo-fast doctor`: a model, an engine, its own settings, a run's configuration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Words:
         return rollout.model_copy(update={"max_new_tokens": length})
 
     def previous_config(self) -> ModelConfig | None:
-        """How the earlier weights are loaded: as the model is."""
+        """The model's own configuration, with the path of the earlier weights."""
         if self.own.previous is None:
             return None
         path = Source.of(self.own.previous).path
@@ -86,7 +86,7 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
     elif source is not None and source.run is not None:
         fields = source.run.model_dump(mode="json", exclude_unset=True)
     elif source is not None:
-        fields = copy.deepcopy(BUILT_IN)
+        fields = copy.deepcopy(BUILT_IN)  # `read_words` writes into it
     else:
         first = (rest or ["previous="] * (own.previous is not None) or [""])[0]
         near = nearest(first.partition("=")[0], list(DoctorSettings.model_fields))
@@ -95,8 +95,8 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
         return None
     if source is not None:
         run = {} if source.run is None else source.run.model.model_dump()
-        kept = {name: run[name] for name in OF_A_RUN if name in run}
-        fields = {**fields, "model": {"path": source.path, **kept}}
+        loading = {name: run[name] for name in OF_A_RUN if name in run}
+        fields = {**fields, "model": {"path": source.path, **loading}}
     servers = (fields.get("rollout") or {}).get("vllm") or {}
     if any(w.startswith("rollout.engine=") and w != "rollout.engine=vllm-server" for w in rest):
         servers.pop("urls", None)  # the run's, for which another engine has no use

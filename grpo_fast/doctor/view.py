@@ -47,7 +47,7 @@ class View(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """R drawn tokens, those of one completion side by side, and what they were drawn behind."""
+    """R drawn tokens, those of a completion side by side, with their prompts."""
 
     targets: Tensor  # (R,) int64
     place: Tensor  # (R,) int64: of the token in its completion, from 0
@@ -74,6 +74,7 @@ class Rows:
         """The logits that a view draws from: softcap, edit and temperature applied."""
         kind, value = view.edit or ("", None)
         cap = value if kind == Edit.SOFTCAP else self.softcap
+        # A copy: other views of these rows start from `self.z`, and z is edited in place.
         z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
         if kind in (Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY):
             counts, prompted = self._seen
@@ -106,7 +107,7 @@ class Rows:
 
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
-        """(r, V): how often a token stands in the completion so far; whether in the prompt."""
+        """(r, V) each: how often a token stands in the completion so far; whether in the prompt."""
         counts, prompted = torch.zeros_like(self.z), torch.zeros_like(self.z, dtype=torch.bool)
         for row in range(len(self.z)):
             end = self.first + row

@@ -121,7 +121,7 @@ def policy_loss(
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """(B, L-1) fp32 logps of labels[:, 1:], 0 where there is none; temperature: (B, L-1), too."""
+    """(B, L-1) fp32 logps of labels[:, 1:], 0 where a label is -100; temperature: or (B, L-1)."""
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
@@ -139,7 +139,7 @@ MEANS = ("loss", "policy_loss", "grad_norm")
 def metrics_of_ranks(
     metrics: dict[str, Tensor], gather: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The metrics of all ranks' rows, from those that each rank has of its own; 0-d each.
+    """Join the metrics that each rank has of its own rows to those of all rows; 0-d each.
 
     Counts are summed, extremes taken, means weighed by the ranks' tokens.
 
@@ -162,6 +162,7 @@ def _join(
         return values.sum()
     if name in MEANS:
         return values.mean()
+    # A rank without tokens reports 0, which is no extreme; where no rank has any, 0 stays.
     nothing = tokens == 0
     if name.endswith("min"):
         return values.masked_fill(nothing & ~nothing.all(), torch.inf).amin()

@@ -1,4 +1,4 @@
-"""Shared by the fused heads of other trainers: a handle to undo one, its dtype, its hooks."""
+"""Parts of the fused heads of all trainers: the handle that undoes one, its dtype, its hooks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,27 +15,19 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 
-class FastHead:
+class FastHead(ExitStack):
     """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to end it."""
 
-    def __init__(self, give_back: Callable[[], object] | None = None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.active = True
-        self._give_back = give_back
+        self.callback(setattr, self, "active", False)
 
-    def undo(self) -> None:
-        if self.active and self._give_back is not None:
-            self._give_back()
-        self.active = False
-
-    def __enter__(self) -> FastHead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+    undo = ExitStack.close
 
 
 def is_partitioned(model: Any) -> bool:
-    """Whether its head stays with its trainer, which is logged: a shard of it is all there is."""
+    """Whether ZeRO-3 or tensor parallelism shards the model's head, which is logged."""
     by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
     by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
     if by is not None:
@@ -67,7 +60,7 @@ def run_inside(module: nn.Module) -> None:
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # Without a forward of its own a copy of the module must not run that of the original.
+        # Looked up on `self`: a copy of the module must not run the original's forward.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 

@@ -124,6 +124,7 @@ class GRPOModule(LightningModule):
         if self.trainer.world_size == 1:
             return x, slice(None)
         counts = self.all_gather(torch.tensor(x.shape[0], device=x.device)).tolist()
+        # `all_gather` takes one shape from all ranks.
         padded = nn.functional.pad(x, (0, max(counts) - x.shape[0]))
         parts = [part[:count] for part, count in zip(self.all_gather(padded), counts, strict=True)]
         start = sum(counts[: self.trainer.global_rank])

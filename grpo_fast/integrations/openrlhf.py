@@ -125,8 +125,8 @@ class PolicyLoss(nn.Module):
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
         if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
-            beyond = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
-            log_probs = torch.where(beyond, log_probs.detach(), log_probs)
+            is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
+            log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
         loss = grpo_loss(
             log_probs, weighted, self.config, completion_mask=mask, old_logps=behaviour,
             **self._totals(keep, dp_size, batch_num_tokens, global_batch_size),

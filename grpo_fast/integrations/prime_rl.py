@@ -68,6 +68,7 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0, num_completions_in_batch=1.0,
     )  # fmt: skip
+    # Its package is on no index: the class of the result is found beside that of the inputs.
     home: Any = sys.modules[type(inputs).__module__]
     came = f"{type(inputs).__qualname__} of {home.__name__}"
     require(hasattr(home, "LossOutputs"), "inputs", "prime-rl's LossInputs", came)

@@ -48,14 +48,14 @@ def pack_traces(
         fits = len(advantages) == len(recorded)
         require(fits, "advantages", f"{len(recorded)} numbers", len(advantages))
     branches = [(n, branch) for n, trace in enumerate(recorded) for branch in trace.branches]
-    worth = []
+    values = []
     for n, branch in branches:
         own = branch.advantages if advantages is None else torch.tensor(advantages[n])
         if own is None:
             raise ValueError(f"traces[{n}]: expected advantages in its nodes, or beside the traces")
-        worth.append(own.expand(len(branch.logps)))
+        values.append(own.expand(len(branch.logps)))
     samples = [(branch.ids, branch.trained) for _, branch in branches]
     pack = pack_tree(samples, apart=[branch.routes for _, branch in branches], device=device)
     old_logps = torch.cat([branch.logps for _, branch in branches]).to(device)
     support = Support.join([branch.kept for _, branch in branches], pack.lengths, device)
-    return TreeBatch(pack, torch.cat(worth).float().to(device), old_logps, support)
+    return TreeBatch(pack, torch.cat(values).float().to(device), old_logps, support)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.errors import RewardError, require
-from grpo_fast.rewards import rules, shaping, workers
+from grpo_fast.rewards import rules, workers
 from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
 from grpo_fast.rewards.columns import SAMPLED, check_examples, score
 from grpo_fast.rewards.isolated import IsolatedReward
@@ -40,10 +40,10 @@ REWARDS: dict[str, RewardFunction] = {
         rules.sort_positions,
         rules.sort_inclusion_ordering,
         rules.exact_match,
-        shaping.length_penalty,
-        shaping.overlong,
-        shaping.format_tags,
-        shaping.distinct_words,
+        rules.length_penalty,
+        rules.overlong,
+        rules.format_tags,
+        rules.distinct_words,
     )
 }
 # Run from their files: a worker starts in no time where it need not import this package.
@@ -92,7 +92,7 @@ def _resolve(spec: Any) -> WeightedReward:
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
-    """Where a worker finds the function called `name`; None for one that is called here."""
+    """The path by which a worker imports the function; None for one that is called here."""
     if name in WORKERS:
         return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
     if ":" in name:

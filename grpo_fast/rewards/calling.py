@@ -182,7 +182,7 @@ def open_folder() -> int | None:
 
 
 def serve(path: str, pipe: Connection) -> None:
-    """The child's loop: one JSON object in, one out. The first asks what the function takes."""
+    """The child's loop: one JSON object in, one out. The first request loads the function."""
     sys.stdout = sys.stderr  # at once, in one order
     home = open_folder()
     function: RewardFunction | None = None

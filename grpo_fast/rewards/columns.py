@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast.data import Example
-from grpo_fast.errors import require
+from grpo_fast.errors import wrong
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths")
@@ -23,7 +23,7 @@ def score(
     completions: Sequence[str],
     completion_ids: Sequence[list[int]] | None = None,
 ) -> RewardResult:
-    """The rewards of completions, `examples[i]` being what completion i answers."""
+    """The rewards of completions; `completions[i]` answers `examples[i]`."""
     columns: dict[str, Any] = {
         name: [example.fields.get(name) for example in examples]
         for name in dict.fromkeys(name for example in examples for name in example.fields)
@@ -36,20 +36,16 @@ def score(
 
 
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
-    """Raise a ValueError where a function needs what some of the examples do not have."""
+    """Raise a ValueError where some of the examples lack a column that a function needs."""
     for reward in rewards.rewards:
-        for name in reward.needs:
-            if name in SAMPLED:
-                continue
-            lacking = [e for e in examples if _lacks(e, name)]
-            field = "an answer" if name == "answers" else f"a field {name!r}"
-            first = str(lacking[0].prompt)[:60] if lacking else ""
-            require(
-                not lacking, f"rewards: {reward.name} asks for {name}",
-                f"{field} in every {split} example",
-                f"{len(lacking)} of {len(examples)} without, first {first!r}",
-            )  # fmt: skip
-
-
-def _lacks(example: Example, name: str) -> bool:
-    return example.answer is None if name == "answers" else name not in example.fields
+        for name in (name for name in reward.needs if name not in SAMPLED):
+            is_answers = name == "answers"
+            has = [e.answer is not None if is_answers else name in e.fields for e in examples]
+            if not all(has):
+                field = "an answer" if is_answers else f"a field {name!r}"
+                came = f"{has.count(False)} of {len(examples)} without"
+                first = str(examples[has.index(False)].prompt)[:60]
+                raise wrong(
+                    f"rewards: {reward.name} asks for {name}", f"{field} in every {split} example",
+                    f"{came}, first {first!r}",
+                )  # fmt: skip

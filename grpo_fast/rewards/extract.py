@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-MAX_DIGITS = 32
-_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+from grpo_fast.data.files import MAX_DIGITS, NUMBER
+
 # In running text a minus belongs to the number where nothing stands before it: "10-18" ends in 18.
 _NUMBER_IN_TEXT = re.compile(
     r"(?:(?<![0-9A-Za-z).])-\$?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
@@ -22,11 +22,11 @@ _DECORATION = "$%*, \t\r\n"  # stripped at both ends only: 5*3 is not 53
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The number that `text` is, decorations aside; None when it is anything else."""
+    """Read a text that is one number, decorations aside; None for any other."""
     bare = text.strip(_DECORATION).removesuffix(".").rstrip(_DECORATION)
     if bare.startswith("-$"):
         bare = "-" + bare[2:]
-    return _to_decimal(bare) if _NUMBER.fullmatch(bare) else None
+    return _to_decimal(bare) if NUMBER.fullmatch(bare) else None
 
 
 def marked_content(text: str) -> str | None:

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import require
+from grpo_fast.errors import number, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
 
@@ -47,10 +47,8 @@ class IsolatedReward:
         options: dict[str, Any] | None = None,
         per_sample: bool = False,
     ) -> None:
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
-        fits = is_number and 0 < timeout < threading.TIMEOUT_MAX
-        require(fits, "timeout", expected, repr(timeout))
+        number("timeout", timeout, expected, lambda x: 0 < x < threading.TIMEOUT_MAX)
         self.path, self.timeout, self.options = path, float(timeout), options or {}
         self.per_sample = per_sample
         expected = f"values that JSON can carry for reward {path}"
@@ -63,8 +61,7 @@ class IsolatedReward:
     def __call__(self, **columns: list[Any]) -> list[float | str]:
         count = len(next(iter(columns.values())))
         with self._closed_by_an_error():
-            self._start()
-            arguments = {**self._parameters.select(columns), **self.options}
+            arguments = {**self._start().select(columns), **self.options}
             request = {"number": next(self._numbers), "count": count, "arguments": arguments}
             limit = self.timeout * max(1, count * self.per_sample)
             answer = self._worker.ask(request, min(limit, threading.TIMEOUT_MAX))
@@ -74,10 +71,9 @@ class IsolatedReward:
 
     @property
     def parameters(self) -> calling.Parameters:
-        """The function's own. Raises RewardFailure where it cannot be had."""
+        """The function's parameters. Raises RewardFailure where it cannot be loaded."""
         with self._closed_by_an_error():
-            self._start()
-        return self._parameters
+            return self._start()
 
     def close(self) -> None:
         worker, self._worker = self._worker, None
@@ -86,7 +82,7 @@ class IsolatedReward:
 
     @contextlib.contextmanager
     def _closed_by_an_error(self) -> Iterator[None]:
-        """One thread at a time; Ctrl-C included: an answer to nobody may be on its way."""
+        """One thread at a time. An error or Ctrl-C ends the worker, whose answer may still come."""
         with self._lock:
             try:
                 yield
@@ -94,7 +90,7 @@ class IsolatedReward:
                 self.close()
                 raise
 
-    def _start(self) -> None:
+    def _start(self) -> calling.Parameters:
         # A fork has a copy of its parent's worker and must not talk to it.
         if self._worker is None or self._worker.owner != os.getpid():
             self._worker = _Worker(self.path)
@@ -102,6 +98,7 @@ class IsolatedReward:
             if "error" in loaded:
                 raise RewardFailure(loaded["error"], loaded["why"])
             self._parameters = calling.Parameters(*loaded["parameters"])
+        return self._parameters
 
 
 class _Worker:
@@ -113,6 +110,7 @@ class _Worker:
         self._pipe, theirs = Pipe()
         read_end, write_end = os.pipe()
         lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we
+        # Our copies of the child's ends are closed: an open one would hide that the child is gone.
         with os.fdopen(read_end, "rb", 0), theirs:
             handles = theirs.fileno(), read_end
             self.child = subprocess.Popen(
@@ -170,7 +168,7 @@ def _end(
     owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO,
     pipe: Connection,
 ) -> None:  # fmt: skip
-    """Not a method of the worker: it would keep that alive."""
+    """End the child and what it started. No method of `_Worker`, which it would keep alive."""
     if os.getpid() != owner:  # the copy in a fork
         return
     with contextlib.suppress(OSError):  # it ended by itself

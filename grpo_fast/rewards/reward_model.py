@@ -88,7 +88,8 @@ def encode_pairs(
 
 
 def set_padding(model: Any, tokenizer: Any) -> int:
-    """The padding token, told to the model, which looks for the last token before it."""
+    """Tell the model the padding token and return it: the score is read before the first one."""
+    # Where EOS pads, that is the token before EOS; in training, too.
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     require(pad is not None, "tokenizer", "a padding or end token", "one with neither")
     model.config.pad_token_id = pad

@@ -127,7 +127,7 @@ class RewardSet:
         answers: Sequence[str | None],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> RewardResult:
-        """Score N completions. `columns` are what a function may ask for besides the three.
+        """Score N completions. `columns`: the lists that functions may name besides the three.
 
         Raises ValueError for lists of different lengths, RewardError above `max_failures`.
         """

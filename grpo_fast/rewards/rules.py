@@ -1,4 +1,4 @@
-"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges."""
+"""Rewards by rules: right and wrong, the form of a completion; and how an evaluation judges."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from grpo_fast.errors import require
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
 
 Texts = Sequence[str]
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 # ------------------------------------------------------------------------------- numbers (GSM8K)
@@ -30,7 +31,7 @@ def gsm8k_format(*, completions: Texts) -> list[float]:
 
 
 def gold_number(answer: str) -> Decimal:
-    """The gold answer as a number. Raises ValueError where it is none: a fault of the data."""
+    """The gold answer as a number. Raises ValueError for any other text: a fault of the data."""
     number = parse_number(answer)
     require(number is not None, "answers", "a number of at most 32 digits", repr(answer[:60]))
     return number
@@ -88,15 +89,58 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
+    # A longer text may be made of thousands of digits, which `int` reads slowly and then refuses.
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
     return included + ordered / count * (1 if scaled else max(len(gold) - 1, 1))
 
 
+# ------------------------------------------------------------- the form: length, tags and words
+def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
+    """−length / scale, in tokens: a completion of `scale` of them loses 1."""
+    require(scale > 0, "scale", "a number above 0", scale)
+    return [-length / scale for length in completion_lengths]
+
+
+def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int) -> list[float]:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13), 0 … −1.
+
+    0 up to `max_length` − `buffer` tokens, from there falling linearly to −1 at `max_length`.
+    """
+    expected = f"a number above 0, at most max_length = {max_length}"
+    require(0 < buffer <= max_length, "buffer", expected, buffer)
+    free = max_length - buffer
+    return [-min(max(length - free, 0) / buffer, 1.0) for length in completion_lengths]
+
+
+def format_tags(
+    *, completions: Texts, tags: Texts = TAGS, per_tag: float = 0.1, number: bool = False
+) -> list[float]:
+    """`per_tag` for each tag that stands there exactly once, and once more for all in their order,
+    or with `number` for a number as the answer.
+
+    With the four tags of a thought and an answer that is 0 … 0.5.
+    """
+    return [per_tag * _tag_count(text, tags, number) for text in completions]
+
+
+def distinct_words(*, completions: Texts) -> list[float]:
+    """Different words / all words, case aside; 0 without a word. It punishes repetition."""
+    words = [text.casefold().split() for text in completions]
+    return [len(set(each)) / max(len(each), 1) for each in words]
+
+
+def _tag_count(text: str, tags: Texts, number: bool) -> int:
+    places = [text.find(tag) for tag in tags if text.count(tag) == 1]
+    if number:
+        return len(places) + (extract_strict(text) is not None)
+    return len(places) + (len(places) == len(tags) and places == sorted(places))
+
+
 # ------------------------------------------------------------------------------------ evaluation
 class Scorer(NamedTuple):
-    """How a task tells right from wrong in an evaluation; None stands for no answer found."""
+    """How a task's answers are read in an evaluation; None: there is no answer in the text."""
 
     strict: Callable[[str], Hashable | None]  # reads an answer out of a completion
     lenient: Callable[[str], Hashable | None]

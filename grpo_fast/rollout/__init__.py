@@ -1,7 +1,7 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
-from grpo_fast.rollout.completions import Rollout, generate
+from grpo_fast.rollout.completions import Rollout, check_prompts, encode_prompts, generate
 from grpo_fast.rollout.engine import (
     Completion,
     Engine,
@@ -12,7 +12,6 @@ from grpo_fast.rollout.engine import (
     build_engine,
 )
 from grpo_fast.rollout.own.model import SampledModel
-from grpo_fast.rollout.prompts import check_prompts, encode_prompts
 from grpo_fast.rollout.sampler import Sampling
 
 __all__ = [

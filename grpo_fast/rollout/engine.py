@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
 @functools.cache
 def say_that_kept_is_unknown(engine: str) -> None:
-    """For an engine that cannot say what `Sampling.wants_kept` asks for; once per process."""
+    """Warn, once per process, that an engine does not report the tokens that truncation kept."""
     log.warning(
         "%s does not say which tokens top_p and top_k kept: its log-probabilities are compared "
         "with the policy's over the whole vocabulary", engine,
@@ -67,8 +67,8 @@ class Request(NamedTuple):
 
     Attributes:
         seed: a completion's random numbers depend on it, its prompt's place and its number.
-        places: of each prompt in the whole step's batch, rising; None: this is all of it. So
-            several processes sample what one would.
+        places: index of each prompt in the whole step's batch, rising; None: this is all of it.
+            With them several processes sample what one would.
     """
 
     prompts: Sequence[Sequence[int]]  # token ids, none empty
@@ -84,10 +84,10 @@ class Engine(ABC):
     No call waits for ever: what an engine waits for has a timeout, and its error says for what.
     """
 
-    # It samples on a device and with weights of its own, also in a thread while the policy is
+    # The engine has a device and weights of its own: it may sample in a thread while the policy is
     # trained, and needs no sleep meanwhile.
     is_apart = False
-    # Why it samples by a slower path than its own, which gives other bits; None: it does not.
+    # Why the engine samples by a slower path, which gives other bits; None: it does not.
     fallback: str | None = None
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
@@ -127,8 +127,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
         ValueError: it cannot run here, or not with this model; the message says what is missing.
     """
     module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(policy, options)
-    return engine
+    return getattr(importlib.import_module(module), name)(policy, options)
 
 
 @contextmanager
@@ -143,19 +142,18 @@ def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
 
 
 def seed_for(purpose: str, seed: Seed, *more: int) -> int:
-    """A 63-bit seed for one purpose, such as "rollout", from the one that an engine is given."""
+    """A 63-bit seed for one purpose, such as "rollout", derived from an engine's seed."""
     return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
 
 
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:  # (count·G, length) in [0, 1)
-    """The random numbers of `count` prompts' completions: row by row, by their places."""
+    """The random numbers of `count` prompts' completions, in the order of their places."""
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
-    if places is None:
-        return torch.rand(count * group_size, length, generator=generator)
-    wanted, rows = set(places), []
-    for place in range(max(places, default=-1) + 1):
+    wanted, rows = set(range(count) if places is None else places), []
+    # One generator for the whole step's batch: the numbers of other ranks' places are drawn, too.
+    for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)
         if place in wanted:
             rows.append(group)

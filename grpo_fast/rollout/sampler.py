@@ -35,7 +35,7 @@ class Sampling(BaseModel):
 
     @property
     def wants_kept(self) -> bool:
-        """Whether engines hand on what each token was drawn from."""
+        """Whether engines report the tokens that truncation kept."""
         return self.truncates
 
     @field_validator("temperature")
@@ -92,16 +92,17 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, 
 
 
 def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
-    """The `most` likeliest logits of each row and their rising ids; −inf where others leave out."""
+    """The `most` likeliest logits of each row and their rising ids; −inf: dropped by the others."""
     values, ids = z.topk(most, dim=-1)
     if options.top_p < 1:
         p = values.softmax(-1)
         # A token stays while the mass before it is below top_p: the most likely one does.
-        beyond = p.cumsum(-1) - p >= options.top_p
-        beyond[:, 0] = False  # also where top_p is 0 in fp32
-        values = values.masked_fill(beyond, float("-inf"))
+        dropped = p.cumsum(-1) - p >= options.top_p
+        dropped[:, 0] = False  # also where top_p is 0 in fp32
+        values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # the most likely one stands first
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
+    # `pick` draws in the order of the vocabulary, not of the likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
@@ -136,4 +137,5 @@ class Sampler:
         drawn = sample(scores, self.uniforms[:, t], self.options)
         self.drawn.append(drawn)
         self.logps[:, t] = drawn.logps
+        # `generate` is greedy: it takes the only token that is left.
         return torch.full_like(scores, float("-inf")).scatter_(-1, drawn.tokens[:, None], 0.0)

@@ -113,20 +113,13 @@ def compare(one: Any, other: Any, tolerance: float) -> None:
         torch.testing.assert_close(weight, weights[name], rtol=tolerance, atol=tolerance / 10)
 
 
-def lora() -> dict[str, Any]:
-    peft = pytest.importorskip("peft")
-    return {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
-
-
 @pytest.mark.parametrize("options", [
     {"beta": 0.0, "temperature": 0.7}, {"beta": 1.0}, {"eval_strategy": "steps", "eval_steps": 2},
-    {"gradient_checkpointing": True}, {"bf16": True}, lora,
+    {"gradient_checkpointing": True}, {"bf16": True},
+    {"lora": {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}},
 ], ids=["forward", "reverse", "jsd_eval", "checkpointing", "autocast", "lora"])  # fmt: skip
-def test_runs(folders, tmp_path, options, monkeypatch):
-    options = options() if callable(options) else options
-    calls, function = [], ours.divergence_loss
-    counted = lambda *a, **k: calls.append(1) or function(*a, **k)  # noqa: E731
-    monkeypatch.setattr(ours, "divergence_loss", counted)
+def test_runs(folders, tmp_path, options, spied):
+    calls = spied(ours, "divergence_loss")
     one, other = (cases.distillation(folders, tmp_path, **options) for _ in range(2))
     start = {n: x.clone() for n, x in other.model.state_dict().items()}
     head.use_fast_head(other)

@@ -15,6 +15,7 @@ cases = importlib.import_module("tests.integrations.trl_cases")
 head = importlib.import_module("grpo_fast.integrations.trl.head")
 fast_head = importlib.import_module("grpo_fast.integrations.fast_head")
 
+BOTH = utils._ChunkedLogProbFunction.apply, head.fast_log_probs
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 RULES = {
     "plain": {},
@@ -42,7 +43,7 @@ def tensors() -> tuple:
 def call(function: Any, arguments: tuple, outputs: tuple[str, ...] = ALL, **rule: Any) -> tuple:
     options = {"temperature": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0, **rule}
     hidden, weight, bias, targets = arguments
-    return function.apply(
+    return function(
         hidden, weight, bias, targets, options["temperature"], 16,
         options["final_logit_softcapping"], options["logit_scale"], outputs,
     )  # fmt: skip
@@ -52,7 +53,7 @@ def call(function: Any, arguments: tuple, outputs: tuple[str, ...] = ALL, **rule
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_outputs_and_gradients(name, with_bias):
     results = []
-    for function in (utils._ChunkedLogProbFunction, head.FastLogProbs):
+    for function in BOTH:
         hidden, weight, bias, targets = tensors()
         leaves = [hidden, weight, *([bias] if with_bias else [])]
         given = hidden, weight, bias if with_bias else None, targets
@@ -70,25 +71,24 @@ def test_outputs_and_gradients(name, with_bias):
 
 
 def test_outputs_that_are_asked_for_ties_and_no_token():
-    both = utils._ChunkedLogProbFunction, head.FastLogProbs
     for outputs in ((), ("entropy",), ("is_top1",), ("log_probs", "mean_logits")):
-        theirs, ours = (call(function, tensors(), outputs) for function in both)
+        theirs, ours = (call(function, tensors(), outputs) for function in BOTH)
         assert [x is None for x in ours] == [x is None for x in theirs]
     hidden, weight = torch.ones(2, 4), torch.ones(5, 4)  # all logits tie: the argmax is token 0
-    for function in (utils._ChunkedLogProbFunction, head.FastLogProbs):
+    for function in BOTH:
         top1 = call(function, (hidden, weight, None, torch.tensor([0, 3])))[4]
         assert top1.tolist() == [True, False]
     hidden, weight, bias, targets = tensors()
-    outputs = call(head.FastLogProbs, (hidden[:0], weight, bias, targets[:0]))
+    outputs = call(head.fast_log_probs, (hidden[:0], weight, bias, targets[:0]))
     assert all(x.shape == (0,) for x in outputs)
     outputs[0].sum().backward()
     assert weight.grad.abs().sum() == 0
 
 
 def test_blocks_make_no_difference(monkeypatch):
-    whole = call(head.FastLogProbs, tensors(), final_logit_softcapping=2.0)
+    whole = call(head.fast_log_probs, tensors(), final_logit_softcapping=2.0)
     monkeypatch.setattr(head, "BLOCK_ELEMENTS", 150)
-    blocks = call(head.FastLogProbs, tensors(), final_logit_softcapping=2.0)
+    blocks = call(head.fast_log_probs, tensors(), final_logit_softcapping=2.0)
     for a, b in zip(whole, blocks, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -123,18 +123,16 @@ def labelled() -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "fused_lm_head": True}
 
 
-def test_one_model_and_no_other(monkeypatch):
+def test_one_model_and_no_other(spied):
     model, other = fused_model(), fused_model()
-    theirs = model(**labelled())
-    kernel, calls = utils._ChunkedLogProbFunction, []
-    counted = staticmethod(lambda *a: calls.append(a) or kernel.apply(*a))
-    monkeypatch.setattr(head.FastLogProbs, "apply", counted)
+    theirs, kernel = model(**labelled()), utils._ChunkedLogProbFunction
+    calls = spied(head, "fast_log_probs")
     handle = head.use_fast_head(model)
     other(**labelled())
     assert utils._ChunkedLogProbFunction is kernel and not calls
     model(**labelled())
     assert len(calls) == 1
-    assert calls[0][0].shape[0] == 8 + 5, "only labelled positions are scored"
+    assert calls[0].args[0].shape[0] == 8 + 5, "only labelled positions are scored"
     handle.undo()
     again = model(**labelled())
     assert len(calls) == 1 and torch.equal(again.log_probs, theirs.log_probs)
@@ -177,8 +175,7 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     model = fused_model()
     theirs = model(**labelled())
     head.use_fast_head(model)
-    refuse = staticmethod(lambda *_: pytest.fail("ours was called"))
-    monkeypatch.setattr(head.FastLogProbs, "apply", refuse)
+    monkeypatch.setattr(head, "fast_log_probs", lambda *_: pytest.fail("ours was called"))
     if by == "ZeRO-3":
         model.lm_head.weight.ds_id = 0  # DeepSpeed's mark
     else:
@@ -245,12 +242,10 @@ def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp
     [(sft, {}), (dpo, {}), (dpo, {"use_weighting": True}), (dpo, {"bf16": True})],
     ids=["sft", "dpo", "dpo_wpo", "dpo_bf16"],
 )
-def test_runs_of_other_trainers(tmp_path_factory, tmp_path, build, options, monkeypatch):
+def test_runs_of_other_trainers(tmp_path_factory, tmp_path, build, options, spied):
     path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
     theirs, ours = build(path, tmp_path, **options), build(path, tmp_path, **options)
-    calls, apply = [], head.FastLogProbs.apply
-    counted = staticmethod(lambda *a: calls.append(1) or apply(*a))
-    monkeypatch.setattr(head.FastLogProbs, "apply", counted)
+    calls = spied(head, "fast_log_probs")
     head.use_fast_head(ours)
     theirs.train(), ours.train()
     assert len(calls) == (2 if build is sft else 4)  # policy and reference

@@ -75,9 +75,9 @@ def compare_runs(
     for number, base in enumerate((trl.GRPOTrainer, fast.FastGRPOTrainer)):
         cls = type(base.__name__, (*mixins, base), {})
         sampler = cases.Injected(260) if Sampler not in mixins else sampled_by(cases.Injected(260))
-        peft_config = options["peft_config"]() if "peft_config" in options else None
-        more = {**options, "peft_config": peft_config, "completions": sampler}
-        trainer = cases.trainer(cls, model_path, tmp_path / str(number), **more)
+        trainer = cases.trainer(
+            cls, model_path, tmp_path / str(number), completions=sampler, **options
+        )
         trainer.train()
         if options.get("evaluation"):
             trainer.evaluate()
@@ -91,10 +91,6 @@ def compare_runs(
         assert torch.allclose(tensor.float(), state[name].float(), rtol=0, atol=weights), name
     if reaches is not None:
         assert max(abs(entry.get(reaches) or 0.0) for entry in theirs.state.log_history) > 0
-
-
-def lora() -> Any:
-    return importlib.import_module("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
@@ -177,7 +173,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "mixins": [Sampler], "loss": ON_LOGPS, "loss_type": "vespo",
         "off_policy_mask_threshold": 0.5, "vllm_importance_sampling_mode": "token_truncate",
     },
-    "lora": {"loss_type": "grpo", "beta": 0.1, "peft_config": lora, "reaches": "kl"},
+    "lora": {"loss_type": "grpo", "beta": 0.1, "lora": {}, "reaches": "kl"},
     "bf16_weights": {"dtype": torch.bfloat16, **IN_BF16},
     "bf16_autocast": {"bf16": True, "beta": 0.05, **IN_BF16},
 }  # fmt: skip

@@ -73,11 +73,6 @@ def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
     raise AssertionError("greedy completions are all the same")
 
 
-def lora(**options: Any) -> Any:
-    config = importlib.import_module("peft").LoraConfig
-    return config(r=4, target_modules=["q_proj", "v_proj"], **options)
-
-
 class ChatTemplate:
     """Prompts as messages."""
 
@@ -98,7 +93,7 @@ class ChatTemplate:
             "steps_per_generation": 4, "per_device_train_batch_size": 2, "max_steps": 5,
         },
         {"gradient_checkpointing": True, "ends": HALF},
-        {"peft_config": lora, "beta": 0.1},
+        {"lora": {}, "beta": 0.1},
         {"bf16": True, "ends": HALF},
         {"dtype": torch.bfloat16, "cast_lm_head_to_fp32": True},
         {"pad_to_multiple_of": 8, "ends": HALF},
@@ -114,11 +109,8 @@ def test_greedy_runs_are_trls(model_path, tmp_path, options):
         del options["ends"]
         options["ends"] = spreading_ends(model_path, tmp_path / "first", **options)
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
-        made = dict(options)
-        if "peft_config" in made:
-            made["peft_config"] = made["peft_config"]()
         cls = type(cls.__name__, (ChatTemplate, cls), {}) if chat else cls
-        pair.append(run(cls, model_path, tmp_path / cls.__name__, **made))
+        pair.append(run(cls, model_path, tmp_path / cls.__name__, **options))
     theirs, ours = pair
     assert ours.fast_path["rollouts"] == "ours", ours.fast_path
     assert ours.drawn == theirs.drawn
@@ -246,7 +238,7 @@ def test_models_that_our_loop_would_compute_wrongly(tmp_path):
 
 
 def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
-    options = {"peft_config": lora(lora_dropout=0.5, init_lora_weights=False), "max_steps": 1}
+    options = {"lora": {"lora_dropout": 0.5, "init_lora_weights": False}, "max_steps": 1}
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path, **options, **GREEDY)
     assert trainer.fast_path["rollouts"] == "ours"
     trainer.model.train()

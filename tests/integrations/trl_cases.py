@@ -93,16 +93,25 @@ class Injected:
         return completions, None
 
 
+def adapter(options: dict[str, Any]) -> Any:
+    """Taken out of these options: `peft_config`, or `lora` with changes to a usual LoraConfig."""
+    from peft import LoraConfig
+
+    lora, given = options.pop("lora", None), options.pop("peft_config", None)
+    usual = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    return given if lora is None else LoraConfig(**{**usual, **lora})
+
+
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
     """A trainer of this class on the model in `path`.
 
-    `options` go to GRPOConfig, `more` and peft_config to it, loading to `from_pretrained`.
+    `options` go to GRPOConfig, those of `adapter` and `more` to it, loading to `from_pretrained`.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig
 
-    evaluation, peft_config = options.pop("evaluation", False), options.pop("peft_config", None)
+    evaluation, peft_config = options.pop("evaluation", False), adapter(options)
     dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
     rows, more = options.pop("data", None), options.pop("more", {})
     settings = SETTINGS | {
@@ -132,7 +141,7 @@ def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **optio
         "output_dir": str(output), "max_steps": 3, "gradient_accumulation_steps": 2,
         "learning_rate": 0.1, "max_completion_length": COMPLETION, **options,
     }  # fmt: skip
-    peft_config = settings.pop("peft_config", None)
+    peft_config = adapter(settings)
     models = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in folders]
     data = Dataset.from_dict({"prompt": prompts(8)})
     made = (cls or DistillationTrainer)(

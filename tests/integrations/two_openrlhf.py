@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.trainers import packages
 from grpo_fast.integrations.openrlhf import PolicyLoss
 from tests import grpo_reference
-from tests.integrations.two_trl import Result, between_ranks, furthest
+from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
 ACCUMULATED, STEPS = 2, 2
@@ -75,14 +75,9 @@ def train(loss_fn: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
 def run(name: str) -> Result:
     theirs = packages.load_openrlhf_loss().PolicyLoss(**OPTIONS[name])
     (logs, expected), (ours, found) = train(theirs), train(PolicyLoss.like(theirs))
-    return {
-        "wrapped": "DistributedDataParallel",
-        "processes": distributed.get_world_size(),
-        "logs": [logs, ours],
-        "weights": furthest(expected, found),
-        "ranks": between_ranks(found),
-        "tokens": int(sum(batch["mask"].sum() for batch in micro_batches())),
-    }
+    tokens = int(sum(batch["mask"].sum() for batch in micro_batches()))
+    wrapped, processes = "DistributedDataParallel", distributed.get_world_size()
+    return outcome(wrapped, processes, [logs, ours], expected, found, tokens=tokens)
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:

@@ -15,7 +15,7 @@ from grpo_fast import LossConfig
 from tests import grpo_reference
 from tests.integrations import test_integration_examples as examples
 from tests.integrations import test_lightning
-from tests.integrations.two_trl import Result, between_ranks, furthest
+from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
 SIZES = (8, 4)  # completions of each rank's batches
@@ -91,13 +91,8 @@ def lightning_case(name: str, folder: Path) -> Result:
         given = twin, reference, both(step), optimizer
         options = {"group_size": 4, "inner_iterations": 2, **LIGHTNING[name][1]}
         expected.append(test_lightning.tutorial_step(*given, max_grad_norm=1.0, **options))
-    return {
-        "wrapped": type(trainer.strategy).__name__,
-        "processes": trainer.world_size,
-        "logs": [expected, logged],
-        "weights": furthest(named(twin), named(model)),
-        "ranks": between_ranks(named(model)),
-    }
+    wrapped, logs = type(trainer.strategy).__name__, [expected, logged]
+    return outcome(wrapped, trainer.world_size, logs, named(twin), named(model))
 
 
 def hf_case(folder: Path) -> Result:
@@ -118,13 +113,10 @@ def hf_case(folder: Path) -> Result:
         expected.append(
             {"loss": float(loss), "grad_norm": float(norm), "active_tokens": tokens / 2}
         )
-    return {
-        "wrapped": type(trainer.model_wrapped).__name__,
-        "processes": trainer.accelerator.num_processes,
-        "logs": [expected, trainer.state.log_history[:2]],
-        "weights": furthest(named(twin), named(model)),
-        "ranks": between_ranks(named(model)),
-    }
+    return outcome(
+        type(trainer.model_wrapped).__name__, trainer.accelerator.num_processes,
+        [expected, trainer.state.log_history[:2]], named(twin), named(model),
+    )  # fmt: skip
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:

@@ -1,6 +1,5 @@
 """Runs of TRL's `GRPOTrainer` and of ours under DDP, each rank with completions of its own."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo", "beta": 0.1, **SYNCED, **MOVING, "max_steps": 4},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", **MOVING},
     "lora": {
-        "loss_type": "dapo", "beta": 0.1, "lora": True, "gradient_checkpointing": True, **MOVING,
+        "loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True, **MOVING,
     },
     "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
     # A group's completions on two ranks, four steps per generation, clipped gradients.
@@ -44,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
 }  # fmt: skip
-RESUMED = {"resumed": {}, "resumed_lora": {"lora": True}}
+RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 # Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -73,12 +72,9 @@ class Completions:
 
 
 def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: bool = False) -> Any:
-    options = {"max_grad_norm": 100.0, **options}
-    if options.pop("lora", False):
-        lora = importlib.import_module("peft").LoraConfig
-        options["peft_config"] = lora(r=4, target_modules=["q_proj", "v_proj"])
     drawn = Completions(distributed.get_rank(), cut)
-    return trl_cases.trainer(cls, str(folder), output, completions=drawn, **options)
+    options = {"max_grad_norm": 100.0, "completions": drawn, **options}
+    return trl_cases.trainer(cls, str(folder), output, **options)
 
 
 class NoPrompt:
@@ -108,16 +104,23 @@ def between_ranks(found: dict[str, Tensor]) -> float:
     return furthest(found, first)
 
 
+Weights = dict[str, Tensor]
+
+
+def outcome(
+    wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
+) -> Result:
+    """Of one case on one rank: the logs of both sides, and how far our weights are from theirs."""
+    apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
+    return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
+
+
 def compared(theirs: Any, ours: Any) -> Result:
-    return {
-        "wrapped": type(ours.model_wrapped).__name__,
-        "processes": ours.accelerator.num_processes,
-        "path": getattr(ours, "fast_path", None),
-        "logs": [theirs.state.log_history, ours.state.log_history],
-        "weights": furthest(weights(theirs), weights(ours)),
-        "ranks": between_ranks(weights(ours)),
-        "tokens": ours._generate_single_turn.tokens,
-    }
+    return outcome(
+        type(ours.model_wrapped).__name__, ours.accelerator.num_processes,
+        [theirs.state.log_history, ours.state.log_history], weights(theirs), weights(ours),
+        path=getattr(ours, "fast_path", None), tokens=ours._generate_single_turn.tokens,
+    )  # fmt: skip
 
 
 def run(name: str, folder: Path, output: Path) -> Result:

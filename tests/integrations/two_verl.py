@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from benchmarks.trainers import packages
 from tests.integrations import trl_cases
-from tests.integrations.two_trl import Result, between_ranks, furthest
+from tests.integrations.two_trl import Result, outcome
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS, RESPONSES = (2, 3, 1, 2), ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens; of each rank
@@ -139,14 +139,10 @@ def run(name: str, path: str) -> Result:
     made = engine(path, ours)
     with cases.head.use_fast_head(made.module), cases.ours.register():
         ours_logs, found = train(made, "fast_", ours)
-    return {
-        "wrapped": type(made.module).__name__,
-        "processes": made.get_data_parallel_size(),
-        "logs": [logs, ours_logs],
-        "weights": furthest(expected, found),
-        "ranks": between_ranks(found),
-        "tokens": sum(RESPONSES[distributed.get_rank()]),
-    }
+    return outcome(
+        type(made.module).__name__, made.get_data_parallel_size(), [logs, ours_logs], expected,
+        found, tokens=sum(RESPONSES[distributed.get_rank()]),
+    )  # fmt: skip
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:

@@ -101,7 +101,7 @@ MUTANTS = [
            "every reading is computed as the prompts were sent", "doctor"),
     Mutant("doctor-bf16-head-apart", RECOMPUTE,
            "wide = head.weight.dtype  # an engine", "pass  # an engine",
-           "a model in bf16 keeps its logits in fp32", "doctor"),
+           "a model in bf16 keeps its logits in fp32", "doctor_plants"),
     Mutant("doctor-noise-of-one-pass", RECOMPUTE, "for budget in (BUDGET, 1)",
            "for budget in (BUDGET, BUDGET)", "the trainer has no noise", "doctor_plants"),
     Mutant("doctor-band-of-one-side", RECOMPUTE, "(ratio < BAND[0]) | (ratio > BAND[1])",

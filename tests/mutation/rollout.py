@@ -30,7 +30,7 @@ MUTANTS = [
            "t = len(self.drawn)", "t = 0",
            "all tokens of a completion share one random number", "decode"),
     Mutant("sampler-top-p-one-less", SAMPLER,
-           "beyond = p.cumsum(-1) - p >= options.top_p", "beyond = p.cumsum(-1) >= options.top_p",
+           "dropped = p.cumsum(-1) - p >= options.top_p", "dropped = p.cumsum(-1) >= options.top_p",
            "the token that crosses top_p is left out", "rollout"),
     Mutant("sampler-impossible-token", SAMPLER,
            "torch.searchsorted(cumulative, target[:, None], right=True)",

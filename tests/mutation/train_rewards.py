@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 REWARDS, TRAIN = "grpo_fast/rewards", "grpo_fast/train"
 CALLING, ISOLATED, SET = (f"{REWARDS}/{x}.py" for x in ("calling", "isolated", "reward_set"))
-COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "shaping", "reward_model"))
+COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "rules", "reward_model"))
 INIT, PATTERN = f"{REWARDS}/__init__.py", f"{REWARDS}/workers/pattern.py"
 GROUPS = f"{TRAIN}/collect/groups.py"
 TRAINING, PAIRS = f"{TRAIN}/experiments/reward_model.py", "grpo_fast/data/pairs.py"
@@ -41,7 +41,7 @@ MUTANTS = [
            "[len(ids) for ids in completion_ids]", "[len(ids) - 1 for ids in completion_ids]",
            "the end of a completion is no token of it", "workers"),
     Mutant("rewards-missing-answers", COLUMNS,
-           'return example.answer is None if name == "answers"', 'return False if name == "answers"',
+           'e.answer is not None if is_answers', 'True if is_answers',
            "a reward that compares with answers begins a run that has none", "workers"),
     Mutant("rewards-pattern-lines", PATTERN,
            "re.compile(pattern, re.DOTALL)", "re.compile(pattern)",
@@ -115,14 +115,14 @@ MUTANTS = [
     Mutant("code-writes", SANDBOX, "step(LOAD, 0, 0, FLAGS), step(ANY_BIT, 0, 1, WRITES)",
            "step(LOAD, 0, 0, FLAGS), step(ANY_BIT, 0, 1, 0)",
            "an answer opens files for writing", "code_tests_all"),
-    Mutant("code-no-clock", CODE, "_read(pipe, count * len(line) if begun == line else 500, seconds)",
-           "_read(pipe, count * len(line) if begun == line else 500, 60 * seconds)",
+    Mutant("code-no-clock", CODE, "_read(pipe, count * len(line) if first == line else 500, seconds)",
+           "_read(pipe, count * len(line) if first == line else 500, 60 * seconds)",
            "an answer that sleeps is waited for", "code_tests"),
     Mutant("code-exits-in-a-test", SANDBOX, "except BaseException:  # sys.exit()",
            "except Exception:  # sys.exit()",
            "a test that exits takes the later ones along", "code_tests_exit"),
-    Mutant("code-all-tests", CODE, "told.split(b\"\\n\").count(mark.encode())",
-           "told.split(b\"\\n\").count(mark.encode()) and count",
+    Mutant("code-all-tests", CODE, "output.split(b\"\\n\").count(mark.encode())",
+           "output.split(b\"\\n\").count(mark.encode()) and count",
            "one test that holds is all of them", "code_tests"),
     Mutant("code-first-block", CODE, "parts[-2] if len(parts) % 2", "parts[1] if len(parts) % 2",
            "an answer that was given up is run", "code_tests_block"),

@@ -53,16 +53,14 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # nothing of it is inference's
 
 
-def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, monkeypatch):
+def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
     model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
     keywords = {"tokenizer": tokenizer, "max_new_tokens": 6, "seed": 3}
     texts = generate(model, PROMPTS, group_size=2, **keywords)
     assert generate(model, ids, group_size=2, **keywords).completion_ids == texts.completion_ids
-    counts = []
-    seat = RolloutCache.seat
-    monkeypatch.setattr(RolloutCache, "seat", lambda c, n: counts.append(list(n)) or seat(c, n))
+    calls = spied(RolloutCache, "seat")
     twice = generate(model, [[*p] for p in ids for _ in range(2)], **keywords)
-    assert counts[0] == [2, 2]
+    assert calls[0].args[1] == [2, 2]
     assert twice.completion_ids == texts.completion_ids
 
 

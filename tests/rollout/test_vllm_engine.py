@@ -14,6 +14,7 @@ from grpo_fast.rollout.vllm.answers import StaleWeights
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.models.policy import Policy
+from tests.rollout.vllm_stand_in import spoil
 from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]
@@ -95,11 +96,6 @@ def vllm(policy, monkeypatch):
 def generate(policy, engine, **options):
     sampling = Sampling(**{"max_new_tokens": 6, **options})
     return rollouts.generate(policy, PROMPTS, sampling, group_size=3, seed=1, engine=engine)
-
-
-def spoil(policy):
-    with torch.no_grad():
-        policy.lm.get_input_embeddings().weight.mul_(0.5)
 
 
 @pytest.mark.parametrize(

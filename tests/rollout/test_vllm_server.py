@@ -20,7 +20,7 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw, StandIn, difference
+from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw, StandIn, difference, spoil
 from tests.tiny import SYMBOLS, tiny_model, tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 =", "1 1 ="]
@@ -43,11 +43,6 @@ def engine(policy: Policy, server: StandIn) -> VLLMServers:
 def generate(policy, engine, prompts=PROMPTS, *, seed=1, places=None, **options):
     asked = {"group_size": 3, "seed": seed, "engine": engine, "places": places}
     return rollouts.generate(policy, prompts, Sampling(max_new_tokens=6, **options), **asked)
-
-
-def spoil(policy: Policy) -> None:
-    with torch.no_grad():
-        policy.lm.get_output_embeddings().weight.mul_(0.5)
 
 
 # ------------------------------------------------------------------------------------- weights

@@ -41,6 +41,12 @@ def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
         return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
 
 
+@torch.no_grad()
+def spoil(policy: Any) -> None:
+    """Give the policy weights that no server has."""
+    policy.lm.get_output_embeddings().weight.mul_(0.5)
+
+
 class Raw:
     """What is written in the place of an answer: `play(write)`, where `write` takes bytes."""
 

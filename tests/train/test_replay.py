@@ -7,7 +7,7 @@ import torch
 
 from grpo_fast import grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.rollout import Kept, Rollout, generate
+from grpo_fast.rollout import Kept, Request, Rollout, generate
 from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -198,7 +198,8 @@ def test_vllm_hands_on_sets_where_they_are_asked_for(policy, replay):
         "weight_versions": [{"version": "0", "start": 0, "end": 2}],
     }  # fmt: skip
     found = parsed(Choices, {"choices": [choice]}, "vLLM")
-    (completion,) = Asked(policy, asked, 0, "0").completions(found, 1, "vLLM")
+    request = Request([[3]], asked, group_size=1, seed=0)
+    (completion,) = Asked(policy, request, 0, "0").completions(found, "vLLM")
     kept = completion.kept
     assert (kept is None) == (replay == "off")
     assert kept is None or kept.ids.tolist() == [1, 3, 1]

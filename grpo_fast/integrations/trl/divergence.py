@@ -69,6 +69,7 @@ def divergence_loss(
     def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # h: as the head's hooks cast it
+            # Any ids do for targets: their advantages are 0.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

@@ -106,11 +106,12 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
     def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
         dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
-        return head(hidden, run=lambda layer, h: FastLogProbs.apply(
+        return head(hidden, run=lambda layer, h: fast_log_probs(
             h.to(dtype), layer.weight, layer.bias, *rest
         ))  # fmt: skip
 
     kernel = types.SimpleNamespace(apply=apply)
+    # No weight is an instance of (): TRL gathers none.
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
     rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
     ours = types.FunctionType(theirs.__code__, scope, *rest)
@@ -118,35 +119,29 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
     return ours
 
 
-class FastLogProbs:
-    @staticmethod
-    def apply(
-        hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        targets: Tensor,  # (N,)
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-    ) -> Outputs:
-        """TRL's five outputs, (N,) each; None where not asked for."""
-        count, rule = len(hidden), Rule(temperature, final_logit_softcapping, logit_scale)
-        if count == 0:  # a row without a target keeps weight and trunk in the graph
-            hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-            targets = targets.new_full((1,), -100)
-        dtype = compute_dtype(hidden)
-        h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        # The operands have their dtype; sums stay fp32.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logps = linear_logps(
-                h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
-            )
-            logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
-            stats = row_statistics(h, w, b, targets, logps, outputs, rule)
-        extras = (stats.get(x) for x in ("log_sum_sq_probs", "mean_logits", "is_top1"))
-        return tuple(None if x is None else x[:count] for x in (logps, entropy, *extras))  # type: ignore[return-value]
+def fast_log_probs(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = (),
+) -> Outputs:
+    """TRL's five outputs, (N,) each; None where not asked for."""
+    rule, dtype = Rule(temperature, final_logit_softcapping, logit_scale), compute_dtype(hidden)
+    h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    # The operands have their dtype; sums stay fp32.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logps = linear_logps(
+            h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
+        )
+        logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
+        stats = row_statistics(h, w, b, targets, logps, outputs, rule)
+    extras = map(stats.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
+    return logps, entropy, *extras
 
 
 class Rule(NamedTuple):

@@ -1,4 +1,4 @@
-"""TRL's GRPO options: which calls take the fast path, by which loss config, and a proof of both.
+"""TRL's GRPO options: which of them take the fast path, by which `LossConfig`; a probe of both.
 
 An option is computed by the fast path, or the trainer says by name which part of the work stays
 with TRL's own code, which honours it.
@@ -36,7 +36,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Why the forward stays TRL's own padded one, naming the option; None when it is packed."""
+    """Why the forward stays TRL's own padded one, by the option's name; None: it is packed."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -112,7 +112,7 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """The config that equals TRL's, and the rule of the logits (temperature and so on)."""
+    """The LossConfig that equals TRL's options; `head`: its rule of the logits, as keywords."""
     if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
@@ -190,10 +190,10 @@ def probe(trainer: Any, theirs: Any) -> str | None:
         ref_logps=job.ref_logps, entropy=entropies, num_items_in_batch=job.num_items,
     )  # fmt: skip
     loss = ours.loss / job.divisor
-    wanted = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
-    came = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
+    theirs_gradients = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
+    our_gradients = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
     names = "loss", "d loss/d logps", "d loss/d entropy"
-    pairs = (expected.detach(), *wanted), (loss.detach(), *came)
+    pairs = (expected.detach(), *theirs_gradients), (loss.detach(), *our_gradients)
     for name, a, b in zip(names, *pairs, strict=True):
         a, b = (torch.zeros(()) if x is None else x.float().cpu() for x in (a, b))
         if not (a - b).abs().max() <= PROBE_TOLERANCE * max(float(a.abs().max()), 1e-3):

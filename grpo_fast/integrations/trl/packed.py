@@ -3,21 +3,28 @@
 Its attention is replaced once by a function that computes packed rows where a layout comes with the
 call, and hands every other call (generation, evaluation) to the attention the model had. Gradient
 checkpointing recomputes a layer with the keywords of its first run, so it takes the same branch.
+
+The packed forward runs inside the model's own forward, and its head's, so that hooks fire once.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from grpo_fast import Support, linear_grpo_loss, linear_logps
 from grpo_fast.attention import pack_groups, register, window_as_mask
+from grpo_fast.integrations.fast_head import run_inside
+from grpo_fast.integrations.trl.head import FusedHead
+from grpo_fast.integrations.trl.options import SinglePass
 
 # Masks are made before the layers run and do not see the layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -26,7 +33,7 @@ PREFIX = "grpo_packed_or_"
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Calls of a prepared model in this block bring a layout, and no padding for a mask."""
+    """Tell the masks of a prepared model that its calls in this block bring a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -34,17 +41,23 @@ def packing() -> Iterator[None]:
         _packing.reset(token)
 
 
-def take_packed_rows(model: Any) -> str:
-    """Prepare this model (and no other); returns the name of the attention it had."""
+def take_packed_rows(model: Any) -> None:
+    """Prepare this model (and no other) for `packed_forward`: its attention, and its own forward
+    and its head's, which run ours inside.
+    """
+    fused = model.forward.__func__
+    run_inside(model)
+    # `use_fast_head` looks for TRL's closure there.
+    model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
+    run_inside(model.get_output_embeddings())
     before = model.config._attn_implementation
     if not before.startswith(PREFIX):
         model.set_attn_implementation(_register_over(before))
-    return before
 
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """The attention the model had, for code that goes by its name (paged, flash, static caches)."""
+    """Give the model its own attention back for a block of code that goes by attention's name."""
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -87,7 +100,7 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored ones."""
+    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored tokens."""
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]
@@ -122,9 +135,9 @@ def pack_padded(
     """
     (rows, length), device = scored.shape, input_ids.device
     ids, real = input_ids.cpu(), attention_mask.bool().cpu()
-    wanted = scored.bool().cpu() & real[:, -length:]
+    counted = scored.bool().cpu() & real[:, -length:]
     groups: dict[bytes, tuple[Tensor, list[int]]] = {}
-    for row in wanted.any(1).nonzero()[:, 0].tolist():
+    for row in counted.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-length][real[row, :-length]]
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
@@ -138,11 +151,49 @@ def pack_padded(
     # The unused completions stand last: no part of the packed row, they count as empty.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
-    scored_rows = wanted.flatten()[slots].nonzero()[:, 0]
-    counts = torch.nn.functional.pad(wanted[order].sum(1).cumsum(0), (1, 0)).int()
+    scored_rows = counted.flatten()[slots].nonzero()[:, 0]
+    counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
     predicting, target_ids = packed.predicting, packed.target_ids
     if scored_rows.shape[0] < target_ids.shape[0]:
         predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
     cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
     tensors = predicting, target_ids, cu_seqlens, order, slots
     return Pack(packed.model_inputs, *tensors, (rows, length))
+
+
+# ---- the packed forward
+
+
+class PackedCall(NamedTuple):
+    pack: Pack
+    head: FusedHead  # the rules of logits that TRL read from the policy's config
+    entropy: bool
+    loss: SinglePass | None = None
+    support: Support | None = None  # what the sampler drew the scored tokens from
+
+
+def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
+    with packing():
+        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
+    head = lm.get_output_embeddings()
+    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
+
+
+def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
+    pack, job = call.pack, call.loss
+    hidden, weight, bias = call.head.operands(layer, hidden)
+    rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
+    # Autocast is off: the operands have their dtype, and sums stay fp32.
+    with torch.autocast(hidden.device.type, enabled=False):
+        if job is None:
+            rule = call.head.rule._asdict()
+            result = linear_logps(
+                hidden, weight, pack.target_ids, return_entropy=call.entropy, **rule, **rows
+            )
+            return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
+        out = linear_grpo_loss(
+            hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
+            cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+            ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
+        )  # fmt: skip
+    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -29,7 +29,7 @@ class Replay:
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """One completion of each prompt; those whose sampler left nothing out are not kept."""
+        """Remember one completion of each prompt, if its sampler left tokens out."""
         for prompt, one in zip(prompts, completions, strict=True):
             if one.kept is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -43,7 +43,7 @@ class Replay:
         shape: tuple[int, int],  # (B, K)
         slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
     ) -> Replayed | None:
-        """Of the scored tokens, an empty set for those of others; None where nothing is known."""
+        """The sets of the scored tokens, empty where others drew them; None: nothing is known."""
         if not self.turns:
             return None
         # Places in `ids`, counts, logps and mass of each token of the batch.
@@ -70,15 +70,16 @@ class Replay:
         return Replayed(support, *(x.flatten()[scored].to(device) for x in (logps, mass)))
 
     def _turns_of(self, tokens: list[int], start: int) -> list[tuple[int, Completion, int]]:
-        """The turns in a sequence whose completion begins at `start`, each with its place."""
+        """(place, turn, its first row of `ids`) of each turn in a sequence prompted to `start`."""
         turns = []
         for length in {len(prompt) for prompt in self.turns}:
             if not start <= length < len(tokens):
                 continue
-            rest = tokens[length:]
+            completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                n = min(len(one.ids), len(rest))
-                if one.ids[:n] == rest[:n]:
+                # TRL may have cut the turn at the maximal length.
+                n = min(len(one.ids), len(completion))
+                if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))
                     break
         return turns

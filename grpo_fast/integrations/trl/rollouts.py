@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forgetful(Sampling):
-    """For a loss over the whole vocabulary, which asks nobody what was kept."""
+    """Sampling for a loss over the whole vocabulary: no engine reports the tokens that it kept."""
 
     @property
     def wants_kept(self) -> bool:
@@ -49,8 +49,7 @@ class OwnRollouts:
     fast_path: dict[str, str]
     _packs = False  # rows in which a token's support finds its place
 
-    def _start_rollouts(self: Any, lm: Any, attention: str) -> None:
-        """`attention`: that the model came with."""
+    def _start_rollouts(self: Any, lm: Any) -> None:
         self._lm, self._replay = lm, {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at, self._replayed_logps, self._truncates = None, None, False
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
@@ -58,7 +57,8 @@ class OwnRollouts:
         if self._unsuited is None:
             accelerator = self.accelerator
             self._sampled = SampledModel(
-                accelerator.unwrap_model(self.model), eos_ids=self.eos_token_ids, attn=attention,
+                accelerator.unwrap_model(self.model), eos_ids=self.eos_token_ids,
+                attn=self._own_attention,
                 autocast=DTYPES.get(accelerator.native_amp and accelerator.mixed_precision),
             )  # fmt: skip
             self._engine = build_engine(self._sampled)
@@ -80,7 +80,7 @@ class OwnRollouts:
         return self.replay_support and self._packs
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        """TRL's; what an earlier batch was drawn from is forgotten."""
+        """As TRL's; forgets what the batch before was drawn from."""
         self._replay[self._mode] = Replay()
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
@@ -88,7 +88,7 @@ class OwnRollouts:
         sampling = self._sampling()
         # Of the settings alone: all processes log, or none does.
         self._truncates = isinstance(sampling, Sampling) and sampling.wants_kept
-        if any(others[:2]):
+        if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
             sampling = "a prompt has no token"
@@ -119,14 +119,14 @@ class OwnRollouts:
     # replay
 
     def _replayed(self: Any, pack: Any, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """The sets that the scored tokens of these rows were drawn from; None: not known."""
+        """The sets that the scored tokens of these rows were drawn from; None: unknown."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         return known
 
     def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
-        """TRL's, and how far the sampler is from the policy, where it left tokens out."""
+        """As TRL's; logs how far the sampler is from the policy where it left tokens out."""
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
         if self._truncates:
             self._log_replay()
@@ -150,7 +150,7 @@ class OwnRollouts:
 
 
 def unsuited(trainer: Any, lm: Any) -> str | None:
-    """Why this trainer's rollouts stay TRL's, naming the option; None: ours may draw them."""
+    """Why this trainer's rollouts stay TRL's, by the option's name; None: they may be ours."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -163,7 +163,7 @@ def unsuited(trainer: Any, lm: Any) -> str | None:
 
 
 def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
-    """How completions are drawn; or the setting that our sampler does not read, by name."""
+    """How completions are drawn, or the name of a setting that our sampler does not read."""
     from transformers.generation import GenerationMixin
 
     model = trainer.accelerator.unwrap_model(trainer.model)

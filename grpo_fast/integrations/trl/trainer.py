@@ -26,9 +26,14 @@ from trl import GRPOTrainer
 from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.trl import options
-from grpo_fast.integrations.trl.forward import PackedCall, let_run_inside, packed_forward
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.packed import (
+    PackedCall,
+    own_attention,
+    pack_padded,
+    packed_forward,
+    take_packed_rows,
+)
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
@@ -54,12 +59,12 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Finished logps and entropies, for TRL's metrics.
-        self._given: tuple[Tensor, Tensor] | None = None
+        self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
-        attention = lm.config._attn_implementation
+        self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
         reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
@@ -69,7 +74,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
         use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
-        self._start_rollouts(lm, attention)
+        self._start_rollouts(lm)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
 
@@ -80,22 +85,20 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; say why where they compute something else."""
-        self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
-        let_run_inside(lm)
+        """Let policy and reference take packed rows; returns why not, where that changes logps."""
+        take_packed_rows(lm)
+        self._head = fused_head(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
         if reason is not None:
             lm.set_attn_implementation(self._own_attention)
         elif self.ref_model is not None:
-            reference = base_model(self.accelerator.unwrap_model(self.ref_model))
-            take_packed_rows(reference)
-            let_run_inside(reference)
+            take_packed_rows(base_model(self.accelerator.unwrap_model(self.ref_model)))
         return reason
 
     @torch.no_grad()
     def _self_check(self, lm: Any) -> str | None:
-        """Compare the packed forward with TRL's own on two short sequences; say how they differ.
+        """Returns how the packed forward differs from TRL's own on two short sequences, or None.
 
         Finds attention sinks, positions that are not RoPE's, a head with an unknown rule.
         """
@@ -140,9 +143,9 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
-        if self._given is not None:
-            return *self._given, None
+        """As TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
+        if self._finished is not None:
+            return *self._finished, None
         theirs = functools.partial(
             super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask,
             logits_to_keep, batch_size, compute_entropy, **kwargs,
@@ -177,7 +180,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # loss
 
     def _compute_loss(self, model, inputs):
-        """TRL's loss of one micro-batch and its metrics; the gradient is the single pass's."""
+        """TRL's loss and metrics of one micro-batch; the gradient comes from the single pass."""
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
@@ -208,8 +211,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
-        self._given = (logps, entropies)
+        self._finished = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)
         finally:
-            self._given = None
+            self._finished = None

@@ -51,13 +51,14 @@ class FastLinearForPPO(nn.Module):
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
         hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        # The operands have their dtype; sums stay fp32.
+        # Autocast is off: the operands have their dtype, and sums stay fp32.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
             )
 
 
+# A global of verl's module: forwards in two threads at once would see each other's.
 @contextmanager
 def _swapped() -> Iterator[None]:
     import verl.utils.experimental.torch_functional as home
@@ -77,7 +78,11 @@ def use_fast_head(model: nn.Module) -> FastHead:
     softcap, scale) that verl's fused forward leaves out.
     """
     _check(model)
-    before, own = model.forward, "forward" in vars(model)
+    before, handle = model.forward, FastHead()
+    # Run in reverse: our forward goes, then the one that stood on the model itself comes back.
+    if "forward" in vars(model):
+        handle.callback(setattr, model, "forward", before)
+    handle.callback(delattr, model, "forward")
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,20 +90,14 @@ def use_fast_head(model: nn.Module) -> FastHead:
             return before(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
-
-    def give_back() -> None:
-        model.forward = before
-        if not own:
-            del model.forward
-
-    return FastHead(give_back)
+    return handle
 
 
 def use_fast_head_everywhere() -> FastHead:
     """`use_fast_head` for every model of this process under verl's `use_fused_kernels`."""
-    swap = _swapped()
-    swap.__enter__()
-    return FastHead(lambda: swap.__exit__(None, None, None))
+    handle = FastHead()
+    handle.enter_context(_swapped())
+    return handle
 
 
 def _check(model: Any) -> None:

@@ -78,8 +78,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
     ) -> tuple[Tensor, dict[str, Any]]:
         require(config is not None, "config", "verl's ActorConfig", None)
-        row = log_prob.detach(), advantages, response_mask, rollout_is_weights
-        batch = Batch(old_log_prob, *row)
+        mask = response_mask.bool()
+        batch = Batch(old_log_prob, log_prob.detach(), advantages, mask, rollout_is_weights)
         info = dict(getattr(config, "global_batch_info", None) or {})
         expected = f"one of {list(AGGREGATION_MODES)}"
         require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
@@ -91,14 +91,16 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             aggregation, total = normaliser(mode, response_mask, info)
         with torch.no_grad():
             weighted = recipe.advantages(batch, config)
-            names, values = recipe.metrics(batch, config)
+            metrics = recipe.metrics(batch, config)
         output = grpo_loss(
             log_prob, weighted,
             LossConfig(**recipe.options(config), aggregation=aggregation),
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
+        # One copy from the device for all of them.
+        values = torch.stack([*metrics.values()]).tolist() if metrics else []
+        return output.loss, dict(zip(metrics, values, strict=True))
 
     loss.__name__ = f"policy_loss_{loss_mode}"
     return loss
@@ -107,9 +109,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 class Registered(FastHead):
     """The handle of `register`: `undo()` it, or leave its `with` block; the latest one first."""
 
-    def __init__(self, names: list[str], give_back: Callable[[], object]) -> None:
-        super().__init__(give_back)
-        self.names = names
+    names: list[str]
 
 
 def register(prefix: str = "fast_") -> Registered:
@@ -120,14 +120,12 @@ def register(prefix: str = "fast_") -> Registered:
     require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    names = [prefix + name for name in LOSSES]
-    before = {name: POLICY_LOSS_REGISTRY[name] for name in names if name in POLICY_LOSS_REGISTRY}
+    handle = Registered()
+    handle.names = [prefix + name for name in LOSSES]
+    before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
+    # Undone in reverse: our losses go first, then verl's own of the same names come back.
+    handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
+        handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)
         register_policy_loss(prefix + name)(policy_loss(name))
-
-    def give_back() -> None:
-        for name in names:
-            del POLICY_LOSS_REGISTRY[name]
-        POLICY_LOSS_REGISTRY.update(before)
-
-    return Registered(names, give_back)
+    return handle

@@ -18,10 +18,7 @@ LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
 GSPO_BOUND = 10.0  # and the one of a sequence here
 DPPO_RATIO_CAP = 20.0  # of our dppo objectives
 
-NAMES = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-Metrics = tuple[tuple[str, ...], Tensor]
-# The log ratio of a loss, and the tokens it clips: above, below (None: none).
-Clipping = tuple[Tensor, Tensor | None, Tensor | None]
+Metrics = dict[str, Tensor]  # by verl's names, 0-d each
 
 
 class Batch(NamedTuple):
@@ -30,17 +27,25 @@ class Batch(NamedTuple):
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
-    mask: Tensor
+    mask: Tensor  # bool
     rollout_is_weights: Tensor | None
 
-    def mean(self, x: Tensor) -> Tensor:
-        keep = self.mask.bool()
-        return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
+    # `where` and not a product: a masked slot may hold NaN.
+    def mean(self, x: Tensor) -> Tensor:  # 0-d
+        return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
-    def row_mean(self, x: Tensor) -> Tensor:
-        keep = self.mask.bool()
-        counts = keep.sum(-1, keepdim=True).clamp(min=1)
-        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
+    def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
+        counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
+
+    def metrics(
+        self, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
+    ) -> Metrics:
+        """Fractions of clipped tokens (0 for None), and the mean of -log r."""
+        nothing = log_ratio.new_zeros(())
+        high, low = (nothing if x is None else self.mean(x) for x in (above, below))
+        kl = -self.mean(log_ratio)
+        return {"actor/pg_clipfrac": high, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": low}
 
     @property
     def raw_log_ratio(self) -> Tensor:
@@ -56,29 +61,17 @@ class Recipe(NamedTuple):
 
     Attributes:
         options: verl's actor config → fields of `LossConfig`.
-        clipping: (batch, config) → what its metrics count; None: it reports nothing.
+        metrics: (batch, config) → verl's metrics of it.
         advantages: (batch, config) → the advantages for `grpo_loss`.
         aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
         has_old: whether the objective reads old_log_prob.
-        names: of verl's metrics, a beginning or a part of `NAMES`.
     """
 
     options: Callable[[Any], dict[str, Any]]
-    clipping: Callable[[Batch, Any], Clipping] | None
+    metrics: Callable[[Batch, Any], Metrics]
     advantages: Callable[[Batch, Any], Tensor]
     aggregation: str | None = None
     has_old: bool = True
-    names: tuple[str, ...] = NAMES
-
-    def metrics(self, batch: Batch, config: Any) -> Metrics:
-        """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
-        if self.clipping is None:
-            return (), batch.advantages.new_empty(0)
-        log_ratio, above, below = self.clipping(batch, config)
-        nothing = log_ratio.new_zeros(())
-        high, low = (nothing if x is None else batch.mean(x) for x in (above, below))
-        values = dict(zip(NAMES, (high, -batch.mean(log_ratio), low), strict=True))
-        return self.names, torch.stack([values[name] for name in self.names])
 
 
 # ---- options
@@ -135,9 +128,9 @@ def weighted(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
-    """A times the geometric mean of the completion's importance weights (geo_mean)."""
-    keep, a = batch.mask.bool(), batch.advantages
-    has_gaps = ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any()
+    """Advantages times the geometric mean of a completion's importance weights (geo_mean)."""
+    a = batch.advantages
+    has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()
     expected = "one for a completion (geo_mean)"
     require(not has_gaps, "advantages", expected, "single tokens with 0")
     if batch.rollout_is_weights is None:
@@ -146,7 +139,7 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, with verl's cap of the ratio in the place of ours."""
+    """Advantages times importance weights, with verl's cap of the ratio in the place of ours."""
     ratio = batch.log_ratio.exp()
     theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
     return weighted(batch, config) * (theirs / ours)
@@ -161,48 +154,48 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
 # ---- the tokens that are clipped, for verl's metrics
 
 
-def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Where the ratio left the clip range on the side its advantage pushes to."""
+def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
+    """Whether the ratio has left the clip range on the side that the advantage pushes it to."""
     low, high = clip_range(config).values()
     a = batch.advantages
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
-def clipped_twice(batch: Batch, config: Any) -> Clipping:
+def clipped_twice(batch: Batch, config: Any) -> Metrics:
     ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
-    return batch.log_ratio, beyond(ratio, batch, config), lower
+    return batch.metrics(batch.log_ratio, outside_clip(ratio, batch, config), lower)
 
 
-def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
+def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
-    return batch.raw_log_ratio, beyond(ratio, batch, config), None
+    return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
-def clipped_by_token(batch: Batch, config: Any) -> Clipping:
+def clipped_by_token(batch: Batch, config: Any) -> Metrics:
     log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
     clipped = (log_ratio < -low) | (log_ratio > high)
-    return log_ratio, clipped & (a > 0), clipped & (a < 0)
+    return batch.metrics(log_ratio, clipped & (a > 0), clipped & (a < 0))
 
 
-def clipped_weight(batch: Batch, config: Any) -> Clipping:
+def clipped_weight(batch: Batch, config: Any) -> Metrics:
     ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
-    return batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high), None
+    return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
-def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
-    """dppo's tokens whose distance from the old policy grows beyond its bound; the capped ones."""
+def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
+    """Of dppo: the tokens too far from the old policy that move on, and the capped ones."""
 
-    def clipping(batch: Batch, config: Any) -> Clipping:
+    def metrics(batch: Batch, config: Any) -> Metrics:
         low, high = clip_range(config).values()
         p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
         far = distance(p, p_old)
-        left = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
-        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
-        return batch.log_ratio, left, capped
+        outside = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
+        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~outside
+        return batch.metrics(batch.log_ratio, outside, capped)
 
-    return clipping
+    return metrics
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
@@ -214,12 +207,10 @@ LOSSES: dict[str, Recipe] = {
     "vanilla": Recipe(vanilla, clipped_twice, weighted),
     "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
     "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
-    "sapo": Recipe(sapo, lambda x, _: (x.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "sapo": Recipe(sapo, lambda x, _: x.metrics(x.log_ratio), weighted, "seq-mean-token-mean"),
     "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
     "dppo_tv": Recipe(named("dppo_tv"), too_far(lambda p, q: (p - q).abs()), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
-    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
-    "dro": Recipe(
-        dro, lambda x, _: (x.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
-    ),
+    "gpg": Recipe(lambda _: {"loss_type": "reinforce"}, lambda *_: {}, weighted, has_old=False),
+    "dro": Recipe(dro, lambda x, _: {"actor/ppo_kl": -x.mean(x.raw_log_ratio)}, unweighted),
 }

@@ -47,14 +47,14 @@ def code_tests(
     counts = [count_tests(source) for source in sources]
 
     def one(text: str, source: str, count: int) -> float:
-        return held(code_of(text), source, count, seconds, memory) / count
+        return count_passed(code_of(text), source, count, seconds, memory) / count
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(one, completions, sources, counts))
 
 
 def count_tests(source: str) -> int:
-    """The tests in the source. Raises ValueError for none, or what is no Python: faulty data."""
+    """Count the tests in a source. Raises ValueError for none, or for no Python: faulty data."""
     try:
         count = sum(map(sandbox.is_test, ast.parse(source).body))
     except (SyntaxError, ValueError) as error:
@@ -76,8 +76,9 @@ def code_of(text: str) -> str:
     return rest if is_name and line_end else code
 
 
-def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
-    """How many of `count` tests held before the answer ended or was ended."""
+def count_passed(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
+    """Run the code and its `count` tests in a sandbox; returns how many held before it ended."""
+    # The answer may write to every descriptor: only lines with this mark count.
     mark = secrets.token_hex(8)
     request = {"code": code, "tests": tests, "mark": mark, "memory": memory * MIB,
                "seconds": math.ceil(seconds)}  # fmt: skip
@@ -93,25 +94,25 @@ def held(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
     with child:
         pipe = child.stdout.fileno()
         try:
-            begun = _read(pipe, len(line), START_S)
-            told = _read(pipe, count * len(line) if begun == line else 500, seconds)
+            first = _read(pipe, len(line), START_S)
+            output = _read(pipe, count * len(line) if first == line else 500, seconds)
         finally:
             child.kill()  # nothing that it started is left: it cannot start anything
-    if begun != line:
-        said = (begun + told).decode(errors="replace")
+    if first != line:
+        said = (first + output).decode(errors="replace")
         raise OSError(f"code_tests: the sandbox did not start: {said or child.returncode}")
-    return told.split(b"\n").count(mark.encode())
+    return output.split(b"\n").count(mark.encode())
 
 
 def _read(pipe: int, most: int, seconds: float) -> bytes:
-    told, end = b"", time.monotonic() + seconds
-    while len(told) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(pipe, most - len(told))
+    output, end = b"", time.monotonic() + seconds
+    while len(output) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(pipe, most - len(output))
         if not part:
             break
-        told += part
-    return told
+        output += part
+    return output
 
 
 # Once, when the reward is built: a machine without the sandbox is refused before a run starts.
-held("", "assert 1", 1, 60.0, 512)
+count_passed("", "assert 1", 1, 60.0, 512)

@@ -1,6 +1,7 @@
 """Mathematical equality by the package math-verify, which may take forever: run in a worker.
 
-An expression that cannot be compared within `seconds` leaves the sample without a reward.
+Its time limits are signals, which only the main thread of a process gets. An expression that cannot
+be compared within `seconds` leaves the sample without a reward.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ NO_NEW_PRIVS, SET_SECCOMP, FILTER = 38, 22, 2
 
 
 def machine() -> "tuple[int, int]":
-    """The kernel's number of this machine and its column above. Raises OSError for another one."""
+    """This machine's number in the kernel and its column in CALLS. Raises OSError for others."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         came = f"{sys.platform} on {platform.machine()}"
         raise OSError(f"expected Linux on x86-64 or arm64 for its sandbox, got {came}")
@@ -107,6 +107,7 @@ def main() -> None:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.chdir("/")
+    # Before the filter, which lets no limit be set and no descriptor be copied.
     limit(request["memory"], request["seconds"])
     try:
         confine()

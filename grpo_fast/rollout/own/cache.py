@@ -99,7 +99,10 @@ class RolloutCache:
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Rows as a grid of N prompts with G seats each; None: every seat is taken."""
+        """Arrange the B rows as a grid of N prompts with as many seats as the largest group has.
+
+        `taken`: the seat of each row; None: every seat is taken.
+        """
         self.counts, self.seats = list(counts), max(counts)
         self.taken: Tensor | None = None
         if min(counts) < self.seats:
@@ -113,10 +116,11 @@ class RolloutCache:
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor, rule: Rule) -> None:
         """Keys and values of the prompts of `layout`, as one layer made them, and its rule."""
+        # Under autocast RoPE leaves keys in fp32 beside values in 16 bits.
         self.layers.setdefault(module, Layer(rule)).parts.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
-        """All prompts have passed: stack what they left behind, padded at the end."""
+        """Stack the keys and values of all prompts, padded at the end. Decoding begins."""
         self.layout, longest = None, max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
         starts = lengths.cumsum(0) - lengths
@@ -140,6 +144,7 @@ class RolloutCache:
         chosen = [torch.tensor(x, device=self.device) for x in (prompts, stay)]
         for layer in self.layers.values():
             if len(prompts) < len(self.counts):
+                # In tiles this keeps more than is needed: a tile holds several tokens.
                 k, v = (x.index_select(0, chosen[0])[:, :, :longest] for x in layer.prompts)
                 layer.prompts = k.contiguous(), v.contiguous()
             if layer.own:
@@ -163,16 +168,16 @@ class RolloutCache:
         scores = torch.cat([product(self.to_grid(q), prompt_k.mT), own], -1).mul_(rule.scale)
         if rule.softcap is not None:
             scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        hidden = self.hidden(rule.window)
-        if hidden is not None:
-            scores[..., : prompt_k.shape[2]].masked_fill_(hidden, -torch.inf)
+        unseen = self.unseen(rule.window)
+        if unseen is not None:
+            scores[..., : prompt_k.shape[2]].masked_fill_(unseen, -torch.inf)
         weights = scores.softmax(-1).to(v.dtype)
         on_prompt, on_own = weights.split([prompt_k.shape[2], own_k.shape[2]], -1)
         out = self.to_rows(product(on_prompt, prompt_v)) + product(self.to_rows(on_own), own_v)
         return out.flatten(1, 2)
 
     def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """What the C++ kernels want to know of a layer; it has room for one more token then."""
+        """The arguments of the C++ kernels for a layer, which gets room for one more token."""
         if not layer.own:
             layer.prompts = cpp.tiles_of(*layer.prompts)
         if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:
@@ -194,7 +199,7 @@ class RolloutCache:
         own_k, own_v = (x[:, :, : self.time + 1] for x in layer.own)
         return own_k, own_v
 
-    def hidden(self, window: int | None) -> Tensor | None:
+    def unseen(self, window: int | None) -> Tensor | None:
         """(N, 1, 1, L) bool: the prompt's places that its completions do not see, if any."""
         if window is None:
             return self.padding

@@ -39,15 +39,17 @@ class ContinuousOptions(BaseModel):
 
 @functools.cache
 def config_fields() -> frozenset[str]:
-    """Of the installed ContinuousBatchingConfig: in transformers 5.17 a page is a block."""
+    """Fields of the installed ContinuousBatchingConfig; transformers 5.17 calls a page a block."""
     from transformers import ContinuousBatchingConfig
 
     return frozenset(inspect.signature(ContinuousBatchingConfig).parameters)
 
 
 def asked_for(attention: str) -> str:
-    """The name by which transformers keeps to an attention: 5.17 takes flash attention wherever it
-    is installed, unless a name begins with "paged|", which later ones refuse.
+    """The name to ask transformers for, so that this attention runs.
+
+    transformers 5.17 takes flash attention wherever it is installed, unless the name begins with
+    "paged|"; later releases refuse such names.
     """
     keeps = "auto_switch_to_flash" in config_fields() or "flash" in attention
     return attention if keeps else f"paged|{attention.removeprefix('paged|')}"

@@ -49,12 +49,13 @@ class KeptIds:
         for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
+            # Clones: views would keep the ids of the whole batch alive.
             sets.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
         return sets
 
 
 class Decoded(NamedTuple):
-    """B completions, with what follows an EOS still on them."""
+    """B completions of L tokens each: what follows an EOS is not cut off yet."""
 
     tokens: Tensor  # (B, L) int64
     logps: Tensor  # (B, L) fp32
@@ -71,9 +72,9 @@ def decode(
     *,
     stop_at_eos: bool = True,
 ) -> Decoded:
-    """`counts[n]` completions of prompt n, side by side; `numbers` decide them.
+    """Sample `counts[n]` completions of prompt n, side by side, by the random `numbers`.
 
-    In `policy.generation()`. Raises ValueError for a layer that packed attention refuses.
+    Call it in `policy.generation()`. Raises ValueError for a layer that packed attention refuses.
     """
     device, length = policy.device, options.max_new_tokens
     policy.lm.set_attn_implementation(register())
@@ -113,7 +114,7 @@ def decode(
 
 
 def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) -> Tensor:
-    """(N, H): the last hidden state of each prompt; the cache keeps the rest."""
+    """Fill the cache with the prompts; returns the last hidden state of each, (N, H)."""
     last = []
     for chunk in chunks(prompts):
         cache.layout = TreeLayout.of([len(prompt) for prompt in chunk], policy.device)
@@ -125,7 +126,7 @@ def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) 
 
 
 def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The prompts in order, together as many as PREFILL_TOKENS hold."""
+    """Cut the prompts, in their order, into chunks of at most PREFILL_TOKENS tokens."""
     chunk: list[Sequence[int]] = []
     for prompt in prompts:
         if chunk and sum(map(len, chunk)) + len(prompt) > PREFILL_TOKENS:
@@ -144,8 +145,7 @@ def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) ->
         input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False,
         rollout_cache=cache,
     )  # fmt: skip
-    states: Tensor = output.last_hidden_state[0]
-    return states
+    return output.last_hidden_state[0]
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:

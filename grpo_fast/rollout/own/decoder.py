@@ -1,8 +1,8 @@
-"""A token of every completion through a decoder like Llama's: a layer in one call of C++.
+"""One decoding step of a model like Llama: each layer is one call of C++.
 
-A call of a small layer's modules takes longer than its mathematics. What is taken is a model of
-transformers whose layers have Llama's parameters (with biases or norms of queries and keys, too),
-plain and fp32 on a CPU, without hooks; whether they are its formula is tried on a token.
+A call of a small layer's modules takes longer than its mathematics. This is for transformers models
+whose layers have Llama's parameters (also with biases or norms of queries and keys), in fp32 on a
+CPU, without hooks. Whether their formula is Llama's, too, is tried on a token.
 """
 
 from __future__ import annotations
@@ -60,14 +60,13 @@ class Decoder:
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
             cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
-        states: Tensor = self.trunk.norm(x)
-        return states
+        return self.trunk.norm(x)
 
 
 def decoder_of(
     trunk: Any, head: Head, cache: RolloutCache, through_modules: Step
 ) -> Decoder | None:
-    """The decoder for a model and a cache that has its prompts; None: it is not of this kind."""
+    """The decoder for a model and a cache that has its prompts; None: the model is no Llama."""
     if _agreeing.get(trunk) is False or not has_its_form(trunk, head, cache):
         return None
     try:
@@ -80,21 +79,21 @@ def decoder_of(
 
 
 def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
-    if {name for name, _ in trunk.named_children()} != TRUNK or not layers.is_plain(
-        *trunk.parameters(), head.weight
-    ):
-        return False
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
     if gemm.unavailable(torch.float32) or loader.load("decode") or loader.load("decoder"):
         return False
-    if any(layer.rule.softcap is not None for layer in cache.layers.values()):
-        return False
-    return all(is_untouched(m) for m in trunk.modules()) and all(map(is_like_llamas, trunk.layers))
+    return (
+        {name for name, _ in trunk.named_children()} == TRUNK
+        and layers.is_plain(*trunk.parameters(), head.weight)
+        and all(layer.rule.softcap is None for layer in cache.layers.values())
+        and all(map(is_untouched, trunk.modules()))
+        and all(map(is_like_llamas, trunk.layers))
+    )
 
 
 def is_untouched(module: Any) -> bool:
-    """Nobody hooked into it or gave it a `forward`, but for ours."""
+    """Whether a module has no hooks, and no `forward` of its own but ours."""
     own = vars(module).get("forward")
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and (own is None or isinstance(own, OurForward))
@@ -138,7 +137,10 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
 
 
 def agrees(decoder: Decoder, cache: RolloutCache, through_modules: Step) -> bool:
-    """Whether one token of every completion becomes the same; the next one takes its place."""
+    """Whether both give a trial token of every completion the same hidden state.
+
+    `cache.time` stands still: the first real token overwrites the trial's keys and values.
+    """
     rows, device = sum(cache.counts), cache.device
     ids = torch.arange(rows, device=device) % len(decoder.trunk.embed_tokens.weight)
     lengths, counts = cache.numbers

@@ -1,4 +1,4 @@
-"""The engine that is always there: the trainer's own model."""
+"""The engine `transformers`, which is always there: the trainer's own model."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
+            # Asked again: `update` may have brought another model than the engine was made with.
             by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(rows), size):
@@ -61,6 +62,7 @@ class TransformersEngine(Engine):
         if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
         kept = decoded.kept.by_completion(lengths)
+        # Clones: the rows are inference tensors, and views would keep the whole batch alive.
         return [
             Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
             for ids, row, n, ended, own in zip(
@@ -98,7 +100,7 @@ def by_transformers(
 
 
 def why_unsuited(policy: Any) -> str | None:
-    """Why our loop does not sample from this model (in `policy.generation()`), or None."""
+    """Why our loop does not sample from this model, or None. Call it in `policy.generation()`."""
     if hasattr(policy.lm, "sampled_by_generate"):  # a model that says why itself
         return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:
@@ -115,7 +117,10 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Greedy completions of two prompts, past any EOS, by the loop and by the model in one pass."""
+    """How our loop's logps differ from the model's own in one pass, or None where they agree.
+
+    Three greedy completions of two prompts are compared, past any EOS.
+    """
     check_supported(policy.lm)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [

@@ -1,4 +1,4 @@
-"""A causal LM that our loop samples from, and that its owner finds as it was."""
+"""A causal LM as our loop samples from it; its owner gets it back unchanged."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class SampledModel:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.lm.device
-        return device
+        return self.lm.device
 
     @property
     def head(self) -> Head:
@@ -86,7 +85,7 @@ class SampledModel:
                 module.training = training
 
     def own_logps(self, prompt: list[int], completion: list[int]) -> Tensor:  # (n,) fp32
-        """Of the completion's tokens by the model's own forward pass; in `generation()`."""
+        """Logps of the completion by the model's own forward pass. Call it in `generation()`."""
         ids = torch.tensor([prompt + completion], device=self.device)
         logits = self.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]

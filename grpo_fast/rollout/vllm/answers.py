@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
@@ -19,14 +19,13 @@ from grpo_fast.rollout.engine import (
     say_that_kept_is_unknown,
     seed_for,
 )
-from grpo_fast.rollout.sampler import Sampling
 
 CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
 ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
 class BadAnswer(EngineError):
-    """vLLM answered something that is no completion of what it was asked."""
+    """An answer of vLLM that does not fit the request."""
 
 
 class ServerError(EngineError):
@@ -34,7 +33,7 @@ class ServerError(EngineError):
 
 
 class StaleWeights(ServerError):
-    """Completions of other weights than were asked for."""
+    """Completions that were sampled with other weights than the request's."""
 
 
 # ------------------------------------------------------------------------------------ schema
@@ -121,32 +120,37 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
 
 # ------------------------------------------------------------------------------- completions
 class Asked(NamedTuple):
+    """What vLLM is asked: a request, to be sampled with one version of the weights."""
+
     policy: Any
-    sampling: Sampling
+    request: Request
     version: int
     label: str  # of these weights, as vLLM has been told
 
-    def parameters(self, request: Request) -> list[dict[str, Any]]:
-        """vLLM's SamplingParams for the G completions of each prompt.
+    @property
+    def per_prompt(self) -> int:
+        """Completions of a prompt that vLLM makes. Greedy ones are all the same: it makes one."""
+        return 1 if self.request.sampling.temperature == 0 else self.request.group_size
 
-        vLLM gives the g-th of them the seed plus g. Greedy ones are all the same: it makes one.
-        """
-        sampling, count = request.sampling, request.group_size
+    def parameters(self) -> list[dict[str, Any]]:
+        """vLLM's SamplingParams for each prompt."""
+        request, sampling = self.request, self.request.sampling
         same = {
-            "n": 1 if sampling.temperature == 0 else count, "logprobs": 0, "detokenize": False,
+            "n": self.per_prompt, "logprobs": 0, "detokenize": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
             "ignore_eos": True,  # the model's own would come on top of these
         }  # fmt: skip
         where = range(len(request.prompts)) if request.places is None else request.places
+        # vLLM gives the g-th completion this seed plus g, and the sum has to stay an int64.
         return [same | {"seed": seed_for("vllm", request.seed, place) >> 8} for place in where]
 
     @property
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
-    def completions(self, answer: Choices, count: int, where: str) -> list[Completion]:
+    def completions(self, answer: Choices, where: str) -> list[Completion]:
         """The completions of a prompt, in the order of their seeds.
 
         Raises:
@@ -159,12 +163,12 @@ class Asked(NamedTuple):
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
             raise ServerError(f"{where}: the server left a completion unfinished")
         indices = [choice.index for choice in choices]
-        fits = indices == list(range(count))
-        require(fits, where, f"completions 0 to {count - 1}", indices[:8], BadAnswer)
+        fits = indices == list(range(self.per_prompt))
+        require(fits, where, f"completions 0 to {self.per_prompt - 1}", indices[:8], BadAnswer)
         return [self._completion(choice, where) for choice in choices]
 
     def _completion(self, choice: Choice, where: str) -> Completion:
-        ids, limit = choice.token_ids, self.sampling.max_new_tokens
+        ids, limit = choice.token_ids, self.request.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
         expected, came = f"1 to {limit} tokens up to the first EOS", f"{len(ids)}, EOS at {ends}"
         fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
@@ -205,7 +209,7 @@ class Asked(NamedTuple):
 
     def _kept(self, choice: Choice, where: str) -> Kept | None:
         ids, rows = choice.token_ids, choice.sampling_mask
-        if rows is None or not self.sampling.wants_kept:
+        if rows is None or not self.request.sampling.wants_kept:
             return None
         fits = len(rows) == len(ids) and all(
             token in row and len(set(row)) == len(row) and max(row) < self.vocab_size
@@ -216,11 +220,10 @@ class Asked(NamedTuple):
         kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
         return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
-
-def grouped(by_prompt: Sequence[Collection[Completion]], request: Request) -> list[Completion]:
-    """G completions of each prompt, from what vLLM made of `Asked.parameters`."""
-    copies = request.group_size if request.sampling.temperature == 0 else 1
-    completions = [one for group in by_prompt for _ in range(copies) for one in group]
-    if request.sampling.wants_kept and any(one.kept is None for one in completions):
-        say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
-    return completions
+    def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
+        """G completions of each prompt, from the `per_prompt` that vLLM made."""
+        copies = self.request.group_size // self.per_prompt
+        completions = [one for group in by_prompt for one in group * copies]
+        if self.request.sampling.wants_kept and any(one.kept is None for one in completions):
+            say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
+        return completions

@@ -37,7 +37,7 @@ class Incoming(io.RawIOBase):
     """
 
     def __init__(self, sock: socket.socket, deadline: float, limit: int) -> None:
-        self.sock, self.deadline, self.left = sock, deadline, limit
+        self.sock, self.deadline, self.bytes_left = sock, deadline, limit
 
     def makefile(self, _: str) -> io.BufferedReader:
         return io.BufferedReader(self, 1 << 16)
@@ -48,8 +48,8 @@ class Incoming(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self.sock.settimeout(remaining(self.deadline))
         count = self.sock.recv_into(buffer)
-        self.left -= count
-        if self.left < 0:
+        self.bytes_left -= count
+        if self.bytes_left < 0:
             raise OSError("a longer answer than what it was asked for can have")
         return count
 
@@ -77,7 +77,7 @@ class Server:
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
         limit: int = BODY,
     ) -> R:  # fmt: skip
-        """The answer, which is JSON. A server that is busy is asked again when it says."""
+        """The answer, parsed as `kind`. A busy server (429) is asked again at the time it names."""
         deadline, where = time.monotonic() + seconds, f"{self.url}{path}"
         while True:
             status, wait, answer = self._send(method, path, deadline, body, limit)
@@ -112,6 +112,7 @@ class Server:
             response = http.client.HTTPResponse(incoming, method=method)
             response.begin()
             pieces = b"".join(iter(partial(response.read, 1 << 16), b""))
+            # http.client ends a body that is too short as if it were whole.
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
             after = response.getheader("Retry-After", "")
@@ -129,18 +130,19 @@ class Server:
         return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
 
     def generate(
-        self, prompt: Sequence[int], wanted: dict[str, Any], asked: Asked, deadline: float
+        self, prompt: Sequence[int], parameters: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
-        rows = asked.sampling.top_k or asked.vocab_size if asked.sampling.truncates else 0
-        limit = BODY + wanted["n"] * wanted["max_tokens"] * (TOKEN + 12 * rows)
-        body = {"token_ids": list(prompt), "sampling_params": wanted}
+        sampling = asked.request.sampling
+        rows = sampling.top_k or asked.vocab_size if sampling.truncates else 0
+        limit = BODY + asked.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * rows)
+        body = {"token_ids": list(prompt), "sampling_params": parameters}
         seconds = deadline - time.monotonic()
         answer = self.call("POST", GENERATE, seconds, Choices, body, limit)
-        return asked.completions(answer, wanted["n"], f"{self.url}{GENERATE}")
+        return asked.completions(answer, f"{self.url}{GENERATE}")
 
 
 def remaining(deadline: float) -> float:
-    """Seconds to a time of the monotonic clock. Raises TimeoutError when it is past."""
+    """Seconds until a deadline of the monotonic clock. Raises TimeoutError when it is past."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("the time is over")

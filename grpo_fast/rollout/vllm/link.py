@@ -1,4 +1,4 @@
-"""A vLLM server with the group of processes that weights reach it by."""
+"""One vLLM server and the group of processes by which it gets weights."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 class Link:
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
-        wanted = options.transfer
-        self.by_nccl = wanted == "nccl" or (wanted, device.type) == ("auto", "cuda")
+        transfer = options.transfer
+        self.by_nccl = transfer == "nccl" or (transfer, device.type) == ("auto", "cuda")
         self.group: GlooGroup | NCCLGroup | None = None
         self.label: str | None = None  # of the weights that it is known to have
         self.error: Exception | None = None  # why it was left out
         self.deadline = 0.0  # of the transfer that is under way
 
     def check(self, policy: Any) -> None:
-        """Raise for a server that these weights cannot be sent to; it is left as it is."""
+        """Raise for a server that these weights cannot be sent to; nothing of it is changed."""
         url, call = self.server.url, partial(self.server.call, seconds=6 * CHECK_S)
         info = call("GET", "/server_info?config_format=json", kind=ModelInfo)
         self.server.weight_version()
@@ -59,7 +59,7 @@ class Link:
 
     # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
-        """Make it wait for weights; nothing is sampled until `finish`."""
+        """Have the server wait for weights: it samples nothing until `finish`."""
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._meet()
@@ -94,12 +94,12 @@ class Link:
         self.label, self.error = label, None
 
     def look(self, label: str) -> None:
-        """Whether another rank has sent it these weights."""
+        """Mark the server as ready if another rank has sent it these weights."""
         if self.server.weight_version() == label:
             self.label, self.error = label, None
 
     def leave_out(self, error: Exception) -> None:
-        """Until it has been met anew and has the weights."""
+        """Leave the server out until a new group is met and it has the weights."""
         if not isinstance(error, EngineError):  # of the group, or the wait for it
             error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
@@ -129,6 +129,7 @@ class Link:
             seconds = where["seconds"] = self.options.timeout
             meeting = started(lambda: GlooGroup(address, port, 0, size, seconds, listener))
         self._post("/init_weight_transfer_engine", {"init_info": where})
+        # The server answers when it has joined, so the group is met on a thread meanwhile.
         return meeting.result(remaining(self.deadline))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Asked, Choices, grouped, parsed
+from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
 
@@ -37,6 +37,7 @@ class VLLMEngine(Engine):
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
+        # What is cached of prompts was computed with the weights before.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
         self.version = version
@@ -63,15 +64,12 @@ class VLLMEngine(Engine):
 
         if self.asleep or self.version is None:
             raise EngineError("the engine vllm: expected wake and update before generate")
-        asked = Asked(self.policy, request.sampling, self.version, str(self.version))
-        wanted = asked.parameters(request)
+        asked = Asked(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
-        several = [SamplingParams(**one) for one in wanted]
+        several = [SamplingParams(**wanted) for wanted in asked.parameters()]
         outputs = self.llm.generate(prompts, several, use_tqdm=False)
-        served = [parsed(Choices, _as_served(output), "vLLM") for output in outputs]
-        pairs = zip(served, wanted, strict=True)
-        completions = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
-        return grouped(completions, request)
+        served = (parsed(Choices, _as_served(output), "vLLM") for output in outputs)
+        return asked.in_groups([asked.completions(choices, "vLLM") for choices in served])
 
 
 def _as_served(output: Any) -> dict[str, Any]:

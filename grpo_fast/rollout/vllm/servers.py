@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Asked, ServerError, grouped
+from grpo_fast.rollout.vllm.answers import Asked, ServerError
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm.transfer import Named, buckets
@@ -34,7 +34,7 @@ Question = tuple[Sequence[int], dict[str, Any]]  # a prompt and vLLM's SamplingP
 class VLLMServers(Engine):
     """Servers that are sent the policy's weights; see `build`.
 
-    ahead: the policy is trained while `generate` runs: only `update` sends weights.
+    ahead: the policy is trained while `generate` runs, so that only `update` may send weights.
     """
 
     is_apart = True
@@ -51,7 +51,7 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """The name of these weights on a server; it holds the run, so that no other's fit it."""
+        """The name of these weights on a server; it holds the run, so that another's do not fit."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class VLLMServers(Engine):
         self._bring_up(list(buckets(policy)) if is_sharded else None)
 
     def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
-        """The servers that have the weights; those that can be reached have been sent them."""
+        """Send the weights to servers that are up; returns those that have them, at least one."""
         deadline, failures = time.monotonic() + self.options.patience, 0
         while True:
             reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
@@ -115,18 +115,17 @@ class VLLMServers(Engine):
     # --------------------------------------------------------------------------- completions
     def sample(self, request: Request) -> list[Completion]:
         """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
-        asked = Asked(self.policy, request.sampling, self.version, self.label)
-        prompts = request.prompts
-        wanted = asked.parameters(request)
+        asked = Asked(self.policy, request, self.version, self.label)
+        prompts, parameters = request.prompts, asked.parameters()
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
             if pending:
-                done |= self._ask({i: (prompts[i], wanted[i]) for i in pending}, asked)
+                done |= self._ask({i: (prompts[i], parameters[i]) for i in pending}, asked)
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
-        return grouped([done[i] for i in range(len(prompts))], request)
+        return asked.in_groups([done[i] for i in range(len(prompts))])
 
     def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
         links = self._bring_up() if self.may_send else self._ready()
@@ -145,7 +144,7 @@ class VLLMServers(Engine):
                     done[i] = future.result()
                 except ServerError as error:
                     link.leave_out(error)
-        finally:  # those that are left end by the deadline
+        finally:  # without waiting: calls that are under way end by the deadline
             pool.shutdown(wait=False, cancel_futures=True)
         return done
 

@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server: its likeliest ids at every token of what was sampled."""
+"""A teacher behind a vLLM server: its likeliest ids at every token of a completion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Logp(Reply):
 
 
 class Scores(Reply):
-    """Of every token but the first: log-probabilities by id, before it and at temperature 1."""
+    """For every token but the first: log-probabilities of it and of other ids, at temperature 1."""
 
     prompt_logprobs: Annotated[list[dict[Id, Logp] | None], FAST]
 
@@ -70,8 +70,9 @@ class TeacherServer:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, sample: Sample) -> Tensor:
-        wanted = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
-        body, limit = {"token_ids": sample[0], "sampling_params": wanted}, TOKEN * (self.topk + 1)
+        parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
+        body = {"token_ids": sample[0], "sampling_params": parameters}
+        limit = TOKEN * (self.topk + 1)
         call = partial(self.server.call, "POST", GENERATE, self.options.timeout, Scores, body)
         until = time.monotonic() + self.options.patience
         while True:

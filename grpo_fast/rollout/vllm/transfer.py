@@ -1,4 +1,4 @@
-"""A policy's weights under the names of its checkpoint, and groups of processes to send them in."""
+"""A policy's weights by their names in a checkpoint, and groups of processes to send them in."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def buckets(policy: Any) -> Iterator[Named]:
 
 @torch.no_grad()
 def _stored(lm: Any) -> dict[str, Tensor]:
-    """Name → tensor as a checkpoint of this model has them; one that is tied stands there once."""
+    """Name → tensor, as a checkpoint of this model has them; tied tensors once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
+    # keep_vars: detached tensors would have ids of their own, and no tie would show.
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
@@ -149,7 +150,7 @@ class NCCLGroup:
 
 
 def started(work: Callable[[], Result]) -> Future[Result]:
-    """`work` on a thread that ends with the process: whoever waits for it says for how long."""
+    """Run `work` on a daemon thread. Wait for the result with a timeout."""
     future: Future[Result] = Future()
 
     def run() -> None:

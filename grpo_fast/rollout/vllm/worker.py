@@ -56,6 +56,7 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
         if self.group is None:
             raise RuntimeError("weights were announced before /init_weight_transfer_engine")
         announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        # Broadcasts have no names: this is the order in which the trainer sends.
         for name, dtype, shape in announced:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)

@@ -147,7 +147,7 @@ MUTANTS = [
            "    if tensors:\n        raise ValueError(", "    if False:\n        raise ValueError(",
            "a tensor of the state that nobody names is passed over", "checkpoint_attacks"),
     Mutant("checkpoint-any-place", RUN,
-           "            _check_place(step, state.step + 1, passes, per_pass)\n", "",
+           "            _check_place(step, state.step + 1, trainer.updates_per_step)\n", "",
            "a step goes on behind its end", "checkpoint_attacks"),
     Mutant("checkpoint-any-data", FINGERPRINTS,
            '[name for name in changed if name.partition(".")[0] not in allowed]', "[]",

@@ -31,7 +31,7 @@ from grpo_fast.train.runs.storage import owned_files, write_tensors
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 WEIGHTS, TOKENIZER = "weights", "tokenizer"
-FORMAT = 3
+FORMAT = 4
 MOST_BYTES = 1 << 24  # of a manifest
 NAME = re.compile(r"step_(\d{6,12})(?:\+(\d{4,12}))?")
 

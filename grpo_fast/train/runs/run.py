@@ -36,7 +36,7 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import checkpoint, storage
 from grpo_fast.train.runs.state import RandomState, State, check_round_trip, read_state
-from grpo_fast.train.update.step import Step
+from grpo_fast.train.update.step import Step, update_rows
 from grpo_fast.train.update.trainer import Trainer
 
 
@@ -78,7 +78,7 @@ class Run:
             self.mark()
         for number in range(state.step + 1, self.config.steps + 1):
             self.number = number
-            yield state.underway or trainer.begin(number)
+            yield state.underway or Step(number)
 
     def mark(self) -> None:
         """Remember what a rollout or an evaluation changes: one that is cut off starts again."""
@@ -99,8 +99,9 @@ class Run:
             metrics |= (after := self.evaluate(number))
             state.after = after or state.after
         self.report.prompts([vars(row) for row in step.collected.prompts])
-        for row in step.update_rows:
-            self.report.log(number, row)
+        if config.log.every_update:
+            for row in update_rows(step.updates, (number - 1) * self.trainer.updates_per_step + 1):
+                self.report.log(number, row)
         self.report.log(number, finite(metrics))
         every = config.log.completions_every
         if every and (number in (1, config.steps) or number % every == 0):
@@ -212,8 +213,7 @@ class Run:
         collector.load_state_dict(state.collector)
         trainer.load_state_dict(state.trainer)
         if step is not None:
-            passes, per_pass = self.config.inner_iterations, self.config.minibatches
-            _check_place(step, state.step + 1, passes, per_pass)
+            _check_place(step, state.step + 1, trainer.updates_per_step)
             step.collected.rollout.check(vocab_size)
             collector.examples_of(step.collected)  # raises for prompts of other completions
             trainer.resume(step)
@@ -235,15 +235,11 @@ class Run:
         self.mark()
 
 
-def _check_place(step: Step, number: int, passes: int, per_pass: int) -> None:
-    """Raise a ValueError for another step than this one, or for one without its updates."""
-    epoch, minibatch = step.epoch, step.minibatch
-    made, is_ended = len(step.updates), epoch == passes
-    fits = epoch < passes and made == epoch * per_pass + minibatch
-    fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
-    has_all = step.collected is not None and step.packing is not None
-    fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
-    came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+def _check_place(step: Step, number: int, most_updates: int) -> None:
+    """Raise a ValueError for another step than this one, or for one without its completions."""
+    made, has_all = len(step.updates), step.collected is not None and step.packing is not None
+    fits = has_all and step.number == number and made <= most_updates
+    came = f"step {step.number} with {made} updates"
     require(fits, f"{checkpoint.STATE}: underway", f"a place in step {number}", came)
 
 

@@ -89,7 +89,6 @@ def accumulate(
             metrics["kl"] = mean_kl(output.logps, batch, config)
         seen.add(metrics, batch.active_tokens, share)
         seen.logps.append((output.logps[mask], batch.sampling_logps[mask]))
-    seen.optimizer_steps = 1
     return seen
 
 

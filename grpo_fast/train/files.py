@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from grpo_fast.data import reason
 from grpo_fast.errors import WriteError, require
@@ -85,16 +86,8 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value for JSON; numbers that are not finite become null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
+    """Convert a value for JSON; numbers that are not finite become null, 0-d tensors numbers."""
+    return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:

@@ -145,17 +145,6 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
-    """Hide the launcher's variables of other ranks from the code inside."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ |= hidden
-
-
-@contextmanager
 def _quiet(number: int) -> Iterator[None]:
     logger = logging.getLogger("grpo_fast")
     before = logger.level

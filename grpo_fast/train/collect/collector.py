@@ -213,7 +213,7 @@ class Collector:
     ) -> Collected:
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
-        advantages = self.advantages.of(chosen.scores, chosen.rollout)
+        advantages = self.advantages.of(chosen.scores, chosen.rollout.lengths)
         self.advantages.observe(drawn.scores.total)
         judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
         return Collected(

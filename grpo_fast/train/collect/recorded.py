@@ -49,9 +49,8 @@ class RecordedCollector(Collector):
         traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
         scores = RewardResult(rewards, {}, {})
-        advantages = self.advantages.of(scores, Rollout(completion_ids=[
-            [0] * sum(len(branch.logps) for branch in trace.branches) for trace in traces
-        ]))  # fmt: skip
+        lengths = [sum(len(branch.logps) for branch in trace.branches) for trace in traces]
+        advantages = self.advantages.of(scores, lengths)
         self.advantages.observe(rewards)
         owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
         branches = [branch for trace in traces for branch in trace.branches]

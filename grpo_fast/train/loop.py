@@ -72,7 +72,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
         splits = Splits(config.data, config.seed)
         check_examples(rewards, splits.listed, "training")
         prints = splits.fingerprints() | fingerprints(config)
-    check_ranks(config, prints)
+    check_ranks(config.model_dump(mode="json"), prints)
     if start.checkpoint is not None:
         for name in check_resumed(start.fingerprints, prints, config.resume_allow):
             log.warning("the run goes on with another %s than it began with", name)

@@ -80,7 +80,7 @@ MUTANTS = [
            "if not f\"{key}.\".startswith(FREE)}", "if False}",
            "a run goes on under another configuration", "checkpoint_loop"),
     Mutant("checkpoint-steps", FINGERPRINTS,
-           'if config.optim.schedule == "constant" and isinstance', "if isinstance",
+           'if now["optim"]["schedule"] == "constant" and isinstance', "if isinstance",
            "more steps stretch a schedule that has begun", "checkpoint_loop"),
     Mutant("checkpoint-second-signal", STOPPING,
            "signal.signal(each, signal.SIG_DFL)", "pass",

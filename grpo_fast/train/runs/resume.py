@@ -106,7 +106,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
         _check_files(folder)
         checkpoint = newest(folder, say)
         if checkpoint is None:
-            _check_begins(folder, config)
+            _check_begins(folder, config.model_dump(mode="json"))
             return Start(config)
     else:
         checkpoint = _named(Path(config.resume), say)
@@ -115,7 +115,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     if source.resolve() != folder.resolve():
         check_folder(folder)
     state = read_state(checkpoint)
-    check_same(state.config, config)
+    check_same(state.config, config.model_dump(mode="json"))
     expected = f"a checkpoint of at most the {config.steps} steps of the run"
     require(state.step <= config.steps, "resume", expected, checkpoint)
     for log_file, length in zip((source / name for name in LOGS), state.lengths, strict=True):
@@ -147,7 +147,7 @@ def _check_files(run: Path) -> None:
             check_regular(inside)
 
 
-def _check_begins(folder: Path, config: RunConfig) -> None:
+def _check_begins(folder: Path, settings: dict[str, Any]) -> None:
     """Raise where neither nothing lies in a folder nor a run that had no checkpoint yet."""
     if not is_occupied(folder):
         check_folder(folder)
@@ -161,4 +161,4 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():
         said = "is occupied by something else than a run that was ended"
         raise OutputFolderError(f"output_dir: {folder} {said}; choose another with output_dir=…")
-    check_same(load_recipe(str(folder / CONFIG)).model_dump(mode="json"), config)
+    check_same(load_recipe(str(folder / CONFIG)).model_dump(mode="json"), settings)

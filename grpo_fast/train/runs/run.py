@@ -118,10 +118,9 @@ class Run:
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
         examples = self.collector.examples_of(step.collected)
-        used = dataclasses.replace(step.collected, advantages=step.batch.used_advantages())
         answers = [example.answer for example in examples if example.answer]
         return rows_of(
-            used, examples, self.trainer.policy.tokenizer,
+            step.collected, step.batch.used_advantages(), examples, self.trainer.policy.tokenizer,
             scorer_for(self.config.data.task, answers),
             count=self.config.log.completions, group_size=self.config.rollout.group_size,
         )  # fmt: skip

@@ -165,10 +165,12 @@ class StepBatch:
         for batch in self.micro_batches:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
-    def used_advantages(self) -> Tensor:
-        if not self.has("token_advantages"):
-            return self.advantages
-        return torch.cat(self.of_each("token_advantages"))
+    def used_advantages(self) -> list[Tensor]:
+        """The advantages of the tokens of each completion."""
+        if self.has("token_advantages"):
+            return self.of_each("token_advantages")
+        both = zip(self.advantages, self.rollout.lengths, strict=True)
+        return [advantage.repeat(length) for advantage, length in both]
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
         """This rank's micro-batches of a minibatch, and the totals of all ranks'."""

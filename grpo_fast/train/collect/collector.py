@@ -110,6 +110,7 @@ class Collector:
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
+        # Not taken from the queue: they are the next step's, which takes them when it begins.
         prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
 
         def sample(by: Callable[..., Rollout]) -> Sampled:
@@ -125,7 +126,7 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for what is being sampled, on all ranks; its error is raised here."""
+        """Wait for the rollout that a thread samples, and raise its error here. Collective."""
         coming, self.coming = self.coming, None
         if coming is None:
             return
@@ -145,7 +146,10 @@ class Collector:
         return [self.queue.examples[number] for number in numbers for _ in range(size)]
 
     def ahead_state(self) -> Sampled | None:
-        """What is sampled ahead, for a checkpoint. What fails is sampled again on resume."""
+        """The rollout sampled ahead, for a checkpoint. Collective.
+
+        None where it failed: a resumed run samples it again.
+        """
         try:
             self.settle_ahead(Clock())
         except Exception as error:

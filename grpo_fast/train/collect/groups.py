@@ -116,9 +116,9 @@ def difficulties(
 ) -> list[PromptRecord]:
     records = []
     for one, group, use in zip(asked, judged.double(), uses, strict=True):
-        known = group[~group.isnan()]
+        rewards = group[~group.isnan()]
         mean, spread = None, None
-        if len(known):
-            mean, spread = float(known.mean()), float(spread_of(known))
+        if len(rewards):
+            mean, spread = float(rewards.mean()), float(spread_of(rewards))
         records.append(PromptRecord(step, one.number, mean, spread, use))
     return records

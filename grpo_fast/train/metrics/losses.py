@@ -90,8 +90,8 @@ class LossMetrics:
         if kind is not None:
             # A micro-batch without tokens reports 0: leave it out, unless there is no other.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
-            known = torch.stack(filled) if filled else values
-            return known.min() if kind == "min" else known.max()
+            values = torch.stack(filled) if filled else values
+            return values.min() if kind == "min" else values.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
 

@@ -53,11 +53,11 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
 
 def kept_metrics(rollout: Rollout) -> dict[str, float]:
     """`sampling/…` of what tokens were drawn from: how many candidates, and their probability."""
-    known = [kept for kept in rollout.kept if kept is not None]
-    if not known:
+    sets = [kept for kept in rollout.kept if kept is not None]
+    if not sets:
         return {}
-    sizes = torch.cat([kept.offsets.diff() for kept in known]).double()
-    masses = [kept.mass for kept in known if kept.mass is not None]
+    sizes = torch.cat([kept.offsets.diff() for kept in sets]).double()
+    masses = [kept.mass for kept in sets if kept.mass is not None]
     return {
         "sampling/support_size/mean": float(sizes.mean()),
         "sampling/support_size/max": float(sizes.max()),

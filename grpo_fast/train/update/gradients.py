@@ -80,6 +80,7 @@ def accumulate(
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights, share)
+        # Only here: FSDP2's ranks gather in every forward and backward pass, so all make as many.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):

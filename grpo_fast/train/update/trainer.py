@@ -141,9 +141,10 @@ class Trainer:
 
         keep_fixed = len(step.updates) > 0
         losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
-        rate = self.optimizer.learning_rate
+        rate = self.optimizer.learning_rate  # before `apply`, which moves the schedule on
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norm, rate))
+        # At the end: the error saves a checkpoint, which must hold this update of all optimizers.
         for optimizer in self.optimizers.values():
             optimizer.check()
 

@@ -20,6 +20,7 @@ from grpo_fast.errors import WriteError, require
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
+    """Raise a WriteError that names `path` where a disk refuses what is written inside."""
     from safetensors import SafetensorError
 
     try:
@@ -91,13 +92,14 @@ def plain_json(value: Any) -> Any:
 
 
 class JsonLines:
-    """An open file of lines. What other programs read of it is never half a call's.
+    """An open file of JSON lines: the rows of one `append` are there whole, or not at all.
 
-    length: bytes of it that stay; what stands behind them is cut off.
+    length: bytes of the file that stay; the rest is cut off.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
+        # O_APPEND: after a cut the next write goes to the new end, not to the old offset.
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._is_open = True
         os.ftruncate(self._file, length)

@@ -14,7 +14,7 @@ STORAGE, FINGERPRINTS = (f"grpo_fast/train/runs/{x}.py" for x in ("storage", "fi
 
 MUTANTS = [
     Mutant("checkpoint-any-sum", CHECKPOINT,
-           "if sha256_of(checkpoint / name) != known:", "if not (checkpoint / name).is_file():",
+           "if sha256_of(checkpoint / name) != size_and_sum:", "if not (checkpoint / name).is_file():",
            "a file that was changed or cut short is believed", "checkpoint_files"),
     Mutant("checkpoint-in-place", CHECKPOINT,
            'final, part = root / name, root / f"{name}{UNFINISHED}"', "final = part = root / name",

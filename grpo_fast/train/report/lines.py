@@ -70,11 +70,10 @@ def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
 
     has_code: the settings name code of somebody's own, which an evaluation must be allowed.
     """
-    held = [
-        name for name in ("completions.html", "curves.png", "model") if (folder / name).exists()
-    ]
+    names = ("completions.html", "curves.png", "model")
+    present = [name for name in names if (folder / name).exists()]
     place = shlex.quote(str(folder))
-    lines = [f"{place}: {', '.join(held)}"] if held else []
+    lines = [f"{place}: {', '.join(present)}"] if present else []
     if (folder / "model").is_dir():
         lines.append(f"grpo-fast eval {place}{' --allow-code' * has_code}")
     return [*lines, f"grpo-fast plot {place}"]

@@ -18,8 +18,8 @@ def check_trackers(names: Sequence[str]) -> None:
         return
     from accelerate.tracking import get_available_trackers
 
-    known = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
-    missing = ", ".join(name for name in names if name not in known)
+    installed = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    missing = ", ".join(name for name in names if name not in installed)
     came = f"{missing} (pip install {missing})"
     require(not missing, "log.trackers", "trackers whose packages are installed", came)
 

@@ -55,9 +55,8 @@ class Start:
                 report.begin()
 
     def _put_back(self) -> None:
-        """The folder as it was when the checkpoint was written, with the resolved config.yaml.
-
-        Newer checkpoints are set aside; the logs of another run are copied into the empty folder.
+        """Set newer checkpoints aside, copy the logs of another run into an empty folder, and write
+        the resolved config.yaml.
         """
         folder = Path(self.config.output_dir)
         if self.checkpoint is not None:
@@ -148,7 +147,9 @@ def _check_files(run: Path) -> None:
 
 
 def _check_begins(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise where neither nothing lies in a folder nor a run that had no checkpoint yet."""
+    """Raise unless the folder is empty, or holds a run of these settings that was ended before its
+    first checkpoint.
+    """
     if not is_occupied(folder):
         check_folder(folder)
         return

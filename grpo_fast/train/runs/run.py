@@ -87,7 +87,7 @@ class Run:
         self.state.random = RandomState.now()
 
     def rest(self, step: Step) -> None:
-        """A place where the run can be left: a checkpoint that is saved now goes on from here."""
+        """Mark a place where the run can be left: a checkpoint saved from now on begins here."""
         self.state.underway = step
         self.mark()
 
@@ -198,7 +198,7 @@ class Run:
             storage.read_tensors(folder / checkpoint.WEIGHTS, weights)
             with distributed.together():
                 self._load_state(folder, state)
-            again = self._stored()
+            again = self._stored()  # collective, so not inside of `together`
             with distributed.together():
                 if distributed.is_main():
                     check_round_trip(again, folder)

@@ -24,7 +24,7 @@ FILE_BYTES = 1 << 30  # of a file: its bytes are put together in memory before t
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors into a new folder. Collective: every rank gives its shards."""
     files, size = {}, 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items():  # the writer counts files from 1
         files[name] = size // FILE_BYTES + 1
         size += tensor.numel() * tensor.element_size()
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)

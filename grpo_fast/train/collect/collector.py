@@ -170,7 +170,7 @@ class Collector:
     def _draw_groups(
         self, step: int, clock: Clock, ahead: Rollout | None
     ) -> tuple[Drawn, list[Use], dict[str, float]]:
-        """All groups that were sampled, what becomes of each, and metrics of dynamic sampling."""
+        """Sample a step's groups: all of them, the use of each, metrics of dynamic sampling."""
         dynamic, wanted = self.config.dynamic, self.config.prompts_per_step
         drawn = self._draw(wanted, (self.seed, step), clock, ahead)
         if dynamic is None:
@@ -194,7 +194,7 @@ class Collector:
     def _draw(
         self, count: int, seed: tuple[int, ...], clock: Clock, ahead: Rollout | None = None
     ) -> Drawn:
-        """Groups of the next `count` prompts; `ahead` is what they were answered with before."""
+        """Sample and score groups of the next `count` prompts; `ahead`: a rollout of them."""
         size, asked = self.config.group_size, self.queue.take(count)
         prompts, rollout = [one.example.prompt for one in asked], ahead
         if rollout is None:

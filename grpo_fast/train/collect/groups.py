@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
         return Drawn(self.asked + other.asked, Rollout(**lists), scores)
 
     def select(self, groups: Sequence[int]) -> Drawn:
-        """Some of the groups, without the reasons of lost samples, which are of all."""
+        """The chosen groups; the reasons of lost samples, counted over all groups, are left out."""
         size = len(self.scores.total) // len(self.asked)
         places = [group * size + i for group in groups for i in range(size)]
         lists = {name: [x[i] for i in places] for name, x in vars(self.rollout).items()}

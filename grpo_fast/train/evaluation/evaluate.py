@@ -147,8 +147,9 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 def build_evaluation(
     asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], EvalResult]:
-    """A function that asks an engine, with the same prompts and seed each time; of recorded
-    rollouts there are none to ask.
+    """A function that evaluates an engine, by the same prompts and seed each time.
+
+    Recorded rollouts have no prompts: their evaluation is empty.
 
     max_new_tokens: of the rollout, where the evaluation does not have its own.
     """

@@ -85,7 +85,7 @@ class SamplerWatch:
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Pairs (R,) of a step's first update: the trainer's, before any update, the sampler's."""
+        """Warn where the trainer's logps, before any update, are far from the sampler's (R,)."""
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
         if self.has_warned or difference <= FAR:
             return

@@ -75,7 +75,7 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged for a step and an axis can have it."""
+    """(step, value) of one metric, of the rows of steps that have it as a number for an axis."""
     points = []
     for index, row in enumerate(rows):
         if "update" in row:  # one of several in a step, which has a row of its own
@@ -256,7 +256,7 @@ def title_of(name: str, settings: dict[str, Any]) -> str:
 
 
 def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """For each run the settings that not all have alike, the first few: `optim.lr=0.1, seed=2`."""
+    """For each run the first few settings in which runs differ: `optim.lr=0.1, seed=2`."""
     keys = [key for key in dict.fromkeys(k for run in runs for k in run) if not key.startswith(OWN)]
     telling = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
     shown = telling[:MOST_SETTINGS]

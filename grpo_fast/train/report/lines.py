@@ -66,7 +66,7 @@ def opening_lines(
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
-    """Where things lie, and the commands that look at them, as they stand.
+    """Where a run's results lie, and commands to type that look at them.
 
     has_code: the settings name code of somebody's own, which an evaluation must be allowed.
     """

@@ -213,7 +213,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said."""
+    """The newest whole checkpoint of a run; `say` is told of each damaged one passed over."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -223,7 +223,7 @@ def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
 
 
 def prune(latest: Path, keep: int) -> None:
-    """Leave the `keep` newest checkpoints up to `latest` and the best by `value`, of its run."""
+    """Remove checkpoints of the run up to `latest`, but not the `keep` newest and the best one."""
     run, place, values = read_manifest(latest).run, order_of(latest.name), {}
     for path in checkpoints_in(latest.parent.parent):
         try:

@@ -25,7 +25,9 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`."""
+    """Hashes of the files that a configuration only names, by `rewards.NAME` for a function of the
+    user's own or a reward model, and by `reference`.
+    """
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]

@@ -36,7 +36,7 @@ TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.htm
 
 @dataclass
 class Start:
-    """Where a run begins, and its folder, into which it then lets the run."""
+    """Where a run begins: at the start, or at a checkpoint."""
 
     config: RunConfig
     checkpoint: Path | None = None  # where it goes on; None: from the beginning

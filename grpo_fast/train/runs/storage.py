@@ -37,9 +37,10 @@ def stored_names(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Fill tensors with those of the same names, all that begin with `prefix`. Collective.
+    """Fill tensors with the stored ones of the same names. Collective.
 
-    Raises ValueError for a name that is missing or not asked for, another shape or dtype.
+    Raises ValueError for a name that is missing, one beginning with `prefix` that is not asked for,
+    another shape or dtype.
     """
     with distributed.together():
         stored = _metadata(folder)

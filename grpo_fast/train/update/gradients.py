@@ -101,7 +101,7 @@ def policy_loss(
     validate: str,
     per_token: dict[str, Any],
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """The loss, with its graph, the (T, H) hidden states it comes from, and all that it says."""
+    """The loss, with its graph, the (T, H) hidden states it comes from, and its LossOutput."""
     hidden, head = policy.hidden(packed), policy.head
     output = linear_grpo_loss(
         hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),

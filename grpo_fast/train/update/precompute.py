@@ -39,7 +39,7 @@ def precompute(
     server: TeacherServer | None = None,
 ) -> None:
     """Compute, with the current weights, the tensors that stay fixed over all updates on a batch:
-    old and reference logps; with a critic values and advantages. Those that it has stay.
+    old and reference logps; with a critic values and advantages. A batch that has them is left.
 
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:

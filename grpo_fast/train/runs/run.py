@@ -28,7 +28,6 @@ from grpo_fast.rollout import Engine, awake
 from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import ONE_UPDATE, USUAL_CLIP
@@ -49,13 +48,12 @@ class Run:
         collector: Collector,
         trainer: Trainer,
         report: RunReport,
-        evaluate: Callable[[Engine], EvalResult],
+        evaluate: Callable[[Engine], dict[str, float]],
         fingerprints: dict[str, str],
     ) -> None:
         self.config, self.collector, self.trainer, self.report = config, collector, trainer, report
         self.engine, self._evaluate = collector.engine, evaluate
         self.id = uuid.uuid4().hex  # by which the run knows its own checkpoints
-        self.number = 0  # of the step that is being made
         self.state = State(
             step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
             random=RandomState.now(), collector=collector.state_dict(),
@@ -77,7 +75,6 @@ class Run:
             state.before = state.after = before
             self.mark()
         for number in range(state.step + 1, self.config.steps + 1):
-            self.number = number
             yield state.underway or Step(number)
 
     def mark(self) -> None:
@@ -114,7 +111,7 @@ class Run:
     def evaluate(self, steps: int) -> dict[str, float]:
         """Metrics on the held-out questions, by the weights after so many steps."""
         with awake(self.engine, self.trainer.policy, version=steps) as engine:
-            return self._evaluate(engine).metrics
+            return self._evaluate(engine)
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
         examples = self.collector.examples_of(step.collected)
@@ -131,7 +128,8 @@ class Run:
         try:
             yield
         except NonFiniteLogits as error:
-            when = f"at step {self.number}" if self.number else "before the first step"
+            has_begun = self.state.before is not None
+            when = f"at step {self.state.step + 1}" if has_begun else "before the first step"
             advice = "a lower optim.lr or a wider model.dtype may help"
             raise NonFiniteLogits(f"{error} {when}; {advice}") from None
         except (NonFiniteGradient, EngineError) as error:

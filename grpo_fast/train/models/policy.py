@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
-    NAME,
     PackedTree,
     check_supported,
     disable_dropout,
@@ -190,11 +189,9 @@ class Policy(SampledModel):
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
-        model.set_attn_implementation(self.generation_attn)
         with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-        self.lm.set_attn_implementation(NAME)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ def _train(start: Start) -> dict[str, Any]:
                 policy, questions.train, config.warm_start, seed=config.seed,
                 is_sharded=config.is_sharded, log=report.log,
             )  # fmt: skip
+        # Behind the warm start: a frozen reference is a copy of the policy that it led to.
         reference = Reference(policy, config.reference, another)
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)
@@ -121,6 +122,7 @@ def _train(start: Start) -> dict[str, Any]:
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
             run.load(start.checkpoint)
+            # Only now are logs cut back: a start that fails has changed nothing.
             start.enter_folder(report)
             report.note(f"goes on from {start.checkpoint}")
         kernels = {

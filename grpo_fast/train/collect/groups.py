@@ -101,6 +101,7 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
 
     `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
     """
+    # A NaN loses every comparison, so that a group of nothing else has its low above its high.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)

@@ -69,6 +69,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
+        # Before the optimizers, which take the parameters as they are: shards.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)

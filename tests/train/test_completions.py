@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.rewards import scorer_for
+from grpo_fast.rewards import RewardResult, scorer_for
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
 from grpo_fast.train.collect.collector import Collected
@@ -81,8 +81,9 @@ def collected(advantages):
     answers = ["1", "1", "1 2", "1 2"]
     examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
     total = torch.tensor([1.0, 0.5, math.nan, 1.0])
+    scores = RewardResult(total, {"f": total / 2}, {})
     batch = batch_of(rollout, torch.tensor(advantages), group_size=2)
-    step = Collected(rollout, total, {"f": total / 2}, batch.advantages, {}, 8, [])
+    step = Collected(rollout, scores, batch.advantages, {}, 8, [])
     return tokenizer, examples, step, batch
 
 
@@ -126,7 +127,7 @@ def test_strict_and_lenient_answers_are_told_apart():
     rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
                       [False] * 3)  # fmt: skip
     examples = [Example("q", "1080", None)] * 3
-    step = Collected(rollout, torch.zeros(3), {}, torch.zeros(3), {}, 9, [])
+    step = Collected(rollout, RewardResult(torch.zeros(3), {}, {}), torch.zeros(3), {}, 9, [])
     used = [torch.zeros(len(i)) for i in ids]
     rows = rows_of(step, used, examples, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_fast.data import Example, Prompt, reason
 from grpo_fast.errors import require
-from grpo_fast.rewards import RewardSet
+from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
@@ -40,13 +40,11 @@ class Collected:
     """N·G scored completions, the G of a prompt side by side."""
 
     rollout: Rollout
-    total: Saved  # (N·G,) the weighted sum of the rewards
-    rewards: dict[str, Saved]  # (N·G,) of each function
+    scores: RewardResult
     advantages: Saved  # (N·G,) fp32
     metrics: dict[str, float]  # of all that was sampled, dropped groups included
     generated: Count  # tokens, likewise
     prompts: list[PromptRecord]  # of all that were asked
-    token_rewards: list[Saved] | None = None  # (|completion|,) each, where rewards are per token
 
 
 @dataclass
@@ -222,8 +220,7 @@ class Collector:
         judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
         return Collected(
             chosen.rollout,
-            chosen.scores.total,
-            chosen.scores.per_fn,
+            chosen.scores,
             advantages,
             {
                 **reward_metrics(drawn.scores, size),
@@ -234,7 +231,6 @@ class Collector:
             },
             sum(drawn.rollout.lengths),
             difficulties(drawn.asked, judged, uses, step),
-            chosen.scores.per_token,
         )
 
 

@@ -64,8 +64,8 @@ class RecordedCollector(Collector):
         records = difficulties(asked, judged, ["kept"] * len(asked), step)
         own = [b.advantages.mean() if b.advantages is not None else advantages[n]
                for n, b in zip(owner, branches, strict=True)]  # fmt: skip
-        total = rewards[owner]
-        return Collected(rollout, total, {}, torch.stack(own), metrics, 0, records)
+        scores = RewardResult(rewards[owner], {}, {})
+        return Collected(rollout, scores, torch.stack(own), metrics, 0, records)
 
     def examples_of(self, collected: Collected) -> list[Example]:
         every = [self.queue.examples[one.prompt] for one in collected.prompts]

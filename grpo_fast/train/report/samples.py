@@ -27,7 +27,7 @@ def rows_of(
     """The first completions, at least `count` of them and whole groups: prompt, completion and
     answers as texts, its numbers, and by token `tokens`, `logps` (the sampler's), `advantages`.
     """
-    rollout = collected.rollout
+    rollout, scores = collected.rollout, collected.scores
     shown = min(len(rollout.texts), -(-count // group_size) * group_size)
     rows = []
     for i in range(shown):
@@ -39,8 +39,8 @@ def rows_of(
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
             "extracted_lenient": shown_answer(scorer.lenient(text)),
-            "correct": correct, "reward": float(collected.total[i]),
-            **{f"rewards/{name}": float(values[i]) for name, values in collected.rewards.items()},
+            "correct": correct, "reward": float(scores.total[i]),
+            **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
             "advantage": float(of_tokens.mean()), "truncated": rollout.truncated[i],
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
             "logps": rollout.sampling_logps[i].tolist(), "advantages": of_tokens.tolist(),

@@ -96,7 +96,7 @@ class Trainer:
             device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
-        step.batch.token_rewards = collected.token_rewards
+        step.batch.token_rewards = collected.scores.per_token
 
     def resume(self, step: Step) -> None:
         assert step.collected is not None and step.packing is not None

@@ -52,14 +52,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise ValueError(f"{path}: expected a regular file, got {_kind(mode)}")
     return handle
 
 
 def _kind(mode: int) -> str:
-    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK,
+             "a folder": stat.S_ISDIR}  # fmt: skip
     return next((name for name, is_one in kinds.items() if is_one(mode)), "a device")
 
 

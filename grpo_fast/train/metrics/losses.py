@@ -73,8 +73,6 @@ class LossMetrics:
         return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
-        if not self.parts:
-            return {}
         names = list(self.parts[0][0])
         merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))

@@ -65,9 +65,7 @@ class Step:
 
     @property
     def place(self) -> int:
-        """1 after the rollout, one more with each update, and one more at the end; 0 before."""
-        if self.collected is None:
-            return 0
+        """1 after the rollout, one more with each update, and one more at the end."""
         return 1 + len(self.updates) + (self.metrics is not None)
 
     def stored(self) -> Step:

@@ -122,8 +122,7 @@ def _train(start: Start) -> dict[str, Any]:
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
             run.load(start.checkpoint)
-            # Only now are logs cut back: a start that fails has changed nothing.
-            start.enter_folder(report)
+            start.enter_folder(report)  # cuts logs back: only now, so a failed start cuts none
             report.note(f"goes on from {start.checkpoint}")
         kernels = {
             "backend": route.head_route("auto", policy.head.weight).backend,

@@ -180,6 +180,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.train.config.recipes import load_recipe
     from grpo_fast.train.loop import build_collector, make_step
     from grpo_fast.train.models.reference import Reference
+    from grpo_fast.train.update.step import Step
     from grpo_fast.train.update.trainer import Trainer
 
     config = load_recipe("gsm8k-tiny", [
@@ -199,7 +200,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     def one_step() -> Any:
         nonlocal count
         count += 1
-        step = trainer.begin(count)
+        step = Step(count)
         make_step(step, collector, trainer)
         return step.metrics
 

@@ -168,7 +168,6 @@ class Padded:
             )  # fmt: skip
             output.loss.backward()
             losses.add({"loss": output.loss, **output.metrics}, int(mask.sum()))
-        losses.optimizer_steps = 1
         metrics = losses.result()
         return Outcome(metrics["loss"], metrics)
 

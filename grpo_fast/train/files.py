@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from grpo_fast.data import reason
 from grpo_fast.errors import WriteError, require
 
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
+    """Raise a WriteError that names `path` where a disk refuses what is written inside."""
     from safetensors import SafetensorError
 
     try:
@@ -50,14 +52,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise ValueError(f"{path}: expected a regular file, got {_kind(mode)}")
     return handle
 
 
 def _kind(mode: int) -> str:
-    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK,
+             "a folder": stat.S_ISDIR}  # fmt: skip
     return next((name for name, is_one in kinds.items() if is_one(mode)), "a device")
 
 
@@ -85,26 +86,19 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value for JSON; numbers that are not finite become null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
+    """Convert a value for JSON; numbers that are not finite become null, 0-d tensors numbers."""
+    return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """An open file of lines. What other programs read of it is never half a call's.
+    """An open file of JSON lines: the rows of one `append` are there whole, or not at all.
 
-    length: bytes of it that stay; what stands behind them is cut off.
+    length: bytes of the file that stay; the rest is cut off.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
+        # O_APPEND: after a cut the next write goes to the new end, not to the old offset.
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._is_open = True
         os.ftruncate(self._file, length)

@@ -72,7 +72,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
         splits = Splits(config.data, config.seed)
         check_examples(rewards, splits.listed, "training")
         prints = splits.fingerprints() | fingerprints(config)
-    check_ranks(config, prints)
+    check_ranks(config.model_dump(mode="json"), prints)
     if start.checkpoint is not None:
         for name in check_resumed(start.fingerprints, prints, config.resume_allow):
             log.warning("the run goes on with another %s than it began with", name)
@@ -114,6 +114,7 @@ def _train(start: Start) -> dict[str, Any]:
                 policy, questions.train, config.warm_start, seed=config.seed,
                 is_sharded=config.is_sharded, log=report.log,
             )  # fmt: skip
+        # Behind the warm start: a frozen reference is a copy of the policy that it led to.
         reference = Reference(policy, config.reference, another)
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)
@@ -121,7 +122,7 @@ def _train(start: Start) -> dict[str, Any]:
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
             run.load(start.checkpoint)
-            start.enter_folder(report)
+            start.enter_folder(report)  # cuts logs back: only now, so a failed start cuts none
             report.note(f"goes on from {start.checkpoint}")
         kernels = {
             "backend": route.head_route("auto", policy.head.weight).backend,

@@ -33,7 +33,7 @@ MUTANTS = [
            "(step - warmup) / (total - warmup)", "step / (total - warmup)",
            "after a warm-up the rate is 0 before the end", "optimizer"),
     Mutant("schedule-skip-stands-still", OPTIMIZER,
-           "        self.steps += 1\n        self.zero_grad()", "        self.zero_grad()",
+           "        self.steps += 1  # skipped or not: the schedule follows the updates\n", "",
            "the rate never changes", "optimizer"),
     Mutant("optimizer-bad-gradient-applied", OPTIMIZER,
            "if math.isfinite(norm):", "if True:",

@@ -63,7 +63,7 @@ MUTANTS = [
            "require(ours == theirs,", "require(len(ours) == len(theirs),",
            "tokens of the same number with other ids", "exact_kl_training"),
     Mutant("baseline-sees-its-own-step", "grpo_fast/train/collect/collector.py",
-           "        advantages = self.advantages.of(chosen.scores, chosen.rollout)\n        self.advantages.observe(drawn.scores.total)\n", "        self.advantages.observe(drawn.scores.total)\n        advantages = self.advantages.of(chosen.scores, chosen.rollout)\n", "the rewards of a step are part of their own baseline", "baseline"),
+           "        advantages = self.advantages.of(chosen.scores, chosen.rollout.lengths)\n        self.advantages.observe(drawn.scores.total)\n", "        self.advantages.observe(drawn.scores.total)\n        advantages = self.advantages.of(chosen.scores, chosen.rollout.lengths)\n", "the rewards of a step are part of their own baseline", "baseline"),
     Mutant("baseline-decay-side", BASELINE,
            "self.decay * self.mean + (1 - self.decay) * mean", "(1 - self.decay) * self.mean + self.decay * mean",
            "the past weighs what the present should", "baseline"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("gae", "value"))
-CRITIC, FIXED, BATCH, TRAINER, UPDATES, ACCUMULATE, OPTIMIZER = (
+CRITIC, FIXED, BATCH, TRAINER, ACCUMULATE, OPTIMIZER = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/update/critic",
         "train/update/precompute",
         "train/update/batch",
         "train/update/trainer",
-        "train/update/step",
         "train/update/gradients",
         "train/update/optimizer",
     )
@@ -94,7 +93,7 @@ MUTANTS = [
            '"teacher", "old_values", "returns"', '"teacher", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
     Mutant("ppo-shuffle-once", "grpo_fast/train/update/trainer.py",
-           "/shuffle/{step.number}/{step.epoch}", "/shuffle/{step.number}",
+           "/shuffle/{step.number}/{epoch}", "/shuffle/{step.number}",
            "every pass of a step deals the same minibatches", "ppo_passes"),
     Mutant("ppo-shuffle-seed", TRAINER,
            'f"{config.seed}/shuffle', 'f"shuffle',
@@ -102,14 +101,14 @@ MUTANTS = [
     Mutant("ppo-keep-fixed", "grpo_fast/train/update/trainer.py",
            "keep_fixed = len(step.updates) > 0", "keep_fixed = False",
            "out of memory after an update: values of weights that have moved", "ppo_passes"),
-    Mutant("ppo-stop-by-last", UPDATES,
-           "self.merged(self.per_pass).mean(name)", "self.merged(1).mean(name)",
+    Mutant("ppo-stop-by-last", TRAINER,
+           "step.updates[-per_pass:]", "step.updates[-1:]",
            "an early stop judges the last minibatch alone", "ppo_passes"),
     Mutant("ppo-stop-schedule", TRAINER,
-           "            optimizer.steps += self.updates_per_step - len(done)\n", "            pass\n",
+           "            optimizer.steps += self.updates_per_step - len(updates)\n", "            pass\n",
            "after an early stop the schedule falls behind", "ppo_passes"),
     Mutant("ppo-rate-of-the-next", TRAINER,
-           "\"learning_rate\": made[-1].rate", "\"learning_rate\": self.optimizer.learning_rate",
+           "rate = step.updates[-1].rate", "rate = self.optimizer.learning_rate",
            "the rate of the next step is logged", "ppo_passes"),
     Mutant("ppo-beta-unclipped", "grpo_fast/train/models/reference.py",
            "min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)", "kl / self.config.target - 1",

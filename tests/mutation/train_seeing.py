@@ -192,6 +192,6 @@ MUTANTS = [
            "if each is None or score.isnan():", "if True:",
            "rewards per token stand at the last token", "token_rewards"),
     Mutant("seeing-token-rewards-left", "grpo_fast/train/update/trainer.py",
-           "step.batch.token_rewards = collected.token_rewards", "pass",
+           "step.batch.token_rewards = collected.scores.per_token", "pass",
            "the trainer does not hand on rewards per token", "token_rewards"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.rewards import scorer_for
+from grpo_fast.rewards import RewardResult, scorer_for
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
 from grpo_fast.train.collect.collector import Collected
@@ -22,6 +22,7 @@ from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, t
 from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
 from tests.train.tiny_runs import TINY_SORT, logged
+from tests.train.tiny_steps import batch_of
 
 HOSTILE = (
     '</pre></i><script>document.title="owned"</script><img src="http://x/y.png" onerror=alert(1)>'
@@ -80,15 +81,20 @@ def collected(advantages):
     answers = ["1", "1", "1 2", "1 2"]
     examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
     total = torch.tensor([1.0, 0.5, math.nan, 1.0])
-    advantages = torch.tensor(advantages)
-    return tokenizer, examples, Collected(rollout, total, {"f": total / 2}, advantages, {}, 8, [])
+    scores = RewardResult(total, {"f": total / 2}, {})
+    batch = batch_of(rollout, torch.tensor(advantages), group_size=2)
+    step = Collected(rollout, scores, batch.advantages, {}, 8, [])
+    return tokenizer, examples, step, batch
 
 
-def rows_with(advantages, count=4, answered=True):
-    tokenizer, examples, step = collected(advantages)
+def rows_with(advantages, count=4, answered=True, by_token=None):
+    tokenizer, examples, step, batch = collected(advantages)
+    if by_token is not None:
+        batch.set("token_advantages", list(map(torch.tensor, by_token)))
     examples = examples if answered else [e._replace(answer=None) for e in examples]
     scorer = scorer_for("sort" if answered else "jsonl")
-    return rows_of(step, examples, tokenizer, scorer, count=count, group_size=2)
+    used = batch.used_advantages()
+    return rows_of(step, used, examples, tokenizer, scorer, count=count, group_size=2)
 
 
 def test_rows_hold_what_a_completion_was_given():
@@ -104,8 +110,9 @@ def test_rows_hold_what_a_completion_was_given():
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
     # One advantage for each token.
-    rows = rows_with([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
-    assert [r["advantages"] for r in rows] == [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
+    by_token = [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
+    rows = rows_with(given, by_token=by_token)
+    assert [r["advantages"] for r in rows] == by_token
     assert [r["advantage"] for r in rows] == [1.0, 3.0, 1.0, 5.5]
     rows = rows_with([0.0] * 4, answered=False)
     assert rows[0]["answer"] is None and rows[0]["correct"] is None
@@ -120,8 +127,9 @@ def test_strict_and_lenient_answers_are_told_apart():
     rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
                       [False] * 3)  # fmt: skip
     examples = [Example("q", "1080", None)] * 3
-    step = Collected(rollout, torch.zeros(3), {}, torch.zeros(3), {}, 9, [])
-    rows = rows_of(step, examples, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
+    step = Collected(rollout, RewardResult(torch.zeros(3), {}, {}), torch.zeros(3), {}, 9, [])
+    used = [torch.zeros(len(i)) for i in ids]
+    rows = rows_of(step, used, examples, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
     shown = Walk(step_html(rows, 10**6)).text

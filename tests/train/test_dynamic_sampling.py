@@ -99,7 +99,7 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
     assert found.rollout.texts == ["p1 0", "p1 1", "p4 0", "p4 1", "p5 0", "p5 1"]
     assert found.rollout.prompts == ["p1", "p1", "p4", "p4", "p5", "p5"]
-    assert found.total.tolist() == [0, 1, 1, 0, 0, 3]
+    assert found.scores.total.tolist() == [0, 1, 1, 0, 0, 3]
     assert found.advantages.view(3, 2).sum(1).abs().max() < 1e-6 and found.advantages.all()
     assert found.rollout.lengths == [3, 4, 3, 4, 1, 2] and found.generated == 21 + 10 + 3
     counts = {k: v for k, v in found.metrics.items() if "dynamic" in k or "consumed" in k}

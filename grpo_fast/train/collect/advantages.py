@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import running_baseline, split_options
 from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.config.run import GAE
 
 
@@ -29,10 +28,11 @@ class Advantages:
         self.options, _ = split_options(mode, options)
         self.baseline = running_baseline(mode, options)
 
-    def of(self, scores: RewardResult, rollout: Rollout) -> Tensor:
-        """(N·G,) advantages of the rewards; `opo` weighs its baseline by the lengths, `gdpo` takes
-        each reward apart. A critic's come later, token by token: the rewards are returned till
-        then.
+    def of(self, scores: RewardResult, lengths: Sequence[int]) -> Tensor:
+        """(N·G,) advantages of the rewards; a critic's come later, token by token: the rewards are
+        returned till then.
+
+        lengths: of the completions in tokens, by which `opo` weighs its baseline.
         """
         rewards = scores.total
         if self.mode == GAE:
@@ -44,7 +44,7 @@ class Advantages:
             options = {"weights": list(self.weights.values()), **options}
             rewards = torch.stack([scores.per_fn[name] for name in self.weights])
         if self.mode == "opo":
-            options["lengths"] = torch.tensor(rollout.lengths)
+            options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
 
     def observe(self, rewards: Tensor) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_fast.data import Example, Prompt, reason
 from grpo_fast.errors import require
-from grpo_fast.rewards import RewardSet
+from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.rollout.saved import Saved
@@ -40,13 +40,11 @@ class Collected:
     """N·G scored completions, the G of a prompt side by side."""
 
     rollout: Rollout
-    total: Saved  # (N·G,) the weighted sum of the rewards
-    rewards: dict[str, Saved]  # (N·G,) of each function
+    scores: RewardResult
     advantages: Saved  # (N·G,) fp32
     metrics: dict[str, float]  # of all that was sampled, dropped groups included
     generated: Count  # tokens, likewise
     prompts: list[PromptRecord]  # of all that were asked
-    token_rewards: list[Saved] | None = None  # (|completion|,) each, where rewards are per token
 
 
 @dataclass
@@ -110,6 +108,7 @@ class Collector:
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
+        # Not taken from the queue: they are the next step's, which takes them when it begins.
         prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
 
         def sample(by: Callable[..., Rollout]) -> Sampled:
@@ -125,7 +124,7 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for what is being sampled, on all ranks; its error is raised here."""
+        """Wait for the rollout that a thread samples, and raise its error here. Collective."""
         coming, self.coming = self.coming, None
         if coming is None:
             return
@@ -145,7 +144,10 @@ class Collector:
         return [self.queue.examples[number] for number in numbers for _ in range(size)]
 
     def ahead_state(self) -> Sampled | None:
-        """What is sampled ahead, for a checkpoint. What fails is sampled again on resume."""
+        """The rollout sampled ahead, for a checkpoint. Collective.
+
+        None where it failed: a resumed run samples it again.
+        """
         try:
             self.settle_ahead(Clock())
         except Exception as error:
@@ -166,7 +168,7 @@ class Collector:
     def _draw_groups(
         self, step: int, clock: Clock, ahead: Rollout | None
     ) -> tuple[Drawn, list[Use], dict[str, float]]:
-        """All groups that were sampled, what becomes of each, and metrics of dynamic sampling."""
+        """Sample a step's groups: all of them, the use of each, metrics of dynamic sampling."""
         dynamic, wanted = self.config.dynamic, self.config.prompts_per_step
         drawn = self._draw(wanted, (self.seed, step), clock, ahead)
         if dynamic is None:
@@ -190,7 +192,7 @@ class Collector:
     def _draw(
         self, count: int, seed: tuple[int, ...], clock: Clock, ahead: Rollout | None = None
     ) -> Drawn:
-        """Groups of the next `count` prompts; `ahead` is what they were answered with before."""
+        """Sample and score groups of the next `count` prompts; `ahead`: a rollout of them."""
         size, asked = self.config.group_size, self.queue.take(count)
         prompts, rollout = [one.example.prompt for one in asked], ahead
         if rollout is None:
@@ -213,13 +215,12 @@ class Collector:
     ) -> Collected:
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
-        advantages = self.advantages.of(chosen.scores, chosen.rollout)
+        advantages = self.advantages.of(chosen.scores, chosen.rollout.lengths)
         self.advantages.observe(drawn.scores.total)
         judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
         return Collected(
             chosen.rollout,
-            chosen.scores.total,
-            chosen.scores.per_fn,
+            chosen.scores,
             advantages,
             {
                 **reward_metrics(drawn.scores, size),
@@ -230,7 +231,6 @@ class Collector:
             },
             sum(drawn.rollout.lengths),
             difficulties(drawn.asked, judged, uses, step),
-            chosen.scores.per_token,
         )
 
 

@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
         return Drawn(self.asked + other.asked, Rollout(**lists), scores)
 
     def select(self, groups: Sequence[int]) -> Drawn:
-        """Some of the groups, without the reasons of lost samples, which are of all."""
+        """The chosen groups; the reasons of lost samples, counted over all groups, are left out."""
         size = len(self.scores.total) // len(self.asked)
         places = [group * size + i for group in groups for i in range(size)]
         lists = {name: [x[i] for i in places] for name, x in vars(self.rollout).items()}
@@ -101,6 +101,7 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
 
     `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
     """
+    # A NaN loses every comparison, so that a group of nothing else has its low above its high.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)
@@ -116,9 +117,9 @@ def difficulties(
 ) -> list[PromptRecord]:
     records = []
     for one, group, use in zip(asked, judged.double(), uses, strict=True):
-        known = group[~group.isnan()]
+        rewards = group[~group.isnan()]
         mean, spread = None, None
-        if len(known):
-            mean, spread = float(known.mean()), float(spread_of(known))
+        if len(rewards):
+            mean, spread = float(rewards.mean()), float(spread_of(rewards))
         records.append(PromptRecord(step, one.number, mean, spread, use))
     return records

@@ -49,9 +49,8 @@ class RecordedCollector(Collector):
         traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
         scores = RewardResult(rewards, {}, {})
-        advantages = self.advantages.of(scores, Rollout(completion_ids=[
-            [0] * sum(len(branch.logps) for branch in trace.branches) for trace in traces
-        ]))  # fmt: skip
+        lengths = [sum(len(branch.logps) for branch in trace.branches) for trace in traces]
+        advantages = self.advantages.of(scores, lengths)
         self.advantages.observe(rewards)
         owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
         branches = [branch for trace in traces for branch in trace.branches]
@@ -65,8 +64,8 @@ class RecordedCollector(Collector):
         records = difficulties(asked, judged, ["kept"] * len(asked), step)
         own = [b.advantages.mean() if b.advantages is not None else advantages[n]
                for n, b in zip(owner, branches, strict=True)]  # fmt: skip
-        total = rewards[owner]
-        return Collected(rollout, total, {}, torch.stack(own), metrics, 0, records)
+        scores = RewardResult(rewards[owner], {}, {})
+        return Collected(rollout, scores, torch.stack(own), metrics, 0, records)
 
     def examples_of(self, collected: Collected) -> list[Example]:
         every = [self.queue.examples[one.prompt] for one in collected.prompts]

@@ -91,7 +91,8 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # With top_p alone a flat distribution keeps nearly the whole vocabulary.
+        # With top_p alone a flat distribution keeps nearly the whole vocabulary. An assignment
+        # would validate once more, and count as set by the user.
         if self.wants_kept and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         needed, urls = self.engine == "vllm-server", ", ".join(self.vllm.urls)
@@ -111,7 +112,7 @@ class HeldOut(Section, Sampling):
 
     @property
     def wants_kept(self) -> bool:
-        """Nothing is computed from it."""
+        """False: an evaluation has no loss over the tokens that the sampler kept."""
         return False
 
 

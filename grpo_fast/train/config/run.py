@@ -115,7 +115,7 @@ class RunConfig(Section):
         return self
 
     def _fit_answers(self) -> None:
-        """Room for the answer of a generated task, where nobody said how much."""
+        """Give a generated task room for its answer, unless the settings say how much."""
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             # A sum may have a digit more than its parts, and ends with an EOS.
@@ -160,7 +160,7 @@ class RunConfig(Section):
         check_group_size(self.advantages, self.rollout.group_size)
 
     def _loss_rules(self) -> Rules:
-        """The model's own head rule; a correction has its logps, and logps have a correction."""
+        """Refuse another head rule, corrections without the sampler's logps, logps without any."""
         loss, corrects = self._loss, self.rollout.correct_sampling
         for name in ("softcap", "logit_scale"):
             own = getattr(loss, name)
@@ -179,7 +179,7 @@ class RunConfig(Section):
         yield fits, "rollout.correct_sampling", "loss.corrections beside it", "none"
 
     def _reward_rules(self) -> Rules:
-        """A weighed reward; beside recorded rollouts nothing that asks for samples of one's own."""
+        """Ask for a weighed reward; beside recorded rollouts refuse all that would sample."""
         if self.data.task != "traces":
             weighed = any(reward.weight for reward in self.rewards)
             none = "0 for all" if self.rewards else "no reward"

@@ -45,7 +45,7 @@ def read_words(
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """The settings that a command has itself, and the words that are not about them."""
+    """Split words into the settings of a command itself, and the words about other things."""
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 

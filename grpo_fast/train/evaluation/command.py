@@ -69,7 +69,7 @@ def compare_models(
 def _asked(
     models: Sequence[str], settings: EvalSettings, allow_code: bool
 ) -> dict[str, list[EvalResult]]:
-    """Pass → the results of each model, which are loaded one after the other."""
+    """Load and evaluate the models one by one; returns the results of each, by pass."""
     _check_out(settings.out)
     sources = [Source.of(model) for model in models]
     recipe = recipe_of(settings, sources, allow_code)
@@ -124,7 +124,7 @@ def paired_table(results: dict[str, dict[str, Paired]]) -> str:
 
 
 def _check_out(out: str | None) -> None:
-    """Refuse a place that cannot be written to before there is anything to write."""
+    """Refuse an `out` that cannot be written, before anything is evaluated."""
     if out is None:
         return
     path, came = Path(out), repr(out)

@@ -146,14 +146,15 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 
 def build_evaluation(
     asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
-) -> Callable[[Engine], EvalResult]:
-    """A function that asks an engine, with the same prompts and seed each time; of recorded
-    rollouts there are none to ask.
+) -> Callable[[Engine], dict[str, float]]:
+    """A function that gives an engine's metrics, by the same prompts and seed each time.
+
+    Recorded rollouts have no prompts: their evaluation is empty.
 
     max_new_tokens: of the rollout, where the evaluation does not have its own.
     """
     if splits.data.task == TRACES:
-        return lambda engine: EvalResult({}, {})
+        return lambda engine: {}
     examples = splits.test[: asked.n]
     check_examples(rewards, examples, "test")
     scorer = scorer_for(splits.data.task, [e.answer for e in examples if e.answer is not None])
@@ -164,4 +165,4 @@ def build_evaluation(
     return lambda engine: evaluate(
         policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
         temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=splits.seed,
-    )  # fmt: skip
+    ).metrics  # fmt: skip

@@ -118,7 +118,7 @@ def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) ->
 
 
 def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
-    """The settings with what the recipe's evaluation says where they say nothing themselves."""
+    """Fill the settings that nobody set with those of the recipe's evaluation."""
     own, changes, length = settings.model_dump(exclude_unset=True), {}, NEW_TOKENS
     if recipe is not None:
         changes = {name: getattr(recipe.eval, name) for name in OF_THE_RECIPE}

@@ -59,6 +59,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         return 1.0
     values = (values / largest / GRID).round() * GRID
     sizes, counts = values.abs().unique(return_counts=True)
+    # Slack of a grid step for each rounding of a sum: else the one that came may miss its own tail.
     limit = abs(float(values.sum())) - GRID * (1 + len(sizes))
     exact = _exact_tail(sizes, counts, limit)
     return _drawn_tail(values.abs(), limit) if exact is None else exact

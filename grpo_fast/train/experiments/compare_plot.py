@@ -32,7 +32,7 @@ SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: a run tha
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> Path:
-    """Draw it; panels without a value that tells anything are left out.
+    """Draw a comparison, without the panels in which no value is telling.
 
     Args:
         rows: name of a setting → metrics of each of its runs.

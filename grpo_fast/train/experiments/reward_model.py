@@ -97,14 +97,10 @@ class BradleyTerryTrainer(Trainer):
         self.center = center
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the pairs of a batch
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], **_: Any) -> Tensor:
         margin = inputs.pop("margin")
-        outputs = model(**inputs)
-        chosen, rejected = outputs.logits[:, 0].float().chunk(2)
-        loss = bradley_terry(chosen, rejected, margin, self.center)
-        return (loss, outputs) if return_outputs else loss
+        chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
+        return bradley_terry(chosen, rejected, margin, self.center)
 
 
 def collate(pairs: Sequence[Pair], tokenizer: Any, pad_id: int) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ class Clock:
 
     def lap(self, name: str) -> None:
         if torch.cuda.is_available():
+            # Kernels run after their launch: the next part would be charged for this one's.
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
@@ -94,5 +95,5 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    known = (peak for name, peak in PEAK_FLOPS if name <= words)
-    return None if "MIG" in words else next(known, None)
+    peaks = (peak for name, peak in PEAK_FLOPS if name <= words)
+    return None if "MIG" in words else next(peaks, None)

@@ -41,7 +41,7 @@ class LossMetrics:
     parts: list[tuple[dict[str, Saved], Count]] = field(default_factory=list)  # with its tokens
     # (R,) each, of active tokens: the trainer's and the sampler's
     logps: list[tuple[Saved, Saved]] = field(default_factory=list)
-    optimizer_steps: Count = 0
+    optimizer_steps: Count = 1
 
     def to(self, device: torch.device | str) -> LossMetrics:
         parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in self.parts]
@@ -55,12 +55,6 @@ class LossMetrics:
             if REDUCTIONS.get(name) == "parts":
                 part[name] = part[name] * share
         self.parts.append((part, tokens))
-
-    def extend(self, other: LossMetrics, *, with_logps: bool) -> None:
-        self.parts += other.parts
-        self.optimizer_steps += other.optimizer_steps
-        if with_logps:
-            self.logps += other.logps
 
     def of_all_ranks(self) -> LossMetrics:
         """The metrics of an optimizer step on all ranks together. Collective."""
@@ -79,14 +73,12 @@ class LossMetrics:
         return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
-        if not self.parts:
-            return {}
         names = list(self.parts[0][0])
         merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
-        kind, steps = REDUCTIONS.get(name), max(self.optimizer_steps, 1)
+        kind, steps = REDUCTIONS.get(name), self.optimizer_steps
         if kind == "parts":
             return values.sum() / steps
         if kind == "norm":
@@ -96,8 +88,8 @@ class LossMetrics:
         if kind is not None:
             # A micro-batch without tokens reports 0: leave it out, unless there is no other.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
-            known = torch.stack(filled) if filled else values
-            return known.min() if kind == "min" else known.max()
+            values = torch.stack(filled) if filled else values
+            return values.min() if kind == "min" else values.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
 

@@ -53,11 +53,11 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
 
 def kept_metrics(rollout: Rollout) -> dict[str, float]:
     """`sampling/…` of what tokens were drawn from: how many candidates, and their probability."""
-    known = [kept for kept in rollout.kept if kept is not None]
-    if not known:
+    sets = [kept for kept in rollout.kept if kept is not None]
+    if not sets:
         return {}
-    sizes = torch.cat([kept.offsets.diff() for kept in known]).double()
-    masses = [kept.mass for kept in known if kept.mass is not None]
+    sizes = torch.cat([kept.offsets.diff() for kept in sets]).double()
+    masses = [kept.mass for kept in sets if kept.mass is not None]
     return {
         "sampling/support_size/mean": float(sizes.mean()),
         "sampling/support_size/max": float(sizes.max()),
@@ -85,7 +85,7 @@ class SamplerWatch:
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Pairs (R,) of a step's first update: the trainer's, before any update, the sampler's."""
+        """Warn where the trainer's logps, before any update, are far from the sampler's (R,)."""
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
         if self.has_warned or difference <= FAR:
             return

@@ -47,7 +47,7 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         model.to("meta" if empty else device)
         apply_options(model, config)
         if config.lora is not None:
-            model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+            model = _with_adapter(model, config.lora)
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
@@ -182,15 +182,13 @@ def _register(fields: dict[str, Any]) -> None:
         lecture.register()
 
 
-def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
+def _with_adapter(model: Any, lora: LoraConfig) -> Any:
     import peft
 
     settings = peft.LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    if checkpointing:  # a checkpointed layer passes a gradient on only if its input asks for one
-        model.enable_input_require_grads()
     return peft.get_peft_model(model, settings)
 
 

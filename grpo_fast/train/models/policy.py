@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
-    NAME,
     PackedTree,
     check_supported,
     disable_dropout,
@@ -91,7 +90,7 @@ class Policy(SampledModel):
                 self.lm.reshard()
 
     def hidden(self, packed: PackedTree) -> Tensor:
-        """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
+        """(T, H) final hidden states; rows `packed.predicting` predict the completion tokens."""
         return self.inside(lambda: self._hidden(packed))
 
     def _hidden(self, packed: PackedTree) -> Tensor:
@@ -138,19 +137,21 @@ class Policy(SampledModel):
         return dict(unique.values())
 
     def agreed(self) -> AbstractContextManager[None]:
-        """What the ranks raise together in a forward pass that they make in step."""
+        """A context in which one rank's error is raised on all, where all make this forward pass:
+        that of sharded weights, but not in a rollout.
+        """
         in_step = self.is_sharded and not self._is_apart
         return distributed.together() if in_step else nullcontext()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """`apart`, and a sharded model has all of its weights on every rank."""
+        """Let each rank make passes of its own, with all of the weights of a sharded model."""
         with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """The ranks do different things, as in rollouts, whose lengths differ."""
+        """Let each rank make forward passes of its own, as in rollouts, whose lengths differ."""
         self._is_apart = True
         try:
             yield
@@ -188,11 +189,9 @@ class Policy(SampledModel):
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
-        model.set_attn_implementation(self.generation_attn)
         with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-        self.lm.set_attn_implementation(NAME)
 
 
 @contextmanager

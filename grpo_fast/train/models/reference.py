@@ -19,7 +19,7 @@ MOST_RELATIVE_ERROR = 0.2  # of the relative error that one step answers to
 
 
 class Reference:
-    """None, a frozen copy, one synced at times, LoRA's adapter off, or another model.
+    """The reference model: none, a frozen or synced copy, LoRA's adapter off, or another model.
 
     Args:
         policy: as it is at the start of training (after a warm start).

@@ -111,9 +111,9 @@ class Memory:
 
     def tokens(self, limit: float) -> int:
         """The most trunk tokens of one micro-batch within `limit` bytes; 0 when not one fits."""
-        left = limit - self.fixed
-        beside_head = (left - self.head) / self.kept_per_token if self.kept_per_token else math.inf
-        return max(0, int(min(beside_head, (left - self.working) / self.per_token)))
+        room = limit - self.fixed
+        beside_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
+        return max(0, int(min(beside_head, (room - self.working) / self.per_token)))
 
 
 def predict(

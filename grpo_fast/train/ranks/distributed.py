@@ -56,7 +56,7 @@ def rank() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this rank works as a process of its own."""
+    """Let this rank work as one process inside: `size()` is 1, and nothing is collective."""
     global _is_alone
     _is_alone = True
     try:
@@ -75,7 +75,7 @@ def is_main() -> bool:
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Name a rank that is gone or does not come, whoever waited for it: torch, or we.
+    """Turn the error of a collective into a RankError that names the ranks that do not answer.
 
     Enter it behind the handlers of signals: torchrun sends SIGTERM to those that look who is gone.
     """
@@ -92,7 +92,7 @@ def answered() -> Iterator[None]:
 
 
 def _missing() -> list[int]:
-    """The ranks that do not say within some seconds that they, too, miss one."""
+    """The ranks that do not report in the store, within some seconds, that they look here, too."""
     if not _store:
         return []
     others = set(range(size())) - {rank()}
@@ -109,10 +109,12 @@ def _missing() -> list[int]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Meet the other ranks, and part from them at the end; a caller's own group is used and stays.
+    """Join the launcher's process group, and leave it at the end; a caller's own group stays.
 
-    Raises ValueError for ranks that nobody asked for, none where they were, replicas that are
-    unfit.
+    kind, replicas: `distributed` and `distributed_replicas` of the configuration.
+
+    Raises ValueError for several ranks without a `kind`, a `kind` without a launcher, and replicas
+    that do not divide the ranks.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
@@ -145,17 +147,6 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
-    """Hide the launcher's variables of other ranks from the code inside."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ |= hidden
-
-
-@contextmanager
 def _quiet(number: int) -> Iterator[None]:
     logger = logging.getLogger("grpo_fast")
     before = logger.level
@@ -171,6 +162,7 @@ def gather_tensors(own: Tensor) -> list[Tensor]:  # (n,) on the CPU, any n
     """The 1-D tensors of all ranks, in their order."""
     if size() == 1:
         return [own]
+    # all_gather wants tensors of one shape: the lengths first, then all padded to the longest.
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
     dist.all_gather(counts, torch.tensor([own.numel()]))
     sizes = [int(count) for count in counts]
@@ -185,6 +177,7 @@ def gather(value: Any) -> list[Any]:
     """The values of all ranks, in their order; a value is one for JSON, NaN included."""
     if size() == 1:
         return [value]
+    # frombuffer wants memory that may be written to, and at least a byte: JSON has one.
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(each.numpy().tobytes()) for each in gather_tensors(own)]
 
@@ -205,23 +198,27 @@ def sum_(values: Tensor) -> Tensor:
 
 
 def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Tensors of `lengths` rows, each of which one rank has under its number: all of them.
+    """Give every rank all tensors, each of which one rank has under its number.
 
-    Sums with zeros, which change no bit. `like`: a tensor of the same kind, with any rows.
+    The sum of a tensor and the zeros of the other ranks has the tensor's bits.
+
+    Args:
+        lengths: rows of each tensor.
+        like: a tensor with the same dtype, device and further dimensions.
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)  # gloo adds neither bools nor bf16
-    every = torch.zeros(sum(lengths), *like.shape[1:], dtype=dtype, device=like.device)
+    every = like.new_zeros(sum(lengths), *like.shape[1:])
     views = every.split(list(lengths))
     for number, values in own.items():
         views[number].copy_(values)
-    return list(sum_(every).to(like.dtype).split(list(lengths)))
+    return list(sum_(every).split(list(lengths)))
 
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Work of every rank on its own: it succeeds or fails on all, with a message that names a rank.
+    """Raise an error that one rank meets inside on all ranks, with a message that names the rank.
 
-    Where several fail, a signal counts before the error of the lowest rank.
+    Where several ranks fail, a signal counts before the error of the lowest rank. Nothing inside
+    may be collective: a rank that has failed would be waited for.
 
     in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
     one rank alone ends that rank; the others time out.
@@ -262,7 +259,7 @@ def _twin(number: int, kind: str, text: str) -> BaseException:
 # ---------------------------------------------------------------------------------- weights
 @torch.no_grad()
 def align(modules: Iterable[nn.Module]) -> None:
-    """Every rank begins with the weights of rank 0."""
+    """Copy the weights and buffers of rank 0 to all ranks."""
     if size() == 1:
         return
     for module in modules:
@@ -284,5 +281,5 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that lies in shards on the ranks (all of them must ask); others as it is."""
+    """The full tensor of shards (collective: every rank must call); another tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -37,7 +37,7 @@ def generate(
 def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Rollout:
-    """This rank's part of it, without a word to the others."""
+    """Sample this rank's share of the prompts; nothing is collective."""
     count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
     places = range(count * rank // ranks, count * (rank + 1) // ranks)
     if not places:
@@ -90,6 +90,8 @@ def _gathered(value: Any) -> list[tuple[Any, dict[str, Tensor]]]:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal numbers to the ranks, the costliest first, each to the rank with the least so far."""
+    # All ranks compute this alone and must agree: of equal costs, and of equal loads, the first.
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for number in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -19,7 +19,7 @@ from grpo_fast.train.ranks import distributed
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Every model of a run, those that are None apart. Random numbers are then rank 0's, too."""
+    """Shard the models that are not None, and give all ranks rank 0's random state."""
     from torch.distributed.device_mesh import init_device_mesh
 
     # In rows, each of which holds the weights once.
@@ -48,6 +48,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _take_dtypes(model)
+    # Before `fully_shard`, which makes shards of the parameters.
     whole = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
@@ -104,6 +105,7 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         owner, name = owners.get(key, ({}, key))  # a forward pass on rank 0 may have left more
         if distributed.is_main():
             sent.copy_(owner[name])
+        # As bytes: gloo does not broadcast every dtype.
         torch.distributed.broadcast(sent.view(-1).view(torch.uint8), 0)
         owner[name] = sent
 

@@ -75,7 +75,7 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged for a step and an axis can have it."""
+    """(step, value) of one metric, of the rows of steps that have it as a number for an axis."""
     points = []
     for index, row in enumerate(rows):
         if "update" in row:  # one of several in a step, which has a row of its own
@@ -93,6 +93,7 @@ def smooth(points: Series) -> Series:
     half = max(1, len(points) // 40)
     smoothed = []
     for index in range(0, len(points), 1 + len(points) // SMOOTHED):
+        # Narrower at both ends, on both sides: half a window would lag behind a slope.
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
         smoothed.append((points[index][0], math.fsum(window) / len(window)))
@@ -123,7 +124,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     with picture(path, size, (lines, columns)) as (figure, grid):
         for axes, title in zip(grid.flat, titles, strict=False):
             _draw(axes, title, list(logged.values()))
-            if title == "Loss" and any(known.get("loss.entropy_coef") for known in settings):
+            if title == "Loss" and any(each.get("loss.entropy_coef") for each in settings):
                 axes.set_title("Loss, entropy bonus included")
         for axes in grid.flat[len(titles) :]:
             axes.set_visible(False)
@@ -140,7 +141,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def tells(title: str, lines: list[Series]) -> bool:
-    """Whether a panel has lines, and one that moves: a constant reward or accuracy tells, too."""
+    """Whether a panel is drawn: one of its lines moves or is short, or it is one of ALWAYS."""
     moves = any(len({value for _, value in points}) > 1 for points in lines)
     short = max(map(len, lines)) < 3
     return any(lines) and (moves or short or title in ALWAYS)
@@ -255,7 +256,7 @@ def title_of(name: str, settings: dict[str, Any]) -> str:
 
 
 def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """For each run the settings that not all have alike, the first few: `optim.lr=0.1, seed=2`."""
+    """For each run the first few settings in which runs differ: `optim.lr=0.1, seed=2`."""
     keys = [key for key in dict.fromkeys(k for run in runs for k in run) if not key.startswith(OWN)]
     telling = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
     shown = telling[:MOST_SETTINGS]

@@ -43,8 +43,10 @@ class Worded(TyperCommand):
 
 @contextlib.contextmanager
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Say in a sentence what the user can mend (ValueError) and how a run can fail, and exit. What
-    nobody expected is said with its type.
+    """Turn errors into one line on stderr and an exit status.
+
+    A ValueError, which the user can mend, ends with USAGE_ERROR, `failures` with `code`; the line
+    of any other error names its type.
     """
     try:
         yield

@@ -66,15 +66,14 @@ def opening_lines(
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
-    """Where things lie, and the commands that look at them, as they stand.
+    """Where a run's results lie, and commands to type that look at them.
 
     has_code: the settings name code of somebody's own, which an evaluation must be allowed.
     """
-    held = [
-        name for name in ("completions.html", "curves.png", "model") if (folder / name).exists()
-    ]
+    names = ("completions.html", "curves.png", "model")
+    present = [name for name in names if (folder / name).exists()]
     place = shlex.quote(str(folder))
-    lines = [f"{place}: {', '.join(held)}"] if held else []
+    lines = [f"{place}: {', '.join(present)}"] if present else []
     if (folder / "model").is_dir():
         lines.append(f"grpo-fast eval {place}{' --allow-code' * has_code}")
     return [*lines, f"grpo-fast plot {place}"]

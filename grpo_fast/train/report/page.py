@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class CompletionsPage:
-    """A page of at most `most` bytes: beyond, every second, fourth … of the steps stays."""
+    """A page of at most `most` bytes; of more steps every second stays, then every fourth, …"""
 
     def __init__(self, path: str | Path, title: str, most: int) -> None:
         self.path, self.title, self.most = Path(path), title, most
@@ -47,6 +47,7 @@ class CompletionsPage:
         self.added, self.every = 0, 1
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
+        # The latest step of before stays only where its place is one that `every` divides.
         self.parts = [part for part in self.parts if part.place % self.every == 0]
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"
@@ -84,6 +85,7 @@ def step_html(rows: Sequence[Row], most: int) -> str:
     for _, members in groupby(rows, key=lambda row: row["group"]):
         group = sorted(members, key=_worth, reverse=True)
         prompt, answer = (text_html(group[0][name] or "") for name in ("prompt", "answer"))
+        # HTML drops one newline behind <pre>: without this one a text would lose its own.
         html = f"<section><h2>Prompt {group[0]['group'] + 1}</h2><pre>\n{prompt}</pre>"
         html += f'<p class="facts">answer <b>{answer}</b></p>' * (group[0]["answer"] is not None)
         for row in group:

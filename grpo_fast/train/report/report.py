@@ -43,6 +43,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def by_rank_0(method: Method) -> Method:
+    """Let a method do its work on rank 0 alone; on the others it returns None."""
+
     @functools.wraps(method)
     def only_there(self: RunReport, *arguments: Any) -> Any:
         return method(self, *arguments) if self._is_writer else None
@@ -104,9 +106,9 @@ class RunReport(AbstractContextManager[Any]):
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
         if "update" not in values:  # else one of several in a step
-            known = {k: v for k, v in values.items() if math.isfinite(v)}
+            numbers = {k: v for k, v in values.items() if math.isfinite(v)}
             for tracker in self._trackers:
-                tracker.log(dict(known), step=int(step))
+                tracker.log(dict(numbers), step=int(step))
             self._show(step, values)
 
     @by_rank_0

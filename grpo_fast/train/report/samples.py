@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_fast.data import Example
@@ -17,6 +16,7 @@ from grpo_fast.train.collect.collector import Collected
 
 def rows_of(
     collected: Collected,
+    advantages: Sequence[Tensor],  # of the tokens of each completion
     examples: Sequence[Example],  # of each completion
     tokenizer: Any,
     scorer: Scorer,
@@ -27,11 +27,11 @@ def rows_of(
     """The first completions, at least `count` of them and whole groups: prompt, completion and
     answers as texts, its numbers, and by token `tokens`, `logps` (the sampler's), `advantages`.
     """
-    rollout = collected.rollout
+    rollout, scores = collected.rollout, collected.scores
     shown = min(len(rollout.texts), -(-count // group_size) * group_size)
-    advantages = token_advantages(collected.advantages, rollout.lengths)
     rows = []
     for i in range(shown):
+        of_tokens = advantages[i].float().cpu()
         ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
         strict, gold = scorer.strict(text), scorer.gold(answer) if answer else None
         correct = strict is not None and strict == gold if answer else None
@@ -39,20 +39,13 @@ def rows_of(
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
             "extracted_lenient": shown_answer(scorer.lenient(text)),
-            "correct": correct, "reward": float(collected.total[i]),
-            **{f"rewards/{name}": float(values[i]) for name, values in collected.rewards.items()},
-            "advantage": float(advantages[i].mean()), "truncated": rollout.truncated[i],
+            "correct": correct, "reward": float(scores.total[i]),
+            **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
+            "advantage": float(of_tokens.mean()), "truncated": rollout.truncated[i],
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
-            "logps": rollout.sampling_logps[i].tolist(), "advantages": advantages[i].tolist(),
+            "logps": rollout.sampling_logps[i].tolist(), "advantages": of_tokens.tolist(),
         })  # fmt: skip
     return rows
-
-
-def token_advantages(advantages: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """(N·G,) of the completions or (R,) of their tokens, as one (|completion|,) for each."""
-    if advantages.numel() == len(lengths):
-        advantages = advantages.repeat_interleave(torch.tensor(lengths, device=advantages.device))
-    return list(advantages.detach().float().cpu().split(list(lengths)))
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

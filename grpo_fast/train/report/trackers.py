@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.errors import require
-from grpo_fast.train.ranks import distributed
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
@@ -19,8 +18,8 @@ def check_trackers(names: Sequence[str]) -> None:
         return
     from accelerate.tracking import get_available_trackers
 
-    known = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
-    missing = ", ".join(name for name in names if name not in known)
+    installed = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    missing = ", ".join(name for name in names if name not in installed)
     came = f"{missing} (pip install {missing})"
     require(not missing, "log.trackers", "trackers whose packages are installed", came)
 
@@ -34,8 +33,10 @@ def start_trackers(
     if not names:
         return []
     from accelerate import Accelerator
+    from accelerate.utils import clear_environment
 
-    with distributed.unnoticed():  # it is for rank 0's trackers alone
+    # With the launcher's variables it would wait for other ranks: trackers are rank 0's alone.
+    with clear_environment():
         accelerator = Accelerator(
             cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
         )

@@ -66,7 +66,9 @@ def audit(run: str | Path) -> Audit:
 
 
 def _problems(fates: list[Fate], size: int | None) -> Iterator[str]:
-    """Where the next prompt is not the one that follows. Without a size 0 may follow any."""
+    """A sentence for each prompt that is not the next one of the training set; `size` is that
+    set's, and where it is not known a prompt 0 may follow any other.
+    """
     for before, now in zip([None, *fates], fates, strict=False):
         expected = 0 if before is None else before.prompt + 1
         if size is not None:

@@ -31,7 +31,7 @@ from grpo_fast.train.runs.storage import owned_files, write_tensors
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 WEIGHTS, TOKENIZER = "weights", "tokenizer"
-FORMAT = 3
+FORMAT = 4
 MOST_BYTES = 1 << 24  # of a manifest
 NAME = re.compile(r"step_(\d{6,12})(?:\+(\d{4,12}))?")
 
@@ -125,7 +125,7 @@ def write_checkpoint(
             for name in mine:
                 sync(part / name)
             sums = {name: sha256_of(part / name) for name in mine}
-        sums = {file: known for each in distributed.gather(sums) for file, known in each.items()}
+        sums = {file: sum_ for each in distributed.gather(sums) for file, sum_ in each.items()}
         with distributed.together(), _named(final):
             if distributed.is_main():
                 _finish(part, final, {"format": FORMAT, **about, "files": sums})
@@ -144,8 +144,8 @@ def _named(final: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         whole = next((p for p in checkpoints_in(final.parent.parent) if is_whole(p)), None)
-        left = "there is none before it" if whole is None else f"the newest whole one is {whole}"
-        said = f"checkpoint: expected to write {final}, got {reason(error)}; {left}"
+        rest = "there is none before it" if whole is None else f"the newest whole one is {whole}"
+        said = f"checkpoint: expected to write {final}, got {reason(error)}; {rest}"
         raise CheckpointError(said) from error
 
 
@@ -153,11 +153,13 @@ def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
     there = _files(part)
     if there != manifest["files"].keys():
         raise OSError(f"{part} is not a folder that all ranks share: {sorted(there)}")
+    # Files, names, then the rename: after a crash in between no folder of this name is half there.
     (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     sync(part / MANIFEST)
     for path in (*part.rglob("*"), part):
         if path.is_dir():
             sync(path)
+    # os.replace puts nothing in the place of a folder that has files.
     set_aside(final)
     os.replace(part, final)
     sync(final.parent)
@@ -191,8 +193,8 @@ def problem_of(checkpoint: Path) -> str | None:
         there = _files(checkpoint)
         for name in sorted(there ^ {MANIFEST, *files}):
             return f"{name} is {'not in the manifest' if name in there else 'missing'}"
-        for name, known in files.items():
-            if sha256_of(checkpoint / name) != known:
+        for name, size_and_sum in files.items():
+            if sha256_of(checkpoint / name) != size_and_sum:
                 return f"{name} is not what was written"
     except FormatError:
         raise
@@ -211,7 +213,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said."""
+    """The newest whole checkpoint of a run; `say` is told of each damaged one passed over."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -221,7 +223,7 @@ def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
 
 
 def prune(latest: Path, keep: int) -> None:
-    """Leave the `keep` newest checkpoints up to `latest` and the best by `value`, of its run."""
+    """Remove checkpoints of the run up to `latest`, but not the `keep` newest and the best one."""
     run, place, values = read_manifest(latest).run, order_of(latest.name), {}
     for path in checkpoints_in(latest.parent.parent):
         try:

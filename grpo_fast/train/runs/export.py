@@ -46,8 +46,8 @@ def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folde
 
     Collective: shards are put together in a model that rank 0 loads anew, as `model` says.
     """
-    given: dict[str, Any] = {"model": policy} | ({} if critic is None else {"critic": critic})
-    models = dict(given)
+    trained: dict[str, Any] = {"model": policy} | ({} if critic is None else {"critic": critic})
+    models = dict(trained)
     if policy.is_sharded:
         with distributed.together():
             if distributed.is_main():
@@ -55,7 +55,7 @@ def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folde
                 models["model"] = load_policy(own, policy.tokenizer)
                 if critic is not None:
                     models["critic"] = load_critic(critic.config, model, models["model"])
-        for kind, sharded in given.items():
+        for kind, sharded in trained.items():
             room = models[kind].weights()
             for name, tensor in sharded.weights().items():
                 full = distributed.whole(tensor.detach())

@@ -25,7 +25,9 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash by name: `rewards.NAME` of a user's own and of a model, `reference`."""
+    """Hashes of the files that a configuration only names, by `rewards.NAME` for a function of the
+    user's own or a reward model, and by `reference`.
+    """
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
@@ -41,12 +43,12 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     return prints
 
 
-def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
+def check_ranks(settings: dict[str, Any], prints: dict[str, str]) -> None:
     """Raise a ValueError that names the rank and the keys where a rank differs from rank 0."""
-    every = distributed.gather([config.model_dump(mode="json"), prints])
+    every = distributed.gather([settings, prints])
     lines = []
-    for rank, (settings, theirs) in enumerate(every):
-        lines += [f"rank {rank}: {line}" for _, line in differences(every[0][0], settings)]
+    for rank, (own, theirs) in enumerate(every):
+        lines += [f"rank {rank}: {line}" for _, line in differences(every[0][0], own)]
         lines += [f"rank {rank}: {key} is another" for key in _changed(every[0][1], theirs)]
     if lines:
         raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))
@@ -66,15 +68,14 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
     return changed
 
 
-def check_same(was: dict[str, Any], config: RunConfig) -> None:
+def check_same(was: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a ValueError that lists what a configuration changes in a run that has begun.
 
     The keys of FREE may change, and the steps grow where the learning rate does not follow them.
     """
-    now = config.model_dump(mode="json")
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
     steps = was.get("steps")
-    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
+    if now["optim"]["schedule"] == "constant" and isinstance(steps, int) and now["steps"] > steps:
         changed.pop("steps", None)
     if changed:
         said = "resume: expected the configuration that the run began with, got another"

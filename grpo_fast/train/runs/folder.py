@@ -43,7 +43,7 @@ def is_occupied(folder: str | Path) -> bool:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise OutputFolderError for a folder that is occupied or not writable; it is there."""
+    """Raise OutputFolderError for an existing folder that is occupied or not writable."""
     if is_occupied(folder):
         occupants = sorted(os.listdir(folder))
         listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")

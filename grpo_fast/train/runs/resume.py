@@ -36,7 +36,7 @@ TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.htm
 
 @dataclass
 class Start:
-    """Where a run begins, and its folder, into which it then lets the run."""
+    """Where a run begins: at the start, or at a checkpoint."""
 
     config: RunConfig
     checkpoint: Path | None = None  # where it goes on; None: from the beginning
@@ -55,9 +55,8 @@ class Start:
                 report.begin()
 
     def _put_back(self) -> None:
-        """The folder as it was when the checkpoint was written, with the resolved config.yaml.
-
-        Newer checkpoints are set aside; the logs of another run are copied into the empty folder.
+        """Set newer checkpoints aside, copy the logs of another run into an empty folder, and write
+        the resolved config.yaml.
         """
         folder = Path(self.config.output_dir)
         if self.checkpoint is not None:
@@ -106,7 +105,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
         _check_files(folder)
         checkpoint = newest(folder, say)
         if checkpoint is None:
-            _check_begins(folder, config)
+            _check_begins(folder, config.model_dump(mode="json"))
             return Start(config)
     else:
         checkpoint = _named(Path(config.resume), say)
@@ -115,7 +114,7 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     if source.resolve() != folder.resolve():
         check_folder(folder)
     state = read_state(checkpoint)
-    check_same(state.config, config)
+    check_same(state.config, config.model_dump(mode="json"))
     expected = f"a checkpoint of at most the {config.steps} steps of the run"
     require(state.step <= config.steps, "resume", expected, checkpoint)
     for log_file, length in zip((source / name for name in LOGS), state.lengths, strict=True):
@@ -147,8 +146,10 @@ def _check_files(run: Path) -> None:
             check_regular(inside)
 
 
-def _check_begins(folder: Path, config: RunConfig) -> None:
-    """Raise where neither nothing lies in a folder nor a run that had no checkpoint yet."""
+def _check_begins(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise unless the folder is empty, or holds a run of these settings that was ended before its
+    first checkpoint.
+    """
     if not is_occupied(folder):
         check_folder(folder)
         return
@@ -161,4 +162,4 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():
         said = "is occupied by something else than a run that was ended"
         raise OutputFolderError(f"output_dir: {folder} {said}; choose another with output_dir=…")
-    check_same(load_recipe(str(folder / CONFIG)).model_dump(mode="json"), config)
+    check_same(load_recipe(str(folder / CONFIG)).model_dump(mode="json"), settings)

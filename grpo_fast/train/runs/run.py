@@ -28,7 +28,6 @@ from grpo_fast.rollout import Engine, awake
 from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.lines import ONE_UPDATE, USUAL_CLIP
@@ -36,7 +35,7 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import checkpoint, storage
 from grpo_fast.train.runs.state import RandomState, State, check_round_trip, read_state
-from grpo_fast.train.update.step import Step
+from grpo_fast.train.update.step import Step, update_rows
 from grpo_fast.train.update.trainer import Trainer
 
 
@@ -49,13 +48,12 @@ class Run:
         collector: Collector,
         trainer: Trainer,
         report: RunReport,
-        evaluate: Callable[[Engine], EvalResult],
+        evaluate: Callable[[Engine], dict[str, float]],
         fingerprints: dict[str, str],
     ) -> None:
         self.config, self.collector, self.trainer, self.report = config, collector, trainer, report
         self.engine, self._evaluate = collector.engine, evaluate
         self.id = uuid.uuid4().hex  # by which the run knows its own checkpoints
-        self.number = 0  # of the step that is being made
         self.state = State(
             step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
             random=RandomState.now(), collector=collector.state_dict(),
@@ -77,8 +75,7 @@ class Run:
             state.before = state.after = before
             self.mark()
         for number in range(state.step + 1, self.config.steps + 1):
-            self.number = number
-            yield state.underway or trainer.begin(number)
+            yield state.underway or Step(number)
 
     def mark(self) -> None:
         """Remember what a rollout or an evaluation changes: one that is cut off starts again."""
@@ -87,7 +84,7 @@ class Run:
         self.state.random = RandomState.now()
 
     def rest(self, step: Step) -> None:
-        """A place where the run can be left: a checkpoint that is saved now goes on from here."""
+        """Mark a place where the run can be left: a checkpoint saved from now on begins here."""
         self.state.underway = step
         self.mark()
 
@@ -99,8 +96,9 @@ class Run:
             metrics |= (after := self.evaluate(number))
             state.after = after or state.after
         self.report.prompts([vars(row) for row in step.collected.prompts])
-        for row in step.update_rows:
-            self.report.log(number, row)
+        if config.log.every_update:
+            for row in update_rows(step.updates, (number - 1) * self.trainer.updates_per_step + 1):
+                self.report.log(number, row)
         self.report.log(number, finite(metrics))
         every = config.log.completions_every
         if every and (number in (1, config.steps) or number % every == 0):
@@ -113,14 +111,13 @@ class Run:
     def evaluate(self, steps: int) -> dict[str, float]:
         """Metrics on the held-out questions, by the weights after so many steps."""
         with awake(self.engine, self.trainer.policy, version=steps) as engine:
-            return self._evaluate(engine).metrics
+            return self._evaluate(engine)
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
         examples = self.collector.examples_of(step.collected)
-        used = dataclasses.replace(step.collected, advantages=step.batch.used_advantages())
         answers = [example.answer for example in examples if example.answer]
         return rows_of(
-            used, examples, self.trainer.policy.tokenizer,
+            step.collected, step.batch.used_advantages(), examples, self.trainer.policy.tokenizer,
             scorer_for(self.config.data.task, answers),
             count=self.config.log.completions, group_size=self.config.rollout.group_size,
         )  # fmt: skip
@@ -131,7 +128,8 @@ class Run:
         try:
             yield
         except NonFiniteLogits as error:
-            when = f"at step {self.number}" if self.number else "before the first step"
+            has_begun = self.state.before is not None
+            when = f"at step {self.state.step + 1}" if has_begun else "before the first step"
             advice = "a lower optim.lr or a wider model.dtype may help"
             raise NonFiniteLogits(f"{error} {when}; {advice}") from None
         except (NonFiniteGradient, EngineError) as error:
@@ -198,7 +196,7 @@ class Run:
             storage.read_tensors(folder / checkpoint.WEIGHTS, weights)
             with distributed.together():
                 self._load_state(folder, state)
-            again = self._stored()
+            again = self._stored()  # collective, so not inside of `together`
             with distributed.together():
                 if distributed.is_main():
                     check_round_trip(again, folder)
@@ -212,8 +210,7 @@ class Run:
         collector.load_state_dict(state.collector)
         trainer.load_state_dict(state.trainer)
         if step is not None:
-            passes, per_pass = self.config.inner_iterations, self.config.minibatches
-            _check_place(step, state.step + 1, passes, per_pass)
+            _check_place(step, state.step + 1, trainer.updates_per_step)
             step.collected.rollout.check(vocab_size)
             collector.examples_of(step.collected)  # raises for prompts of other completions
             trainer.resume(step)
@@ -235,15 +232,11 @@ class Run:
         self.mark()
 
 
-def _check_place(step: Step, number: int, passes: int, per_pass: int) -> None:
-    """Raise a ValueError for another step than this one, or for one without its updates."""
-    epoch, minibatch = step.epoch, step.minibatch
-    made, is_ended = len(step.updates), epoch == passes
-    fits = epoch < passes and made == epoch * per_pass + minibatch
-    fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
-    has_all = step.collected is not None and step.packing is not None
-    fits = fits and has_all and step.number == number and step.updates.per_pass == per_pass
-    came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+def _check_place(step: Step, number: int, most_updates: int) -> None:
+    """Raise a ValueError for another step than this one, or for one without its completions."""
+    made, has_all = len(step.updates), step.collected is not None and step.packing is not None
+    fits = has_all and step.number == number and made <= most_updates
+    came = f"step {step.number} with {made} updates"
     require(fits, f"{checkpoint.STATE}: underway", f"a place in step {number}", came)
 
 

@@ -32,7 +32,7 @@ class Stopping:
     def listening(
         self, model: Any, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Iterator[None]:
-        """Answer signals at the forward passes of `model`, in an `agreed()`; then as before.
+        """Inside, a signal raises `Stopped` at the next forward pass of `model`, within `agreed()`.
 
         Outside of the main thread Python takes no signals, and nothing is changed.
         """

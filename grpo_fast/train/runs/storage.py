@@ -24,7 +24,7 @@ FILE_BYTES = 1 << 30  # of a file: its bytes are put together in memory before t
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors into a new folder. Collective: every rank gives its shards."""
     files, size = {}, 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items():  # the writer counts files from 1
         files[name] = size // FILE_BYTES + 1
         size += tensor.numel() * tensor.element_size()
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
@@ -37,9 +37,10 @@ def stored_names(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Fill tensors with those of the same names, all that begin with `prefix`. Collective.
+    """Fill tensors with the stored ones of the same names. Collective.
 
-    Raises ValueError for a name that is missing or not asked for, another shape or dtype.
+    Raises ValueError for a name that is missing, one beginning with `prefix` that is not asked for,
+    another shape or dtype.
     """
     with distributed.together():
         stored = _metadata(folder)

@@ -35,7 +35,7 @@ class Totals(NamedTuple):
         return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
 
 
-# What is computed once for a batch, token by token, and stays while the batch is used.
+# Tensors of the tokens that `precompute` makes once and all updates on the batch read.
 FIXED = (
     "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
 )  # fmt: skip
@@ -104,12 +104,13 @@ class StepBatch:
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
     def deal(self, order: Sequence[int]) -> None:
-        """Deal the completions to the minibatches in this order; what is fixed goes with them."""
+        """Deal the completions to the minibatches in this order, with their fixed tensors."""
         hands = [order[first : first + self.size] for first in range(0, len(order), self.size)]
         self.parts = [sorted(hand) for hand in hands]  # a prompt's completions side by side
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
+        """Deal the completions, or whole groups, in an order that follows from the seed alone."""
         size = self.group_size if by_group else 1
         count = len(self.rollout.completion_ids)
         blocks = [range(first, first + size) for first in range(0, count, size)]
@@ -119,13 +120,14 @@ class StepBatch:
     def pack(self, budget: int, keep_fixed: bool = False) -> None:
         """Distribute the completions over micro-batches of at most `budget` trunk tokens.
 
-        keep_fixed: hand on what is fixed, completion by completion; else it is forgotten.
+        keep_fixed: hand the fixed tensors on, completion by completion; else forget them.
         """
+        # `fixed` reads the micro-batches, so it comes before they are replaced.
         self.budget, self.has_fixed = budget, self.has_fixed and keep_fixed
-        known = self.fixed()
+        fixed = self.fixed()
         packed = [self._pack_part(part, budget) for part in self.parts]
         self.minibatches, self.totals = [list(x) for x in zip(*packed, strict=True)]
-        for name, values in known.items():
+        for name, values in fixed.items():
             self.set(name, values)
 
     def state_dict(self) -> Packing:
@@ -149,7 +151,9 @@ class StepBatch:
         return {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
 
     def of_each(self, name: str) -> list[Tensor]:
-        """The (R,) values of this name as one tensor for each completion, in their order."""
+        """The (R,) values of this name as one tensor for each completion, in their order, of all
+        ranks. Collective.
+        """
         values: dict[int, Tensor] = {}
         for batch in self.micro_batches:
             if not batch.is_idle:
@@ -165,10 +169,12 @@ class StepBatch:
         for batch in self.micro_batches:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
-    def used_advantages(self) -> Tensor:
-        if not self.has("token_advantages"):
-            return self.advantages
-        return torch.cat(self.of_each("token_advantages"))
+    def used_advantages(self) -> list[Tensor]:
+        """The advantages of the tokens of each completion."""
+        if self.has("token_advantages"):
+            return self.of_each("token_advantages")
+        both = zip(self.advantages, self.rollout.lengths, strict=True)
+        return [advantage.repeat(length) for advantage, length in both]
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
         """This rank's micro-batches of a minibatch, and the totals of all ranks'."""

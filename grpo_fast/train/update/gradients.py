@@ -80,6 +80,7 @@ def accumulate(
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights, share)
+        # Only here: FSDP2's ranks gather in every forward and backward pass, so all make as many.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):
@@ -89,7 +90,6 @@ def accumulate(
             metrics["kl"] = mean_kl(output.logps, batch, config)
         seen.add(metrics, batch.active_tokens, share)
         seen.logps.append((output.logps[mask], batch.sampling_logps[mask]))
-    seen.optimizer_steps = 1
     return seen
 
 
@@ -101,7 +101,7 @@ def policy_loss(
     validate: str,
     per_token: dict[str, Any],
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """The loss, with its graph, the (T, H) hidden states it comes from, and all that it says."""
+    """The loss, with its graph, the (T, H) hidden states it comes from, and its LossOutput."""
     hidden, head = policy.hidden(packed), policy.head
     output = linear_grpo_loss(
         hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),

@@ -62,6 +62,7 @@ class MicroBatch:
             packed = pack_groups(texts, shared=shared, device=device)
         cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
         own = advantages[chosen].float()
+        # A NaN tells who has no verdict: it is asked for before it becomes 0.
         counts = ~(cut | own.isnan().cpu())
         own = own.nan_to_num(nan=0.0).to(device)
         return cls(

@@ -52,7 +52,7 @@ class Optimizer:
 
     def apply(self) -> float:
         """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
-        sum_gradients(self.parameters)
+        sum_gradients(self.parameters)  # before the clipping: the norm is that of the sum
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
@@ -63,7 +63,7 @@ class Optimizer:
             self.skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
         self.last_norm = norm
-        self.steps += 1
+        self.steps += 1  # skipped or not: the schedule follows the updates
         self.zero_grad()
         return norm
 
@@ -92,6 +92,7 @@ class Optimizer:
         self.adam.state.clear()
         for parameter in self.parameters:
             if names[parameter] in trained:
+                # A fused AdamW has its step on the parameter's device.
                 self.adam.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -133,5 +134,5 @@ def schedule(kind: str, step: int, warmup: int, total: int) -> float:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:
         return 1.0
-    left = max(0.0, 1.0 - (step - warmup) / (total - warmup))
-    return left if kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+    rest = max(0.0, 1.0 - (step - warmup) / (total - warmup))
+    return rest if kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * rest))

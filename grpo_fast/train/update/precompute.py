@@ -39,7 +39,7 @@ def precompute(
     server: TeacherServer | None = None,
 ) -> None:
     """Compute, with the current weights, the tensors that stay fixed over all updates on a batch:
-    old and reference logps; with a critic values and advantages. Those that it has stay.
+    old and reference logps; with a critic values and advantages. A batch that has them is left.
 
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
@@ -161,10 +161,10 @@ def estimate_advantages(
     alpha = config.lam_alpha
     lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
     lam_returns = config.lam if config.lam_returns is None else config.lam_returns
-    known: Any = {"mask": counts, "following": following}
-    advantages = gae(table, valued, config.gamma, lam, **known)
+    ends: Any = {"mask": counts, "following": following}
+    advantages = gae(table, valued, config.gamma, lam, **ends)
     same = alpha is None and lam_returns == lam
-    towards = advantages if same else gae(table, valued, config.gamma, lam_returns, **known)
+    towards = advantages if same else gae(table, valued, config.gamma, lam_returns, **ends)
     returns = towards + torch.where(counts, valued, 0.0)
     if config.whiten and counts.any():
         advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_fast.train.collect.collector import Collected
@@ -21,73 +22,50 @@ class Update:
     rate: float
 
 
-@dataclass
-class Updates:
-    """The updates of a step.
+def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
+    """The losses of several updates as one; the logps are those of the first pass."""
+    seen = LossMetrics(optimizer_steps=len(updates))
+    for index, each in enumerate(updates):
+        seen.parts += each.losses.parts
+        if index < per_pass:
+            seen.logps += each.losses.logps
+    return seen
 
-    Args:
-        per_pass: optimizer updates of one pass over the batch.
-        first: the number of the first update, from 1, in the whole run.
+
+def update_rows(updates: Sequence[Update], first: int) -> list[dict[str, float]]:
+    """A row of metrics for each update: its loss's, `grad_norm`, `learning_rate`, `update`.
+
+    first: the number of the first one, from 1, in the whole run.
     """
-
-    per_pass: Count
-    first: Count
-    made: list[Update] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    @property
-    def passes(self) -> float:
-        return len(self) / self.per_pass
-
-    def merged(self, latest: int = 0) -> LossMetrics:
-        """The losses of the latest updates, or of all, as one; the logps are those of a pass."""
-        seen = LossMetrics()
-        for index, each in enumerate(self.made[-latest:]):
-            seen.extend(each.losses, with_logps=index < self.per_pass)
-        return seen
-
-    def last_pass(self, name: str) -> float:
-        """The mean of a metric over the tokens of the whole latest pass (one sync)."""
-        return self.merged(self.per_pass).mean(name)
-
-    def rows(self) -> list[dict[str, float]]:
-        """A row of metrics for each update: its loss's, `grad_norm`, `learning_rate`, `update`."""
-        return [
-            finite({"update": float(self.first + index), **each.losses.result(),
-                    "grad_norm": each.norm, "learning_rate": each.rate})
-            for index, each in enumerate(self.made)
-        ]  # fmt: skip
+    return [
+        finite({"update": float(first + index), **each.losses.result(), "grad_norm": each.norm,
+                "learning_rate": each.rate})
+        for index, each in enumerate(updates)
+    ]  # fmt: skip
 
 
 @dataclass
 class Step:
     """One step of a run: its completions, the updates made so far, the metrics.
 
-    The next update is that of minibatch `minibatch` in pass `epoch`; `metrics` are there when all
-    updates are made. `packing` is, in a checkpoint, the state of `batch`.
+    `metrics` are there when all updates are made. `packing` is the state of `batch`, set in a
+    checkpoint alone.
     """
 
     number: Count
-    updates: Updates
+    updates: list[Update] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     collected: Collected | None = None
     packing: Packing | None = None
     noise: dict[str, float] | None = None
-    epoch: Count = 0
-    minibatch: Count = 0
     metrics: dict[str, float] | None = None
-    update_rows: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.batch: StepBatch | None = None  # packed again on resume: no field
 
     @property
     def place(self) -> int:
-        """1 after the rollout, one more with each update, and one more at the end; 0 before."""
-        if self.collected is None:
-            return 0
+        """1 after the rollout, one more with each update, and one more at the end."""
         return 1 + len(self.updates) + (self.metrics is not None)
 
     def stored(self) -> Step:

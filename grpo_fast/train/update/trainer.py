@@ -19,7 +19,7 @@ from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.metrics.clock import Clock, Work
+from grpo_fast.train.metrics.clock import Work
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
@@ -32,7 +32,7 @@ from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate, gradient_variance
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
-from grpo_fast.train.update.step import Step, Update, Updates
+from grpo_fast.train.update.step import Step, Update, merge_losses
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
+        # Before the optimizers, which take the parameters as they are: shards.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
@@ -85,10 +86,6 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
 
-    def begin(self, number: int) -> Step:
-        first = (number - 1) * self.updates_per_step + 1
-        return Step(number, Updates(self.config.minibatches, first), Clock())
-
     def pack(self, step: Step, collected: Collected) -> None:
         rollout, distill = self.config.rollout, self.config.distill
         step.collected = collected
@@ -99,13 +96,13 @@ class Trainer:
             device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
-        step.batch.token_rewards = collected.token_rewards
+        step.batch.token_rewards = collected.scores.per_token
 
     def resume(self, step: Step) -> None:
         assert step.collected is not None and step.packing is not None
         self.pack(step, step.collected)
         step.batch.load_state_dict(step.packing)
-        for update in step.updates.made:
+        for update in step.updates:
             update.losses = update.losses.to(self.policy.device)
         step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
 
@@ -115,15 +112,16 @@ class Trainer:
         self.policy.model.train()
         if config.log.grad_variance and step.noise is None:
             step.noise = gradient_variance(self.policy, batch, self.loss_config)
-        while step.epoch < config.inner_iterations:
-            if config.shuffle != "off" and step.minibatch == 0:
-                seed = f"{config.seed}/shuffle/{step.number}/{step.epoch}"
+        while (made := len(step.updates)) < self.updates_per_step:
+            epoch, minibatch = divmod(made, config.minibatches)
+            if minibatch == 0 and made and self._is_too_far(step):
+                return
+            # A step may have been left in its first minibatch: the order follows from the seed
+            # alone, so that dealing the batch once more changes nothing.
+            if minibatch == 0 and config.shuffle != "off":
+                seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
                 batch.shuffle(seed, config.shuffle == "groups")
-            while step.minibatch < config.minibatches:
-                yield step.minibatch
-            step.epoch, step.minibatch = step.epoch + 1, 0
-            if self._is_too_far(step):
-                step.epoch = config.inner_iterations
+            yield minibatch
 
     def update(self, step: Step, minibatch: int) -> None:
         """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
@@ -144,10 +142,10 @@ class Trainer:
 
         keep_fixed = len(step.updates) > 0
         losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
-        rate = self.optimizer.learning_rate
+        rate = self.optimizer.learning_rate  # before `apply`, which moves the schedule on
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.updates.made.append(Update(losses, norm, rate))
-        step.minibatch += 1
+        step.updates.append(Update(losses, norm, rate))
+        # At the end: the error saves a checkpoint, which must hold this update of all optimizers.
         for optimizer in self.optimizers.values():
             optimizer.check()
 
@@ -164,14 +162,16 @@ class Trainer:
         """Give a step whose updates are all made its metrics; move schedules and reference on,
         after an early stop as if all updates had been made.
         """
-        collected, batch, done, clock = step.collected, step.batch, step.updates, step.clock
+        collected, batch, clock = step.collected, step.batch, step.clock
+        updates, per_pass = step.updates, self.config.minibatches
         for optimizer in self.optimizers.values():
-            optimizer.steps += self.updates_per_step - len(done)
+            optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        generated, seen = sum(collected.rollout.lengths), done.merged()
-        self.watch.look(step.number, done.made[0].losses.logps)
+        generated, passes = sum(collected.rollout.lengths), len(updates) / per_pass
+        seen = merge_losses(updates, per_pass)
+        self.watch.look(step.number, updates[0].losses.logps)
         step.metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
@@ -179,14 +179,13 @@ class Trainer:
             **(step.noise or {}),
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(collected.generated, int(batch.trunk_tokens * done.passes)),
+            **clock.metrics(collected.generated, int(batch.trunk_tokens * passes)),
             **self.work.metrics(
-                batch.trunk_tokens, generated, updates=done.passes, seconds=clock.seconds["train"],
+                batch.trunk_tokens, generated, updates=passes, seconds=clock.seconds["train"],
                 forwards=self.reads_reference
                 + (self.updates_per_step > 1 or self.critic is not None),
             ),
         }  # fmt: skip
-        step.update_rows = done.rows() if self.config.log.every_update else []
         kl = step.metrics.get("kl", math.nan)
         self.beta.after_step(kl, completions=len(collected.rollout.lengths))
         self._use_beta()
@@ -259,9 +258,9 @@ class Trainer:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
     def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        made = step.updates.made
-        grad_norm = sum(update.norm for update in made) / len(made)
-        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": made[-1].rate}
+        grad_norm = sum(update.norm for update in step.updates) / len(step.updates)
+        rate = step.updates[-1].rate
+        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": rate}
         if is_policy_alone(self.loss_config, self.critic is not None and self.critic.is_shared):
             metrics["policy_grad_norm"] = grad_norm
         if self.beta.value:
@@ -269,8 +268,8 @@ class Trainer:
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
     def _is_too_far(self, step: Step) -> bool:
+        """Whether the mean of a metric over the whole latest pass is beyond its limit."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
-        return any(
-            limit is not None and step.updates.last_pass(name) > limit
-            for name, limit in limits.items()
-        )
+        per_pass = self.config.minibatches
+        latest = merge_losses(step.updates[-per_pass:], per_pass)
+        return any(limit is not None and latest.mean(x) > limit for x, limit in limits.items())

@@ -184,7 +184,7 @@ PROVIDERS = (
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
     # CUDA, anything else: compiled flex_attention
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
-    # CPUs: our own in C++, without padding; torch's FlashAttention, similar lengths in one call
+    # CPUs: our own in C++; torch's FlashAttention, a call for each span
     _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),

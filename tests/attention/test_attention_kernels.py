@@ -166,7 +166,7 @@ def test_explicit_chunks_change_nothing(monkeypatch):
         cut = results(EXPLICIT, given, layout, rule)
         monkeypatch.undo()
         assert_equal(cut, whole)
-    block = torch.empty(1, 4, 150, 8)
+    block = torch.empty(4, 150, 8)
     chunks = list(explicit._chunks(block, block, True, 20))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.divergence_reference import row_topk_divergence_
 from grpo_fast.kernels.head.activity import Activity, active_rows
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gathered import SupportGradient
@@ -157,9 +158,7 @@ class DivergenceHead(LinearHead):
                 own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            values = self.doors.row_topk_divergence_(
-                z[:count], teacher, w, self.divergence, rule, out=to
-            )
+            values = row_topk_divergence_(z[:count], teacher, w, self.divergence, rule, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:

@@ -1,5 +1,5 @@
 // Attention of packed rows, forward and backward, in fp32: span n of the queries looks on span n of
-// the keys. What it computes is said in grpo_fast/attention/kernels_explicit.py.
+// the keys. What it computes is said in grpo_fast/attention/kernels/explicit.py.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -47,12 +47,10 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // Keys that a row sees: the last query sees all.
-  int64_t seen(int64_t row) const { return causal ? row / repeats + 1 + keys - queries : keys; }
+  // Keys that a row sees. Causal spans have as many keys as queries.
+  int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
   // The first row that sees a key.
-  int64_t first_row(int64_t key) const {
-    return causal ? std::max<int64_t>(0, key + queries - keys) * repeats : 0;
-  }
+  int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
   // body(row of the span, its token, its head)
   template <class Body>
@@ -250,7 +248,7 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
   for (int64_t n = 0; n + 1 < spans; ++n) {
     const int64_t queries = starts_q[n + 1] - starts_q[n], keys = starts_k[n + 1] - starts_k[n];
-    STD_TORCH_CHECK(keys >= (causal ? queries : std::min<int64_t>(queries, 1)),
+    STD_TORCH_CHECK(causal ? keys == queries : keys > 0 || queries == 0,
                     "cu_k: expected a key for every query of span ", n, ", got ", keys, " for ",
                     queries);
   }

@@ -35,18 +35,14 @@ class Kernel(NamedTuple):
     A span of keys may have no queries: its dk and dv are zero. The reverse does not occur.
 
     Attributes:
-        name: for the log.
         forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in
             fp32 or better.
         backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
-        takes_copies: a causal span may have more keys than queries.
     """
 
-    name: str
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
-    takes_copies: bool = True
 
 
 def over_spans(

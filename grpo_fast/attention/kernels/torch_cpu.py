@@ -16,8 +16,6 @@ _ops = torch.ops.aten
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
-    if causal and len(q) != len(k):  # this kernel aligns them at the top
-        raise ValueError("spans: expected as many keys as queries in a causal span")
     fold, *heads = _heads(q, k, v, causal)
     part, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
         _folded(q, fold), *heads, 0.0, causal, scale=rule.scale

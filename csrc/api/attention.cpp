@@ -218,13 +218,6 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   }
 }
 
-void check(const Tensor& x, const char* name, int64_t rows, int64_t heads, int64_t depth) {
-  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == rows && x.size(1) == heads && x.size(2) == depth,
-                  name, ": expected (", rows, ", ", heads, ", ", depth, ")");
-  STD_TORCH_CHECK(x.stride(2) == 1 || depth == 1, name, ": expected a contiguous last axis");
-}
-
 const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
                       x.is_contiguous() && x.size(0) == count && count > 0,
@@ -242,8 +235,8 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const int64_t heads = k.size(1), depth = q.size(2), spans = cu_q.size(0);
   STD_TORCH_CHECK(heads > 0 && q.size(1) % heads == 0, "q: expected a multiple of ", heads,
                   " heads, got ", q.size(1));
-  check(q, "q", q.size(0), q.size(1), depth), check(k, "k", k.size(0), heads, depth);
-  check(v, "v", k.size(0), heads, depth);
+  check(q, "q", {q.size(0), q.size(1), depth}), check(k, "k", {k.size(0), heads, depth});
+  check(v, "v", {k.size(0), heads, depth});
   const int32_t* starts_q = checked_starts(cu_q, spans, q.size(0), "cu_q");
   const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
   for (int64_t n = 0; n + 1 < spans; ++n) {
@@ -285,8 +278,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Ten
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
-  check(grad, "grad", q.size(0), q.size(1), p.depth);
-  check(out, "out", q.size(0), q.size(1), p.depth);
+  check(grad, "grad", {q.size(0), q.size(1), p.depth});
+  check(out, "out", {q.size(0), q.size(1), p.depth});
   STD_TORCH_CHECK(lse.is_cpu() && is_fp32(lse) && lse.dim() == 2 && lse.size(0) == q.size(1) &&
                       lse.size(1) == q.size(0),
                   "lse: expected (", q.size(1), ", ", q.size(0), ") float32");

@@ -81,7 +81,7 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Memory of one thread for its tasks, unset.
+// Memory of one thread for its tasks, unset. Once a task: another call may move it.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);

@@ -94,6 +94,7 @@ class DivergenceRow {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
+    // Before the loop may write over the teacher's row.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];

@@ -39,6 +39,7 @@ class Copies(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
+        # Stable: the gradients of a row's copies are added in one order, the same bits every time.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def put_back(self, grad: Tensor) -> Tensor:

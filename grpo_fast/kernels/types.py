@@ -114,7 +114,7 @@ class AddedRows(NamedTuple):
         return scaled_rows(values, self.coefficients)
 
     def add_to_(self, total: Tensor) -> None:
-        """The same as a pass of its own over (V, N) fp32 sums."""
+        """Add the rows to (V, N) fp32 sums, in a pass of its own."""
         assert self.ids is not None
         add_rows_(total, self.ids, self.terms())
 

@@ -28,7 +28,7 @@ OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one
 
 
 def wants_gradient(*tensors: Tensor | None) -> list[bool]:
-    """Which of a call's tensors somebody will ask a gradient of."""
+    """For each tensor of a call, whether autograd will ask for its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
@@ -75,7 +75,7 @@ Kept = list[tuple[Tensor | None, Tensor | None]]
 
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
-    """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
+    """(gradient, unit) of each tensor; None where it was not wanted: a pass returns (0,) there."""
     has_units = units is not None and units.numel()
     factors = units.detach().unbind() if has_units else [None] * len(gradients)  # type: ignore[union-attr]
     return [
@@ -92,6 +92,7 @@ def handed_over(
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
+    # Once: autograd makes these very tensors `.grad`, so a second backward must get others.
     kept, ctx.kept = ctx.kept, None
     kept = again() if kept is None else kept
     return [

@@ -165,6 +165,8 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
+    # From the right, and among the inner offsets: an empty completion has no row, the last row's is
+    # below B.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 

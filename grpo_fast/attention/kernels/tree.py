@@ -83,6 +83,7 @@ def _wide(x: Tensor, merges: list[Call]) -> Tensor:
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
+    # Of both parts' own lse: it is overwritten last.
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
     rows = max(1, MERGE_NUMBERS // out[0].numel())
     for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):

@@ -138,6 +138,7 @@ class DivergenceHead(LinearHead):
 
     def _written(self, rows: int) -> Tensor:
         """(rows, V): the buffer of the divergences' d-logits, which holds the teacher's before."""
+        # With one buffer, of a top-k alone, it is that of the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:

@@ -178,7 +178,7 @@ def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
 
 def support_rows(
     support: Support,
-    kept: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
+    active_index: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
     target_ids: Tensor,  # (T,) int64 of the active ones
     vocab_size: int,
     validate: str,
@@ -187,8 +187,8 @@ def support_rows(
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts, lengths = bounds[:-1], bounds.diff()
-    if kept is not None:
-        starts, lengths = starts[kept], lengths[kept]
+    if active_index is not None:
+        starts, lengths = starts[active_index], lengths[active_index]
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:

@@ -146,7 +146,7 @@ class DivergenceHead(LinearHead):
         chunk = self.at
         if chunk is None:
             return
-        index, count = self.rows.kept, chunk.stop - chunk.start
+        index, count = self.rows.active_index, chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
         teacher, out = self.teacher.rows(at), self._written(z.shape[0])
         rule, w = self.rows.rule.rows(chunk), self.weights[chunk]
@@ -221,7 +221,7 @@ def supported_divergence(
         )  # fmt: skip
         others, of_others = dense.sweep(wanted), dense.values
     source = supported_head(tensors, rows, route, is_wide=is_wide)
-    of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
+    of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))

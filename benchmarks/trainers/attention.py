@@ -94,7 +94,7 @@ def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
 
 
 def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each kernel that can: packed, shared, and shared with copied keys."""
+    """A row for each kernel that can: packed and shared."""
     shared, packed, origin = packs(case, options.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [

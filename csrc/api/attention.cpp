@@ -1,5 +1,5 @@
 // Attention of packed rows, forward and backward, in fp32: span n of the queries looks on span n of
-// the keys. What it computes is said in grpo_fast/attention/kernels_explicit.py.
+// the keys. What it computes is said in grpo_fast/attention/kernels/explicit.py.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -47,12 +47,10 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // Keys that a row sees: the last query sees all.
-  int64_t seen(int64_t row) const { return causal ? row / repeats + 1 + keys - queries : keys; }
+  // Keys that a row sees. Causal spans have as many keys as queries.
+  int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
   // The first row that sees a key.
-  int64_t first_row(int64_t key) const {
-    return causal ? std::max<int64_t>(0, key + queries - keys) * repeats : 0;
-  }
+  int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
   // body(row of the span, its token, its head)
   template <class Body>
@@ -83,7 +81,7 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Memory of one thread for its tasks, unset.
+// Memory of one thread for its tasks, unset. Once a task: another call may move it.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
@@ -220,13 +218,6 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   }
 }
 
-void check(const Tensor& x, const char* name, int64_t rows, int64_t heads, int64_t depth) {
-  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == rows && x.size(1) == heads && x.size(2) == depth,
-                  name, ": expected (", rows, ", ", heads, ", ", depth, ")");
-  STD_TORCH_CHECK(x.stride(2) == 1 || depth == 1, name, ": expected a contiguous last axis");
-}
-
 const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
                       x.is_contiguous() && x.size(0) == count && count > 0,
@@ -244,13 +235,13 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const int64_t heads = k.size(1), depth = q.size(2), spans = cu_q.size(0);
   STD_TORCH_CHECK(heads > 0 && q.size(1) % heads == 0, "q: expected a multiple of ", heads,
                   " heads, got ", q.size(1));
-  check(q, "q", q.size(0), q.size(1), depth), check(k, "k", k.size(0), heads, depth);
-  check(v, "v", k.size(0), heads, depth);
+  check(q, "q", {q.size(0), q.size(1), depth}), check(k, "k", {k.size(0), heads, depth});
+  check(v, "v", {k.size(0), heads, depth});
   const int32_t* starts_q = checked_starts(cu_q, spans, q.size(0), "cu_q");
   const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
   for (int64_t n = 0; n + 1 < spans; ++n) {
     const int64_t queries = starts_q[n + 1] - starts_q[n], keys = starts_k[n + 1] - starts_k[n];
-    STD_TORCH_CHECK(keys >= (causal ? queries : std::min<int64_t>(queries, 1)),
+    STD_TORCH_CHECK(causal ? keys == queries : keys > 0 || queries == 0,
                     "cu_k: expected a key for every query of span ", n, ", got ", keys, " for ",
                     queries);
   }
@@ -287,8 +278,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Ten
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
-  check(grad, "grad", q.size(0), q.size(1), p.depth);
-  check(out, "out", q.size(0), q.size(1), p.depth);
+  check(grad, "grad", {q.size(0), q.size(1), p.depth});
+  check(out, "out", {q.size(0), q.size(1), p.depth});
   STD_TORCH_CHECK(lse.is_cpu() && is_fp32(lse) && lse.dim() == 2 && lse.size(0) == q.size(1) &&
                       lse.size(1) == q.size(0),
                   "lse: expected (", q.size(1), ", ", q.size(0), ") float32");

@@ -1,8 +1,6 @@
-// The operators that compare rows of logits with a teacher's: row_divergence_ and
-// row_topk_divergence_. What they compute is said in grpo_fast/kernels/divergence_reference.py.
+// The operator that compares rows of logits with a teacher's. What it computes is said in
+// grpo_fast/kernels/divergence_reference.py.
 #include <torch/csrc/stable/library.h>
-
-#include <vector>
 
 #include "api/chunk.h"
 #include "rows/divergence.h"
@@ -90,36 +88,6 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
   return found;
 }
 
-// -> (C,) fp64. left: log of the teacher's mass beside the K ids, -inf where it does not count.
-Tensor row_topk_divergence_(Tensor logits, std::optional<Tensor> out, Tensor ids, Tensor logps,
-                            Tensor left, Tensor weights, int64_t kind, double beta,
-                            double logit_scale, std::optional<double> softcap, double temperature,
-                            std::optional<Tensor> temperatures) {
-  const Chunk chunk =
-      chunk_of(logits, {logit_scale, softcap, temperature, temperatures}, std::nullopt);
-  if (out) check_like(logits, *out, "out");
-  const int64_t rows = chunk.rows, count = ids.dim() == 2 ? ids.size(1) : 0;
-  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long && ids.is_contiguous() &&
-                      ids.numel() == rows * count, "ids: expected (C, K) int64");
-  const int64_t* first = data<int64_t>(ids);
-  for (int64_t i = 0; i < rows * count; ++i)
-    STD_TORCH_CHECK(first[i] >= 0 && first[i] < chunk.columns, "ids: expected ids in [0, ",
-                    chunk.columns, "), got ", first[i]);
-  const double *lq = doubles(logps, rows * count, "logps"), *rest = doubles(left, rows, "left");
-  const float* w = checked_vector<float>(weights, rows, "weights");
-  STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number of a leaf");
-  const Tensor found = empty(logits, rows, ScalarType::Double);
-  double* to = data<double>(found);
-  const auto x = matrix<float>(logits);
-  const auto d = out ? matrix<float>(*out) : Matrix<float>{nullptr, 0};
-  for_each_row(chunk, [&](int64_t row) {
-    const Categories of{first + row * count, lq + row * count, count, rest[row]};
-    float* to_row = out ? chunk.start(d, row) : nullptr;
-    to[row] = topk_row(side(chunk, x, row), of, kind, beta, w[row], to_row);
-  });
-  return found;
-}
-
 }  // namespace
 }  // namespace grpo_fast
 
@@ -129,13 +97,8 @@ STABLE_TORCH_LIBRARY(grpo_fast_divergence, library) {
       " Tensor? known, int kind, float beta, float logit_scale, float? softcap, float temperature,"
       " Tensor? temperatures, float teacher_logit_scale, float? teacher_softcap,"
       " float teacher_temperature, Tensor? offsets) -> Tensor");
-  library.def(
-      "row_topk_divergence_(Tensor logits, Tensor(a!)? out, Tensor ids, Tensor logps, Tensor left,"
-      " Tensor weights, int kind, float beta, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_divergence, CPU, library) {
   library.impl("row_divergence_", TORCH_BOX(&grpo_fast::row_divergence_));
-  library.impl("row_topk_divergence_", TORCH_BOX(&grpo_fast::row_topk_divergence_));
 }

@@ -40,16 +40,6 @@ void check(const Product& p) {
                   "b: expected as it is beside a transposed a of int16");
 }
 
-const int64_t* checked_indices(const std::optional<Tensor>& x, int64_t count, int64_t end,
-                               const char* name) {
-  if (!x) return nullptr;
-  const int64_t* found = checked_vector<int64_t>(*x, count, name);
-  for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
-                    ", got ", found[i]);
-  return found;
-}
-
 Added checked_added(const std::optional<Tensor>& coefficients, const std::optional<Tensor>& values,
                     const std::optional<Tensor>& ids, const std::optional<Tensor>& rows,
                     const Tensor& out) {
@@ -63,8 +53,8 @@ Added checked_added(const std::optional<Tensor>& coefficients, const std::option
   STD_TORCH_CHECK(ids || out.size(0) >= count, "added: expected at most ", out.size(0),
                   " coefficients, got ", count);
   Added added{checked_vector(coefficients, count, "added_coefficients"),
-              checked_indices(ids, count, out.size(0), "added_ids"),
-              checked_indices(rows, count, height, "added_rows"),
+              ids ? checked_indices(*ids, count, out.size(0), "added_ids") : nullptr,
+              rows ? checked_indices(*rows, count, height, "added_rows") : nullptr,
               values->data_ptr(), values->stride(0), is_fp32(*values)};
   added.order.resize(count);
   std::iota(added.order.begin(), added.order.end(), 0);
@@ -111,28 +101,6 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-// x (..., K) contiguous * the transpose of weight (N, K) -> (..., N), fp32. What mm_ does, for calls
-// whose arguments would take as long as the product.
-Tensor linear(Tensor x, Tensor weight) {
-  check_matrix(weight, "weight");
-  const int64_t columns = weight.size(1), rows = columns ? x.numel() / columns : 0;
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0 && x.is_contiguous() && x.size(-1) == columns,
-                  "x: expected a contiguous CPU tensor of ", columns, " columns");
-  STD_TORCH_CHECK(is_fp32(x) && is_fp32(weight), "x, weight: expected float32");
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
-  shape.push_back(weight.size(0));
-  const Tensor out = torch::stable::new_empty(x, shape);
-  const int64_t width = weight.size(0);
-  if (rows == 0 || width == 0) return out;
-  const Problem<float, float> problem{rows, width, columns, {data<const float>(x), columns, false},
-                                      {data<const float>(weight), weight.stride(0), false}};
-  multiply<Vectors>(problem, [&](const Block& block, float* sums, int64_t stride) {
-    store_block(block, sums, stride, data<float>(out), width, false);
-  });
-  return out;
-}
-
 // -> fp32 products have FMA, bf16 ones AVX512_BF16, and torch has a tile product.
 std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)
@@ -151,7 +119,6 @@ STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
       "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add,"
       " bool tiles, Tensor? scales, Tensor? out_scales, Tensor? added_coefficients, Tensor? added,"
       " Tensor? added_ids, Tensor? added_rows) -> ()");
-  library.def("linear(Tensor x, Tensor weight) -> Tensor");
   library.def("features() -> (bool, bool, bool)");
 }
 
@@ -161,5 +128,4 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CPU, library) {
   library.impl("mm_", TORCH_BOX(&grpo_fast::mm_));
-  library.impl("linear", TORCH_BOX(&grpo_fast::linear));
 }

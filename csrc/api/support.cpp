@@ -34,14 +34,6 @@ Gathered<T> gathered(const Tensor& x) {
   return {data<T>(x), x.stride(0), x.size(1)};
 }
 
-const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t end, const char* name) {
-  const int64_t* found = checked_vector<int64_t>(x, count, name);
-  for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
-                    ", got ", found[i]);
-  return found;
-}
-
 // The columns of R rows: those of row r are ids[offsets[r]] to ids[offsets[r + 1] - 1].
 struct Kept {
   int64_t rows, numbers;  // R, nnz

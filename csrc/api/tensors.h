@@ -6,7 +6,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
 #include <optional>
+#include <string>
 
 namespace grpo_fast {
 
@@ -47,6 +49,20 @@ inline void check_operand(const Tensor& x, const char* name) {
                   ": expected float32 or bfloat16");
 }
 
+// fp32 of this shape, neighbours along the last axis.
+inline void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
+  bool is_same = x.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  std::string expected;
+  for (const int64_t size : shape) {
+    is_same = is_same && x.size(axis) == size, ++axis;
+    expected += (expected.empty() ? "" : ", ") + std::to_string(size);
+  }
+  STD_TORCH_CHECK(is_same, name, ": expected (", expected, ")");
+  STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
+}
+
 template <class T>
 const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
   constexpr bool is_float = std::is_same_v<T, float>;
@@ -57,6 +73,16 @@ const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
                   ": expected ", is_float ? "float32" : "int64");
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
   return data<T>(x);
+}
+
+// From 0 to end - 1 each.
+inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t end,
+                                      const char* name) {
+  const int64_t* found = checked_vector<int64_t>(x, count, name);
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
+                    ", got ", found[i]);
+  return found;
 }
 
 // null for None.

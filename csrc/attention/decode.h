@@ -120,15 +120,6 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
-inline void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
-  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
-  bool is_same = x.dim() == static_cast<int64_t>(shape.size());
-  int64_t axis = 0;
-  for (const int64_t size : shape) is_same = is_same && x.size(axis) == size, ++axis;
-  STD_TORCH_CHECK(is_same, name, ": expected another shape");
-  STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
-}
-
 inline void check_lying(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
   check(x, name, shape);
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");

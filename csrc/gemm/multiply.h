@@ -225,6 +225,7 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
+    // This thread is one of the workers below, too: their pieces are of other purposes.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

@@ -94,6 +94,7 @@ class DivergenceRow {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
+    // Before the loop may write over the teacher's row.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];
@@ -142,98 +143,5 @@ class DivergenceRow {
   Floats beta_;
   float of_top_ = 0, lp_top_ = 0, raw_top_ = 0;
 };
-
-// K + 1 categories of one row: the ids of a teacher, and all others as one, in double.
-struct Categories {
-  const int64_t* ids;
-  const double* logps;  // -inf: nothing is in this place
-  int64_t count;        // K
-  double left;          // log of the teacher's mass of all others; -inf: they do not count
-};
-
-inline double log_sum(const std::vector<double>& x) {
-  const auto top = std::max_element(x.begin(), x.end());
-  if (top == x.end() || *top == -std::numeric_limits<double>::infinity()) return -INFINITY;
-  double rest = 0;
-  for (auto i = x.begin(); i != x.end(); ++i) rest += i == top ? 0 : std::exp(*i - *top);
-  return *top + std::log1p(rest);
-}
-
-// lse of the columns of z that no id names.
-inline double rest_lse(DivergenceSide& z, std::vector<int64_t> ids) {
-  std::sort(ids.begin(), ids.end());
-  ids.push_back(z.count);
-  const auto each = [&](const auto& body) {
-    int64_t begin = 0;
-    for (const int64_t id : ids) {
-      for (; begin < id; begin += std::min(kRun, id - begin)) body(begin, std::min(kRun, id - begin));
-      begin = id + 1;
-    }
-  };
-  float high = -kInfinity;
-  z.shift = z.rest = 0;
-  each([&](int64_t begin, int64_t count) {
-    high = std::max(high, largest_of(Columns<float>{z.x + begin, count, -1}, z.rule.inner));
-  });
-  if (z.is_capped) high = z.rule.outer * std::tanh(high);
-  if (high == -kInfinity) return high;
-  z.shift = high;
-  double sum = 0;
-  each([&](int64_t begin, int64_t count) {
-    Floats sums = {};
-    by_vectors(count, [&](int64_t c, int64_t n) GRPO_FAST_BODY {
-      const Floats e = exp_floored(floor_exponent(z.below(load_up_to(z.x + begin + c, n))));
-      sums += keep_where(lane_numbers() < static_cast<int32_t>(n), e);
-    });
-    sum += sum_lanes(widen(sums));
-  });
-  return z.shift + std::log(sum);
-}
-
-// The divergence, and in `out`, which may be the logits, the gradient of weight D; null: none.
-inline double topk_row(DivergenceSide z, const Categories& teacher, int64_t kind, double beta,
-                       double weight, float* out) {
-  std::vector<int64_t> ids;
-  std::vector<double> lp, lq;
-  for (int64_t k = 0; k < teacher.count; ++k) {
-    if (teacher.logps[k] == -INFINITY) continue;
-    ids.push_back(teacher.ids[k]);
-    lq.push_back(teacher.logps[k]);
-    lp.push_back(z.below(splat(z.x[teacher.ids[k]]))[0]);
-  }
-  const double tail = rest_lse(z, ids);
-  const bool has_tail = teacher.left > -INFINITY && tail > -INFINITY;
-  if (has_tail || std::isnan(tail)) lp.push_back(tail), lq.push_back(teacher.left);
-  const double lse = log_sum(lp), teacher_lse = log_sum(lq);
-  double value = 0, center = 0;
-  std::vector<double> slopes;
-  for (size_t k = 0; k < lp.size(); ++k) {
-    lp[k] -= lse, lq[k] -= teacher_lse;
-    const double d = lp[k] == lq[k] ? 0 : lp[k] - lq[k];
-    const ValueAndSlope of = divergence(kind, std::exp(lp[k]), std::exp(lq[k]), d,
-                                        std::expm1(-std::fabs(d)), &beta);
-    value += of.value, center += of.slope;
-    slopes.push_back(of.slope);
-  }
-  if (!out) return value;
-  if (weight == 0) return write_zeros(out, z.count), value;
-  std::vector<float> at_ids;
-  const double factor = weight * z.rule.chain;
-  for (size_t k = 0; k < ids.size(); ++k) {
-    const double bend = z.bend(splat(z.x[ids[k]]))[0];
-    at_ids.push_back(static_cast<float>((slopes[k] - center * std::exp(lp[k])) * factor * bend));
-  }
-  const size_t last = ids.size();
-  const double of_tail = has_tail ? slopes[last] - center * std::exp(lp[last]) : 0;
-  const float scale = static_cast<float>(of_tail * factor);
-  if (has_tail) z.set(tail);
-  by_vectors(z.count, [&](int64_t c, int64_t n) GRPO_FAST_BODY {
-    const Floats raw = load_up_to(z.x + c, n);
-    const Floats share = exp_floored(min(floor_exponent(z.logp(raw)), splat(0.0f)));
-    store_up_to(out + c, has_tail ? share * scale * z.bend(raw) : splat(0.0f), n);
-  });
-  for (size_t k = 0; k < ids.size(); ++k) out[ids[k]] = at_ids[k];
-  return value;
-}
 
 }  // namespace grpo_fast

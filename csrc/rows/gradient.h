@@ -29,6 +29,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const RowRule rule = chunk.rule(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;
+  // Read before the loop may write over it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
   // lse was rounded to fp32; z_y - logp gives it back with the digits of logp, mostly the smaller.
   double lse = at.lse[row];

@@ -39,6 +39,7 @@ class Copies(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
+        # Stable: the gradients of a row's copies are added in one order, the same bits every time.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def put_back(self, grad: Tensor) -> Tensor:
@@ -164,19 +165,18 @@ class TreeLayout:
             run = [(s, above) for s, ancestor in run if (above := self.parents[ancestor]) >= 0]
         return tuple(calls)
 
-    def copies(self, window: int | None) -> tuple[Call]:
-        """One causal call with each segment's keys behind copies of its ancestors', or of the last
-        window − 1 of them: a window moves with each row, a call on an ancestor does not.
+    def copies(self, window: int) -> tuple[Call]:
+        """One causal call with each segment's keys behind copies of its ancestors' last window − 1:
+        a window moves with each row, a call on an ancestor does not.
         """
         return self.cached(("copies", window), lambda: self._copies(window))
 
-    def _copies(self, window: int | None) -> tuple[Call]:
+    def _copies(self, window: int) -> tuple[Call]:
         keys: list[Tensor] = []
         for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
             path = keys[parent] if parent >= 0 else torch.arange(0)
-            if window is not None:
-                path = path[max(0, len(path) - window + 1) :]
-            keys.append(torch.cat([path, torch.arange(start, end)]))
+            seen = path[max(0, len(path) - window + 1) :]
+            keys.append(torch.cat([seen, torch.arange(start, end)]))
         device = self.cu_seqlens.device
         spans = Spans.of(self.lengths, [len(x) for x in keys], device, causal=True)
         copies = Copies(*(x.to(device) for x in Copies.of(torch.cat(keys), self.total)))

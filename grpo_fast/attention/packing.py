@@ -173,7 +173,8 @@ def _pack(
             segment = parents[segment]
         bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
         offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
-        positions = trained - 1
+        positions = trained - 1  # a token is predicted by the one before it
+        # From the right: the position where a segment begins lies in that one.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
     sizes = [len(trained) for _, trained in samples]

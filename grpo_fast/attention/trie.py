@@ -64,7 +64,8 @@ class Trie:
 
     @classmethod
     def of_ids(cls, ids: Sequence[Tensor]) -> Trie:
-        """Of equal int64 ids (n,), or (n, k) with more numbers that have to be equal."""
+        """The trie of int64 ids, (n,) each; of (n, k) two positions are equal in all k numbers."""
+        # The order of bytes is not that of numbers, but it puts equal prefixes side by side.
         words = [x.contiguous().numpy().tobytes() for x in ids]
         order = sorted(range(len(ids)), key=lambda i: (words[i], i))
         shared = [_common(ids[a], ids[b]) for a, b in pairwise(order)]
@@ -72,7 +73,9 @@ class Trie:
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
-        """Of prompts and completions (without their last token): each has its prompt in common."""
+        """The trie of prompts and their completions without the last token, which predicts nothing;
+        `shared`: the completions of a prompt have it in common.
+        """
         trunks, order, common = list[int](), list[int](), list[int]()
         for prompt, completions in lengths:
             first = len(trunks)
@@ -82,7 +85,9 @@ class Trie:
         return cls(trunks, order, common)
 
     def segments(self, merge_cost: float) -> Segments:
-        """A node per segment, but for chains, which are one, and nodes that save too little."""
+        """A segment for each node; a chain of nodes is one segment, and the tokens of a node that
+        saves too little are copied into its children's.
+        """
         roots = self._worthwhile(0, merge_cost)
         nodes = [node for node in roots if self.children[node]]
         parents = [-1] * len(nodes)

@@ -57,16 +57,16 @@ def small_windows(model: nn.Module) -> Iterator[None]:
     sizes = {vars(config).get(name) for config in configs.values() for name in FIELDS}
     known = enumerate(sorted(size for size in sizes if type(size) is int))
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
-    held = [
+    sized = [
         (vars(owner), name, size)
         for owner in (*configs.values(), *modules)
         for name, size in vars(owner).items()
         if ("window" in name or "chunk" in name) and type(size) is int and size in small
     ]
     try:
-        for fields, name, size in held:
+        for fields, name, size in sized:
             fields[name] = small[size]
         yield
     finally:
-        for fields, name, size in held:
+        for fields, name, size in sized:
             fields[name] = size

@@ -69,7 +69,8 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
-    """The same against K ids and what is left of the vocabulary, K + 1 categories, in fp64.
+    """The same against K ids and what is left of the vocabulary, K + 1 categories, in fp64; for
+    every backend.
 
     The student's share of all other ids is summed, never 1 - Σ; its derivative goes to these ids
     by their share in it.
@@ -83,17 +84,19 @@ def row_topk_divergence_(
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
         tail, left = row_lse(rest)[:, None], teacher_tail(lq, teacher.floor)[:, None]
-        has_tail = (tail > -torch.inf) & teacher.has_tail  # K = V leaves nothing
+        # K = V leaves nothing. A NaN among the others counts without a tail, too: it is to be seen.
+        has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
         value, slope = _terms(lp, lq, divergence)
         if out is not None:
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
-            shares = torch.where(has_tail, (rest - tail.to(z.dtype)).exp() * d[:, -1:], 0.0)
-            dz = shares.scatter_add(1, ids, torch.where(is_one, d[:, :-1], 0.0))
+            far = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
+            dz = rest.sub_(far).exp_().mul_(d[:, -1:])
+            dz.scatter_add_(1, ids, torch.where(is_one, d[:, :-1], 0.0))
             w = weights[rows, None].to(z.dtype)
-            out[rows] = torch.where(w == 0, 0.0, dz * (w * chain)).to(out.dtype)
+            out[rows] = dz.mul_(w * chain).masked_fill_(w == 0, 0.0)
         values.append(value.sum(-1))
     return torch.cat(values) if values else weights.double()
 

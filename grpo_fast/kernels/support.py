@@ -82,7 +82,8 @@ class SupportRows(NamedTuple):
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """(count,) int64: between which of the offsets, that rise from 0 to count, a number lies."""
+    """(count,) int64: the row of each place in a vector that offsets (R+1,) cut into rows."""
+    # From the right: the place where a row begins is no longer in the one before.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 

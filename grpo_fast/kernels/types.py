@@ -38,7 +38,7 @@ class ActiveRows(NamedTuple):
     """The T rows that have a target, their place among the caller's N, and their logits' rule."""
 
     num_rows: int  # N
-    kept: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
+    active_index: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
     rule: LogitRule  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
@@ -49,19 +49,20 @@ class ActiveRows(NamedTuple):
         """Some of the active rows, in this order, with the whole vocabulary; None: all."""
         if index is None:
             return self._replace(support=None)
-        kept, places = (index if x is None else x[index] for x in (self.kept, self.hidden_index))
+        whole = self.active_index, self.hidden_index
+        active, hidden = (index if x is None else x[index] for x in whole)
         rule, targets = self.rule.rows(index), self.target_ids[index]
-        return ActiveRows(self.num_rows, kept, targets, rule, places, self.repeats)
+        return ActiveRows(self.num_rows, active, targets, rule, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
         """(N,) → (T,); None of None."""
-        return x if self.kept is None or x is None else x.index_select(0, self.kept)
+        return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
 
     def to_rows(self, x: Any, fill: int = 0) -> Any:
         """(T,) → (N,), `fill` where a row is not active; None of None."""
-        if self.kept is None or x is None:
+        if self.active_index is None or x is None:
             return x
-        return x.new_full((self.num_rows,), fill).index_copy_(0, self.kept, x)
+        return x.new_full((self.num_rows,), fill).index_copy_(0, self.active_index, x)
 
 
 class HeadTensors(NamedTuple):
@@ -114,7 +115,7 @@ class AddedRows(NamedTuple):
         return scaled_rows(values, self.coefficients)
 
     def add_to_(self, total: Tensor) -> None:
-        """The same as a pass of its own over (V, N) fp32 sums."""
+        """Add the rows to (V, N) fp32 sums, in a pass of its own."""
         assert self.ids is not None
         add_rows_(total, self.ids, self.terms())
 
@@ -157,8 +158,8 @@ class Dominant(NamedTuple):
             rows=torch.cat([targets.rows, self.columns]),
         )
 
-    def _where(self, kept: Tensor) -> Dominant:
-        return Dominant(*(x[kept] for x in self))
+    def _where(self, mask: Tensor) -> Dominant:
+        return Dominant(*(x[mask] for x in self))
 
 
 class Coefficients(NamedTuple):

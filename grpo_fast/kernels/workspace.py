@@ -81,15 +81,15 @@ _spare: list[Tensor] = []
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """(rows, columns), not filled, on the device of `like`."""
-    kept = None
+    spare = None
     if _spare and like.is_cpu:
         try:
-            kept = _spare.pop()
+            spare = _spare.pop()
         except IndexError:
             pass  # another thread was faster
-    if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
+    if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
-    return kept.view(-1)[: rows * columns].view(rows, columns)
+    return spare.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:

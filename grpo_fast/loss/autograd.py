@@ -28,7 +28,7 @@ OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one
 
 
 def wants_gradient(*tensors: Tensor | None) -> list[bool]:
-    """Which of a call's tensors somebody will ask a gradient of."""
+    """For each tensor of a call, whether autograd will ask for its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
@@ -55,27 +55,27 @@ class Formed(torch.autograd.Function):
             torch.autograd.graph.increment_version(inputs)
         ctx.set_materialize_grads(False)
         ctx.run, ctx.overwrites = run, overwrites
-        ctx.kept = kept_gradients(tensors, result.gradients, result.units)
+        ctx.gradients = with_units(tensors, result.gradients, result.units)
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):
-        def again():
+        def form_again():
             if ctx.overwrites:
                 raise RuntimeError(OVERWRITTEN)
             result = ctx.run(*ctx.saved_tensors)
-            return kept_gradients(ctx.saved_tensors, result.gradients, result.units)
+            return with_units(ctx.saved_tensors, result.gradients, result.units)
 
-        return None, None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[2:], again)
-
-
-Kept = list[tuple[Tensor | None, Tensor | None]]
+        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
 
 
-def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
-    """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
+Gradients = list[tuple[Tensor | None, Tensor | None]]
+
+
+def with_units(tensors: tuple, gradients: tuple, units: Tensor | None) -> Gradients:
+    """(gradient, unit) of each tensor; None where it was not wanted: a pass returns (0,) there."""
     has_units = units is not None and units.numel()
     factors = units.detach().unbind() if has_units else [None] * len(gradients)  # type: ignore[union-attr]
     return [
@@ -84,21 +84,25 @@ def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Ke
     ]
 
 
-def handed_over(
-    ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], again: Callable[[], Kept]
+def scaled_gradients(
+    ctx: Any,
+    grad_loss: Tensor | None,
+    needs_grad: tuple[bool, ...],
+    form_again: Callable[[], Gradients],
 ) -> list[Tensor | None]:
-    """The gradients in `ctx.kept`, or formed `again`, times the upstream scalar."""
+    """`ctx.gradients`, or at a second backward those of `form_again`, times the upstream scalar."""
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
-    kept, ctx.kept = ctx.kept, None
-    kept = again() if kept is None else kept
+    # Once: autograd makes these very tensors `.grad`, so a second backward must get others.
+    gradients, ctx.gradients = ctx.gradients, None
+    gradients = form_again() if gradients is None else gradients
     return [
         scale_(x, grad_loss if unit is None else grad_loss * unit)
         if need and x is not None
         else None
-        for (x, unit), need in zip(kept, needs_grad, strict=True)
+        for (x, unit), need in zip(gradients, needs_grad, strict=True)
     ]
 
 
@@ -194,7 +198,7 @@ class Recalled(torch.autograd.Function):
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.places = options, work.places
-        ctx.kept = (work, stats) if work.sweep.held is not None else None
+        ctx.held = (work, stats) if work.sweep.held is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -208,17 +212,18 @@ class Recalled(torch.autograd.Function):
             return (None,) * (3 + len(needs))
         # Also where they are not needed: it refuses what was changed since.
         saved = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None
-        if kept is not None and d_entropy is not None and not kept[0].sweep.has_entropy_gradient:
-            kept = None  # exponentials know the logps' gradient only: the logits are formed again
+        held, ctx.held = ctx.held, None
+        if held is not None and d_entropy is not None and not held[0].sweep.has_entropy_gradient:
+            held = None  # exponentials know the logps' gradient only: the logits are formed again
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
-        if kept is None:
+        if held is None:
             tensors, outputs = saved[:-3], saved[-3:]
             work = RowPass(
                 tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,
             )  # fmt: skip
-            kept = work, work.known(*outputs)
-        gradients = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
-        handed_on = (x if need else None for x, need in zip(gradients, needs, strict=True))
-        return None, None, None, *handed_on
+            held = work, work.known(*outputs)
+        work, stats = held
+        gradients = work.gradients(stats, d_logps, d_entropy, wanted)
+        needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
+        return None, None, None, *needed

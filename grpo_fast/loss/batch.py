@@ -93,16 +93,16 @@ class _Places(NamedTuple):
     """Which of a caller's N rows are active, and to which completion they belong."""
 
     num_rows: int  # N
-    kept: Tensor | None  # (T,) int64; None: all
+    active_index: Tensor | None  # (T,) int64; None: all
     lengths: Tensor  # (B,) int64, active tokens
     segments: Tensor  # (T,) int64
 
     def picked(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
         """The active ones of (N,) numbers, in memory of their own."""
         x = x.detach().reshape(-1)
-        if self.kept is None:
+        if self.active_index is None:
             return x.to(dtype, copy=True)
-        return x.index_select(0, self.kept).to(dtype)
+        return x.index_select(0, self.active_index).to(dtype)
 
     def owned(self, x: Any) -> Any:
         return None if x is None else self.picked(x, torch.float32)
@@ -114,9 +114,9 @@ class _Places(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
-        rows = ActiveRows(self.num_rows, self.kept, target_ids, rule, self.kept)
+        rows = ActiveRows(self.num_rows, self.active_index, target_ids, rule, self.active_index)
         if targets is not None and targets.support is not None:
-            own = targets.support, self.kept, target_ids, targets.vocab_size, validate
+            own = targets.support, self.active_index, target_ids, targets.vocab_size, validate
             rows = rows._replace(support=values.support_rows(*own))
         if targets is None or targets.hidden_rows is None:
             return rows
@@ -165,6 +165,8 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
+    # From the right, and among the inner offsets: an empty completion has no row, the last row's is
+    # below B.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 

@@ -84,6 +84,7 @@ def linear_divergence(
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         weight, is_shard = tensors[1], group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
+        # In place of target ids, of which the shape, kind and device are checked alone.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         checks.rule(like, float(temperature), softcap, logit_scale, backend)
         divergence = checked_kind(kind, beta)

@@ -16,7 +16,7 @@ from grpo_fast.errors import wrong
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
-from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, handed_over, kept_gradients
+from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, scaled_gradients, with_units
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
@@ -210,15 +210,15 @@ def _register_loss(name: str, loss: LossPass) -> None:
         return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
 
     def backward(ctx, inputs, grads):
-        def kept(output):
-            return kept_gradients(tuple(inputs[:count]), tuple(output[6:]), output[5])
+        def gradients_of(output):
+            return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
-        def again():
-            return kept(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
+        def form_again():
+            return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
 
         output, ctx.output = ctx.output, None
-        ctx.kept = None if output is None else kept(output)
-        return handed_over(ctx, grads[0], ctx.needs_input_grad[:count], again)
+        ctx.gradients = None if output is None else gradients_of(output)
+        return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], form_again)
 
     schema = f"({loss.tensors}, {OPTIONS}, {BATCH}) -> ({LOSS}, {loss.gradients})"
     _register(f"{name}_loss", schema, run, fake, backward)

@@ -114,9 +114,9 @@ def _with_divergence(
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
     """Take `unit` out of the loss; gradients in `dtype`, each beside a unit of its own."""
-    kept = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
-    units = torch.stack([x / unit for _, x in kept])
-    gradients = tuple(x for x, _ in kept)
+    pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
+    units = torch.stack([x / unit for _, x in pairs])
+    gradients = tuple(x for x, _ in pairs)
     return result._replace(loss=result.loss / unit, gradients=gradients, units=units)
 
 

@@ -175,7 +175,7 @@ class Agreement:
         everyone = [torch.empty_like(mine) for _ in range(ranks)]
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
-        texts = [x[1:].decode(errors="ignore") for x in lines]
+        texts = [x[1:].decode(errors="ignore") for x in lines]  # the cut may split a character
         refusals = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == REFUSED}
         if not refusals:
             self.is_open = True

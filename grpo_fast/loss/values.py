@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 def told_late(x: Tensor, validate: str) -> bool:
-    """Whether what is wrong with x is told when it has reached the host: the work meets it."""
+    """Whether bad values of x are reported by a later call, so that this one computes with them."""
     return x.is_cuda and validate == "auto"
 
 
@@ -80,12 +80,15 @@ def check_values(checks: list[Check], validate: str) -> None:
             raise ValueError(message)
 
 
-def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
-    """Where some elements of x are `odd`: the first and how many (`on_device`: no look)."""
-    flag = odd.any()
+def elements(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
+    """A check for bad elements of x: the message names the first and how many there are; on a GPU,
+    which is not waited for, it says `on_device`.
+    """
+    flag = is_bad.any()
     if x.device.type != "cpu" or not flag:
         return flag, f"{expected}, got {on_device}"
-    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
+    count, first = int(is_bad.sum()), x[is_bad][0].item()
+    return flag, f"{expected}, got {first:g} ({count} of {x.numel()} values)"
 
 
 def is_positive(x: Tensor) -> Tensor:
@@ -114,8 +117,8 @@ def numbers(validate: str, **tensors: Any) -> None:
     checks = []
     for name, x in tensors.items():
         if isinstance(x, Tensor):
-            expected, otherwise, is_odd = RULES[name]
-            checks.append(elements(x, is_odd(x), f"{name}: expected {expected}", otherwise))
+            expected, otherwise, is_bad = RULES[name]
+            checks.append(elements(x, is_bad(x), f"{name}: expected {expected}", otherwise))
     check_values(checks, validate)
 
 
@@ -175,7 +178,7 @@ def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
 
 def support_rows(
     support: Support,
-    kept: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
+    active_index: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
     target_ids: Tensor,  # (T,) int64 of the active ones
     vocab_size: int,
     validate: str,
@@ -184,8 +187,8 @@ def support_rows(
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts, lengths = bounds[:-1], bounds.diff()
-    if kept is not None:
-        starts, lengths = starts[kept], lengths[kept]
+    if active_index is not None:
+        starts, lengths = starts[active_index], lengths[active_index]
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:

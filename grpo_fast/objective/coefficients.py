@@ -63,6 +63,7 @@ def token_loss(
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
         loss, clip_slope = -tokens.advantages * completion_ratio, slope
     elif objective.window == "detached_mean":
+        # `importance_ratio` clamps at 10, and a clamp has no slope.
         slope = torch.where(ratio.log < 10.0, slope, 0.0)
 
     keep_entropy = high_entropy_mask(entropy, config)

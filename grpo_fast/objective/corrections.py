@@ -88,7 +88,7 @@ class Correction:
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
-        if self.low:
+        if self.low:  # 0 has no log, and bounds nothing
             kept = log_ratio >= math.log(self.low)
         if self.high is not None:
             kept = kept & (log_ratio <= math.log(self.high))

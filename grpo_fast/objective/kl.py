@@ -36,6 +36,7 @@ def clamped(value, slope, d, most, reach):
 
 def k1(d, most=INF, reach=INF):
     near = tl.clamp(d, -reach, reach)
+    # Not 1.0: this slope has the shape of d, and its NaN.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
     return value, slope
 

@@ -65,6 +65,8 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
+    # In the order of `token_metrics`: a graph of torch.compile returns values alone, and another
+    # order would give them each other's names.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []

@@ -28,6 +28,7 @@ class Tokens(NamedTuple):
 
     def completion_sum(self, x: Tensor) -> Tensor:
         """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
+        # unsafe: the lengths are not checked, for which a GPU would be waited.
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
 
     def completion_mean(self, x: Tensor) -> Tensor:

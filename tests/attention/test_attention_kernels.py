@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -63,12 +61,10 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_explicit_merged_and_gathered_and_the_dense_reference_are_the_definition(layout, rule):
-    given, gathers = inputs(layout), (None,)
-    if layout.has_tree:
-        gathers = True, rule.window is not None
+def test_explicit_and_the_dense_reference_are_the_definition(layout, rule):
+    given = inputs(layout)
     expected = results(definition, given, layout, rule)
-    for attention in (reference.attend, *(partial(EXPLICIT, gather=gather) for gather in gathers)):
+    for attention in (reference.attend, EXPLICIT):
         assert_equal(results(attention, given, layout, rule), expected)
 
 
@@ -88,40 +84,6 @@ def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     assert_equal(*(results(attention, given, layout, Rule(0.4)) for attention in (FLASH, EXPLICIT)))
 
 
-def a_comb(turns, tokens):
-    """A conversation that branches at every turn."""
-    return TreeLayout.of(
-        [tokens] * (2 * turns + 1),
-        parents=[-1, 0, 0, *[2 * s for s in range(1, turns) for _ in range(2)]],
-    )
-
-
-def test_a_tree_copies_keys_where_that_moves_fewer_bytes_and_few_are_copied():
-    pays = tree._copies_pay
-    comb, heads = a_comb(8, 4), [(kv_heads, 8) for kv_heads in (1, 2, 4, 8)]
-    copied, merged = 4 * (1 + 2 * sum(range(2, 10))), 2 * 4 * sum(range(1, 9))
-    assert comb.total + sum(comb.prefixes) == copied and comb.total == 68
-    assert [pays(comb, h, kv) for kv, h in heads] == [
-        1.5 * kv * copied < h * merged and kv * copied <= 2 * h * 68 for kv, h in heads
-    ] == [True, True, False, False]  # fmt: skip
-    assert pays(a_comb(20, 4), 8, 1) and not pays(a_comb(40, 4), 8, 1)  # too many copies
-    assert not pays(two_levels([1, 9, 9], [2]), 64, 1)  # one merge
-    # 63 rows of keys for 3 merged rows of queries
-    assert not pays(TreeLayout.of([20, 1, 1], parents=[-1, 0, 1]), 8, 1)
-    spans, kernel = [], EXPLICIT.keywords["kernel"]
-
-    def forward(q, k, v, *rest):
-        spans.append(rest[0])
-        return kernel.forward(q, k, v, *rest)
-
-    *qkv, _ = inputs(comb, (8, 1))
-    tree.attend(*qkv, comb, Rule(0.4), kernel=kernel._replace(forward=forward))
-    assert len(spans) == 1 and max(spans[0].keys) == 36
-    not_copied = kernel._replace(forward=forward, takes_copies=False)
-    tree.attend(*qkv, comb, Rule(0.4), kernel=not_copied)
-    assert len(spans) == 1 + 9
-
-
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     given = inputs(layout, dtype=torch.bfloat16)
@@ -129,13 +91,6 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
     pieces = results(FLASH, given, layout, Rule(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
-
-
-def test_flash_cpu_refuses_keys_in_front_of_the_queries():
-    """Its causal order starts at the top left, so copied prompts would be seen wrongly."""
-    layout = two_levels([3, 2, 2], [2])
-    with pytest.raises(ValueError, match="as many keys as queries"):
-        FLASH(*inputs(layout)[:3], layout, Rule(0.4), gather=True)
 
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
@@ -166,7 +121,7 @@ def test_explicit_chunks_change_nothing(monkeypatch):
         cut = results(EXPLICIT, given, layout, rule)
         monkeypatch.undo()
         assert_equal(cut, whole)
-    block = torch.empty(1, 4, 150, 8)
+    block = torch.empty(4, 150, 8)
     chunks = list(explicit._chunks(block, block, True, 20))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 from grpo_fast.attention import (
     TreeLayout,
-    dispatch,
     head_of,
     pack_groups,
     pack_tree,
@@ -23,7 +22,6 @@ from grpo_fast.attention import (
     plan_trees,
     register,
 )
-from grpo_fast.attention.kernels import tree
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.spans import Rule
@@ -114,31 +112,6 @@ def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
             loss = objective(logps, pack.lengths, old, advantages, kind)
             assert_close({"logps": logps}, {"logps": expected})
             assert_close(gradients(model, loss), wanted)
-
-
-def test_copied_keys_and_merged_calls_are_one_sample_at_a_time(everything_in_fp64, monkeypatch):
-    """Deep trees with eight query heads for a key head: by both ways, gradients recomputed too."""
-    explicit = next(p for p in dispatch.PROVIDERS if p.name == "explicit")
-    monkeypatch.setattr(dispatch, "choose", lambda kind: explicit)
-    model = tiny_model("llama", num_attention_heads=8, num_key_value_heads=1, head_dim=8).double()
-    rng, copied = random.Random(3), []
-    monkeypatch.setattr(
-        TreeLayout, "copies", lambda *x, of=TreeLayout.copies: copied.append(1) or of(*x)
-    )
-    for samples in (comb(9), comb(4), random_samples(rng, depth=7), random_samples(rng, depth=7)):
-        samples = [([i % VOCABULARY for i in ids], trained) for ids, trained in samples]
-        pack, count = pack_tree(samples, merge_cost=0), len(copied)
-        expected = by_sample(model, samples)
-        wanted = gradients(model, expected.sin().sum())
-        for most in (tree.MOST_COPIES, 0):
-            monkeypatch.setattr(tree, "MOST_COPIES", most)
-            logps = by_pack(model, pack)
-            assert_close({"logps": logps}, {"logps": expected})
-            assert_close(gradients(model, logps.sin().sum()), wanted)
-            is_first, count = len(copied) > count, len(copied)
-            assert is_first == (most > 0)
-        monkeypatch.setattr(tree, "MOST_COPIES", 2)
-        enable_checkpointing(model.train())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -44,7 +44,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
         assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
         return out, lse
 
-    kernel = Kernel("flash_aten", spy, dispatch.cuda.aten_backward)
+    kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
     # transformers looks for packed sequences in the values of position_ids, to build a mask that we

@@ -154,6 +154,15 @@ def test_a_teachers_top_k(kind, beta, backend, K):
                 assert off(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
 
 
+@pytest.mark.parametrize("has_tail", [True, False])
+def test_a_nan_outside_of_the_k_is_seen(has_tail):
+    sides, ids = sides_of(), torch.arange(4).repeat(37, 1)
+    sides[1][40] = math.nan
+    teacher = TeacherTopK(ids, torch.full((37, 4), 0.25).log().double(), has_tail)
+    _, values, gradients = ours(sides, "forward_kl", 0.5, teacher=teacher, weights=weights_of())
+    assert values.isnan().all() and all(x.isnan().any() for x in gradients)
+
+
 def test_leaves_of_near_logits_keep_their_digits():
     """p·(d²/2) of a d of 1e-5, in fp32: a difference of products has none of its digits."""
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])

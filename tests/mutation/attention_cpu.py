@@ -9,16 +9,10 @@ DISPATCH = "grpo_fast/attention/dispatch.py"
 
 MUTANTS = [
     Mutant("packed-one-key-more", CPP,
-           "row / repeats + 1 + keys - queries : keys;",
-           "std::min(keys, row / repeats + 2 + keys - queries) : keys;",
+           "row / repeats + 1 : keys;", "std::min(keys, row / repeats + 2) : keys;",
            "a query sees the key behind it", "csrc_attention"),
-    Mutant("packed-top-left", CPP,
-           "row / repeats + 1 + keys - queries : keys;", "row / repeats + 1 : keys;",
-           "copied prompts in front of a completion are seen from the top left",
-           "csrc_attention"),
     Mutant("packed-first-row", CPP,
-           "std::max<int64_t>(0, key + queries - keys) * repeats : 0;",
-           "std::max<int64_t>(0, key + queries - keys + 1) * repeats : 0;",
+           "causal ? key * repeats : 0;", "causal ? (key + 1) * repeats : 0;",
            "a key has no gradient from the first query that sees it", "csrc_attention"),
     Mutant("packed-heads-share-a-row", CPP,
            "body(row, first_q + query, head * repeats + repeat);",

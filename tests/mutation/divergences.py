@@ -52,7 +52,7 @@ MUTANTS = [
         "_gradient(lp, slope, center) * (w * chain)", "_gradient(lp, slope, center) * w",
         "temperature and softcap are not differentiated"),
     bug("topk-share", ROWS,
-        "(rest - tail.to(z.dtype)).exp() * d[:, -1:]", "d[:, -1:]",
+        "rest.sub_(far).exp_().mul_(d[:, -1:])", "torch.zeros_like(rest) + d[:, -1:]",
         "every other id gets the whole tail's gradient"),
     bug("topk-empty-places", ROWS,
         "torch.where(is_one, -torch.inf, torch.inf)", "torch.full_like(lq, -torch.inf)",

@@ -192,8 +192,7 @@ SUITES: dict[str, str] = {
     "recorded": "integrations/test_recorded_trees.py",
     "offline": "train/test_recorded.py -k flattened",
     "tree_support": "attention/test_trees.py -k supports_and",
-    "tree_copies": "attention/test_trees.py -k copied_keys",
-    "tree_memory": "train/test_memory_model.py -k 'sums_and or recorded'",
+    "tree_memory": "train/test_memory_model.py -k 'sums_of or recorded'",
     "tree_kernels": "attention/test_attention_kernels.py",
     "csrc_sums": "loss/test_chunks.py kernels/test_grad_filter.py loss/test_contract_accuracy.py "
     "-k fused",

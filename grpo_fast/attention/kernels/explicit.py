@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_blocks
+from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
 from grpo_fast.attention.spans import Rule
 
-# Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
+# Scores of one chunk (H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
 # A chunk no shorter than this: matrix products of fewer rows run slowly.
 LEAST_QUERIES = 16
@@ -33,44 +33,45 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Resul
     out, lse = (qs.new_empty(x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
     for chunk in _chunks(qs, ks, causal, rule.window):
         scores, _ = _scores(qs, ks, chunk, rule)
-        lse[:, :, chunk.queries] = chunk_lse = scores.logsumexp(-1)
+        lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse[..., None]).exp_()
-        out[:, :, chunk.queries] = weights @ vs[:, :, chunk.keys].to(wide)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+        out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(wide)
+    return out.transpose(0, 1), lse
 
 
 def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
-    wide = saved.lse.dtype
+    lse, wide = saved.lse, saved.lse.dtype
     qs, ks, vs = _heads(*saved[:3])
-    gs, os, ls = (x.transpose(1, 2).to(wide) for x in (grad, saved.out, saved.lse))
+    gs, os = (x.transpose(0, 1).to(wide) for x in (grad, saved.out))
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
     for chunk in _chunks(qs, ks, causal, rule.window):
-        every = slice(None), slice(None)
-        at, seen = (*every, chunk.queries), (*every, chunk.keys)
+        at, seen = (slice(None), chunk.queries), (slice(None), chunk.keys)
         scores, slope = _scores(qs, ks, chunk, rule)
-        weights = scores.sub_(ls[at][..., None]).exp_()
+        weights = scores.sub_(lse[at][..., None]).exp_()
         dv[seen] += weights.mT @ gs[at]
         weights *= (gs[at] @ vs[seen].to(wide).mT).sub_(delta[at][..., None])
         weights *= rule.scale if slope is None else slope.mul_(rule.scale)
         dq[at] = weights @ ks[seen].to(wide)
         dk[seen] += weights.mT @ qs[at].to(wide)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, H, L, D) each, key heads repeated."""
-    groups = q.shape[2] // k.shape[2]
-    ks, vs = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in (k, v))
-    return q.transpose(1, 2), ks, vs
+    """(H, L, D) each, key heads repeated."""
+    groups = q.shape[1] // k.shape[1]
+    ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
+    return q.transpose(0, 1), ks, vs
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Cut the queries (N, H, L, D) so that the scores of a chunk stay under CHUNK_SCORES."""
-    queries, keys = q.shape[2], k.shape[2]
-    before = keys - queries  # keys that stand before the first query, when causal
-    rows = max(LEAST_QUERIES, CHUNK_SCORES // (q.shape[0] * q.shape[1] * keys))
+    """Cut the queries (H, L, D) so that the scores of a chunk stay under CHUNK_SCORES."""
+    heads, queries, _ = q.shape
+    keys = k.shape[1]
+    # Causal spans are aligned at the bottom right: query i sees the keys up to i + before.
+    before = keys - queries
+    rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
     if window is not None:
         rows = max(LEAST_QUERIES, min(rows, window))
     for start in range(0, queries, rows):
@@ -87,9 +88,9 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
 
 
 def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """Masked scores of a chunk (N, H, queries, keys) and the softcap's slope there."""
+    """Masked scores of a chunk (H, queries, keys) and the softcap's slope there."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q[:, :, chunk.queries].to(wide) @ k[:, :, chunk.keys].to(wide).mT
+    scores = q[:, chunk.queries].to(wide) @ k[:, chunk.keys].to(wide).mT
     slope = None
     if rule.softcap is None:
         scores.mul_(rule.scale)
@@ -102,4 +103,4 @@ def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Ten
     return scores, slope
 
 
-forward, backward = over_blocks(_forward, _backward)
+forward, backward = over_spans(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The contract of a varlen attention kernel, whoever made it; kernels for spans of equal length."""
+"""The contract of a varlen attention kernel; one made of a kernel for a single span."""
 
 from __future__ import annotations
 
@@ -35,41 +35,36 @@ class Kernel(NamedTuple):
     A span of keys may have no queries: its dk and dv are zero. The reverse does not occur.
 
     Attributes:
-        name: for the log.
         forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in
             fp32 or better.
         backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
-        takes_copies: a causal span may have more keys than queries.
     """
 
-    name: str
     forward: Callable[..., Result]
     backward: Callable[..., Gradients]
-    takes_copies: bool = True
 
 
-def over_blocks(
+def over_spans(
     forward: Callable[..., Result], backward: Callable[..., Gradients]
 ) -> tuple[Callable[..., Result], Callable[..., Gradients]]:
-    """The two functions of a kernel for N spans of equal length: q (N, L, H, D), k and v (N, S,
-    H_kv, D), causal or not. Autocast, which would take fp32 products in 16 bits, is off.
+    """The two functions of a kernel from those of one span, called for each in turn. Autocast,
+    which would take fp32 products in 16 bits, is off.
 
     Args:
-        forward: (q, k, v, causal, rule) → output (N, L, H, D), lse (N, L, H) in fp32 or better.
-        backward: (grad, (q, k, v, output, lse), causal, rule) → dq (N, L, H, D), dk and dv
-            (N, S, H_kv or H, D).
+        forward: (q (L, H, D), k (S, H_kv, D), v, causal, rule) → output (L, H, D), lse (H, L) in
+            fp32 or better.
+        backward: (grad (L, H, D), saved, causal, rule) → dq, dk and dv; the last two may have one
+            head for each of the queries'.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=wide)
         with torch.autocast(q.device.type, enabled=False):
-            for queries, keys in spans.blocks:
-                part = forward(queries.stack(q), keys.stack(k), keys.stack(v), spans.causal, rule)
-                queries.put_(out, part[0].to(q.dtype))
-                queries.put_(lse, part[1])
-        return out, lse.t()
+            for at, keys in spans.rows:
+                out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, rule)
+        return out, lse
 
     def back(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
         q, k, v, out, lse = saved
@@ -77,15 +72,11 @@ def over_blocks(
         if 0 in spans.queries:
             dk.zero_(), dv.zero_()
         with torch.autocast(q.device.type, enabled=False):
-            for queries, keys in spans.blocks:
-                inputs = queries.stack(q), keys.stack(k), keys.stack(v)
-                results = queries.stack(out), queries.stack(lse.t())
-                stacked = queries.stack_zero_padded(grad)
-                part = backward(stacked, Saved(*inputs, *results), spans.causal, rule)
-                queries.put_(dq, part[0].to(q.dtype))
-                for target, x in zip((dk, dv), part[1:], strict=True):
-                    heads = x.unflatten(2, (k.shape[1], -1)).sum(3)
-                    keys.put_(target, heads.to(k.dtype))
+            for at, keys in spans.rows:
+                span = Saved(q[at], k[keys], v[keys], out[at], lse[:, at])
+                dq[at], *parts = backward(grad[at], span, spans.causal, rule)
+                for target, x in zip((dk, dv), parts, strict=True):
+                    target[keys] = x.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
     return run, back

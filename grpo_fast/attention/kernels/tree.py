@@ -13,8 +13,7 @@ gradient goes through the log-sum-exps: FlashAttention drops it, so merging diff
 would give wrong dq and dk without a word.
 
 A sliding window moves with each row, which a call on a whole ancestor cannot express. Then one
-causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`); so
-it has in deep trees with few key heads, where copies of all keys move fewer bytes than merges.
+causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`).
 """
 
 from __future__ import annotations
@@ -31,42 +30,16 @@ from grpo_fast.attention.spans import Rule
 Work = tuple[tuple[Call, ...], Rule, Kernel]
 # Numbers of the output that are merged at once: bounds the fp32 copies of two 16-bit outputs.
 MERGE_NUMBERS = 2**25
-# A copied row of keys moves as many bytes as this many merged rows of queries, head by head, both
-# ways: 56 to 48 bytes for each number in 16 bits, 96 to 60 in fp32. Times of a CPU cross there.
-COPY_COST = 1.5
-# Copied rows of keys for each row of queries at most: train/planning/memory_model.py counts them.
-MOST_COPIES = 2
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: TreeLayout,
-    rule: Rule,
-    *,
-    kernel: Kernel,
-    gather: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule, *, kernel: Kernel
 ) -> Tensor:
-    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
-
-    `gather`: copy the ancestors' keys instead of merging calls; None: where a window needs it, or
-        it pays.
-    """
-    if gather is None:
-        pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])
-        gather = layout.has_tree and (rule.window is not None or pays)
-    calls = layout.copies(rule.window) if gather else layout.views
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once."""
+    calls = layout.views
+    if rule.window is not None and layout.has_tree:
+        calls = layout.copies(rule.window)
     return PackedAttention.apply(q, k, v, (calls, rule, kernel))
-
-
-def _copies_pay(layout: TreeLayout, heads: int, kv_heads: int) -> bool:
-    """Whether a tree of three levels or more has cheaper copies than merges, and few enough."""
-    copied = kv_heads * (layout.total + sum(layout.prefixes))
-    if copied > MOST_COPIES * heads * layout.total or len(layout.views) < 3:
-        return False
-    merged = sum(call.queries.stop - call.queries.start for call in layout.views[1:])
-    return COPY_COST * copied < heads * merged
 
 
 class PackedAttention(torch.autograd.Function):
@@ -110,6 +83,7 @@ def _wide(x: Tensor, merges: list[Call]) -> Tensor:
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
+    # Of both parts' own lse: it is overwritten last.
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
     rows = max(1, MERGE_NUMBERS // out[0].numel())
     for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):

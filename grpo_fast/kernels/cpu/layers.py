@@ -92,9 +92,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    out: Tensor = loader.door("gemm", "linear")(x.contiguous(), weight)
-    return out if bias is None else out.add_(bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out = gemm.mm_(rows, weight.t(), x.new_empty(len(rows), len(weight)))
+    out = out if bias is None else out.add_(bias)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

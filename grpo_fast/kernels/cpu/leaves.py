@@ -1,8 +1,8 @@
 """The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
 
 A leaf is called with numbers that write down what happens to them, one line of C++ for each
-operation. Every word of the vocabulary has one C++ counterpart, in double, and for the divergences,
-which run once per logit, on vectors as well. The header is made when the kernels are compiled.
+operation. Every word of the vocabulary has one C++ counterpart: in double, and for the divergences,
+which run once per logit, on vectors. The header is made when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = {
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
 # Helpers of kl.py and divergences.py that are words themselves: each reader has its own.
-HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus", "log1p": "std::log1p"}
+HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
 PRELUDE = """\
@@ -82,11 +82,10 @@ def header() -> str:
 def print_header(
     objectives: list[Callable], estimators: list[Callable], divergences: Sequence[Callable] = ()
 ) -> str:
-    """Functions that choose a leaf by its number; divergences on vectors, too."""
+    """Functions that choose a leaf by its number; divergences are on vectors."""
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
-        table("divergence", ("student", "teacher", "d", "near"), divergences),
         vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
@@ -118,7 +117,8 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callabl
         for i, leaf in enumerate(leaves)
     ]
     signature = ", ".join(f"Floats {argument}" for argument in arguments)
-    head = f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
+    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head += f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
     return head + "".join(cases) + f"  return {{{arguments[0]}, {arguments[0]}}};\n}}\n"
 
 

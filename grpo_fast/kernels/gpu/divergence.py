@@ -5,8 +5,8 @@
 Four loops: where each side's largest logit is; both lse, without it in the sum; values and slopes,
 which go where the gradient goes; slope - center·p. The student's likeliest logit gets
 (1 - p)·slope - p·(center - slope), so a certain row does not cancel. The leaf is a function of
-objective/divergences.py. Sums are fp32 by lane, reduced in a fixed order. A teacher's top-k and
-rows of unequal length go by torch (divergence_reference.py).
+objective/divergences.py. Sums are fp32 by lane, reduced in a fixed order. Rows of unequal length go
+by torch (divergence_reference.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels import divergence_reference
-from grpo_fast.kernels.divergence_reference import row_topk_divergence_
 from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
@@ -28,7 +27,6 @@ from grpo_fast.objective.divergences import DIVERGENCES
 # Two columns a thread, four warps: what compiles without a spill on every architecture by triton
 # 3.6 and 3.9. Four columns spill on sm_80 and sm_100, two by eight warps on sm_100 (3.6).
 BLOCK_V, WARPS = 256, 4
-__all__ = ["row_divergence_", "row_topk_divergence_"]
 
 
 @triton.jit

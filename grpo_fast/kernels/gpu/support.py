@@ -209,6 +209,7 @@ def head_weight(
     add: bool,
 ) -> None:
     """See support_reference.head_weight: out is written once, zeros included."""
+    # Stable: the rows of one id are added in their order, the same bits in every run.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]

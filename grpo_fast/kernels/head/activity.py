@@ -15,7 +15,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """The active ones among T rows, in chunks of `chunk_rows`; of None all, without a look."""
+    """Which of T rows are active, by chunks of `chunk_rows`; None: all, and no device is asked."""
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active, self.chunk_rows = active, chunk_rows

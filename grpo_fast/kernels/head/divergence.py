@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.divergence_reference import row_topk_divergence_
 from grpo_fast.kernels.head.activity import Activity, active_rows
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gathered import SupportGradient
@@ -137,6 +138,7 @@ class DivergenceHead(LinearHead):
 
     def _written(self, rows: int) -> Tensor:
         """(rows, V): the buffer of the divergences' d-logits, which holds the teacher's before."""
+        # With one buffer, of a top-k alone, it is that of the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:
@@ -144,7 +146,7 @@ class DivergenceHead(LinearHead):
         chunk = self.at
         if chunk is None:
             return
-        index, count = self.rows.kept, chunk.stop - chunk.start
+        index, count = self.rows.active_index, chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
         teacher, out = self.teacher.rows(at), self._written(z.shape[0])
         rule, w = self.rows.rule.rows(chunk), self.weights[chunk]
@@ -157,9 +159,7 @@ class DivergenceHead(LinearHead):
                 own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            values = self.doors.row_topk_divergence_(
-                z[:count], teacher, w, self.divergence, rule, out=to
-            )
+            values = row_topk_divergence_(z[:count], teacher, w, self.divergence, rule, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
@@ -221,7 +221,7 @@ def supported_divergence(
         )  # fmt: skip
         others, of_others = dense.sweep(wanted), dense.values
     source = supported_head(tensors, rows, route, is_wide=is_wide)
-    of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
+    of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))

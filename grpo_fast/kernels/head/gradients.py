@@ -114,6 +114,7 @@ class GradientSums:
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
+            # The padding holds whatever the workspace held: 0·NaN would reach all of dW.
             d[count:].zero_()
         if by is None:
             self._add_products(d, h, count, index)

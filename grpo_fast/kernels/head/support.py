@@ -206,8 +206,9 @@ class GivenLogits:
         assert rows.support is not None
         self.logits, self.out, self.support = logits, out, rows.support
         self.kernels = route.kernels
-        kept = torch.arange(rows.num_rows, device=logits.device) if rows.kept is None else rows.kept
-        self.at = self.support.of_all(kept)[self.support.rows], self.support.ids
+        index = rows.active_index
+        index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
+        self.at = self.support.of_all(index)[self.support.rows], self.support.ids
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))

@@ -73,6 +73,7 @@ class VocabularyShard(NamedTuple):
         own, logp = lse.gather(0, owner)[0], logps.gather(0, owner)[0]
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
+        # -inf - -inf is NaN; a target of probability 0 has the logp -inf.
         logp = torch.where(own == -torch.inf, own, logp)
         if not entropies:
             return total.float(), logp.float(), None

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from grpo_fast.attention.kernels.tree import MOST_COPIES
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
@@ -198,13 +197,9 @@ def _per_token(
 def _tree_backward(shape: Shape, e: int) -> int:
     """Bytes per token of attention's backward pass in a tree of three levels or more.
 
-    The gradients of the residual and of the output; then dq, dk and dv in fp32 beside those of one
-    call; or, where keys are copied, at most MOST_COPIES·q numbers of k and as many of v with their
-    gradients, of which one is put in order in fp32 at a time.
+    The gradients of the residual and of the output; dq, dk and dv in fp32 beside those of one call.
     """
-    merges = (shape.query + 2 * shape.kv) * (4 + e)
-    copied = MOST_COPIES * shape.query * max(4 * e, 2 * e + 4 + (e if e < 4 else 0))
-    return e * (shape.hidden + shape.query) + max(merges, copied + e * shape.query)
+    return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:

@@ -98,10 +98,10 @@ def test_strict_and_lenient(text, strict, lenient):
 def test_extraction_is_linear_on_64k_adversarial_characters(unit):
     text = (unit * (1 << 16))[: 1 << 16]
     for candidate in (text, text + "x", "#### " + text, f"<answer>{text}</answer>"):
-        start = time.perf_counter()
+        start = time.process_time()  # others' work on this machine does not count
         extract_strict(candidate)
         extract_lenient(candidate)
-        assert time.perf_counter() - start < 0.1
+        assert time.process_time() - start < 0.1
 
 
 # ------------------------------------------------------------------------------------- Rule rewards

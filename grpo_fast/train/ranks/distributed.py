@@ -206,11 +206,12 @@ def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> li
         lengths: rows of each tensor.
         like: a tensor with the same dtype, device and further dimensions.
     """
-    every = like.new_zeros(sum(lengths), *like.shape[1:])
+    dtype = torch.promote_types(like.dtype, torch.float32)  # gloo adds neither bools nor bf16
+    every = torch.zeros(sum(lengths), *like.shape[1:], dtype=dtype, device=like.device)
     views = every.split(list(lengths))
     for number, values in own.items():
         views[number].copy_(values)
-    return list(sum_(every).split(list(lengths)))
+    return list(sum_(every).to(like.dtype).split(list(lengths)))
 
 
 @contextmanager

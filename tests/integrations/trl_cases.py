@@ -1,6 +1,5 @@
-"""Trainers for parity tests: a tiny model, GSM8K prompts, injected completions, fixed rewards."""
+"""Trainers for parity tests: a tiny model, a few prompts, injected completions, fixed rewards."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
@@ -37,14 +35,16 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
                 assert b[key] == wanted, (key, a["step"])
 
 
+QUESTIONS = (  # of several lengths, and none begins as another
+    "Ada sold 48 of her clips in April and half", "Weng minds children for $12 an hour, and",
+    "Betty saves for a wallet that costs $100.", "Julie read 12 pages of a book yesterday.",
+    "A letter has 3 pages, and he writes two", "Mark's garden has flowers of three",
+    "Four pizzas have eight slices each, so", "Ken puts two pounds of jelly beans in",
+)  # fmt: skip
+
+
 def prompts(count: int) -> list[str]:
-    """The beginnings of GSM8K questions; made-up ones where the data set is absent."""
-    if not GSM8K.exists():
-        texts = (f"Janet has {3 * i + 1} apples and buys {i + 2} more." for i in range(count))
-        return [text[: 20 + i] for i, text in enumerate(texts)]
-    lines = GSM8K.read_text().splitlines()[:count]
-    questions = (json.loads(line)["question"] for line in lines)
-    return [text[: PROMPT_CHARACTERS - 3 * i] for i, text in enumerate(questions)]
+    return [text[: PROMPT_CHARACTERS - 3 * i] for i, text in enumerate(QUESTIONS[:count])]
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:

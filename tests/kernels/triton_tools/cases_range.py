@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
+from grpo_fast.kernels.gpu import configs, exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
 from tests.kernels.triton_tools.interpreter import only_memory_of
@@ -18,7 +18,7 @@ def transposed():
     """(V, H) bf16, V of the columns contiguous, the last H·V elements behind 2^31: no page is
     touched before it is written.
     """
-    vocab, width = 262144, 8320
+    vocab, width = 262400, configs.SUPPORT_COLUMNS  # the most columns that a program takes
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     weight = torch.frombuffer(pages, dtype=torch.bfloat16).view(width, vocab).T
@@ -29,7 +29,7 @@ def transposed():
 def test_a_transposed_head_beyond_2_to_the_31(transposed):
     """Its target's logit, dH, and rows in a support: columns at H·V are found."""
     weight, ids = transposed, torch.tensor([5, 7, 5])
-    hidden = torch.randn(3, 8320, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn(weight[ids].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
     exact = (hidden.double() * wide).sum(1)
     tensors = hidden, weight, ids, ones, factors
@@ -37,7 +37,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
         p = linear.problem(hidden, weight, None, ids, LogitRule())
         raw = exponentials.target_logits(p)
     assert (raw - exact).abs().max() <= 1e-4
-    out, zeros = torch.empty(3, 8320), torch.zeros(3, 8320)
+    out, zeros = torch.empty(hidden.shape), torch.zeros(hidden.shape)
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())

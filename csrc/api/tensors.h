@@ -49,17 +49,20 @@ inline void check_operand(const Tensor& x, const char* name) {
                   ": expected float32 or bfloat16");
 }
 
+// (2, 3), for a message.
+inline std::string words_of(std::initializer_list<int64_t> shape) {
+  std::string words;
+  for (const int64_t size : shape) words += (words.empty() ? "(" : ", ") + std::to_string(size);
+  return words + ")";
+}
+
 // fp32 of this shape, neighbours along the last axis.
 inline void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
   STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
   bool is_same = x.dim() == static_cast<int64_t>(shape.size());
   int64_t axis = 0;
-  std::string expected;
-  for (const int64_t size : shape) {
-    is_same = is_same && x.size(axis) == size, ++axis;
-    expected += (expected.empty() ? "" : ", ") + std::to_string(size);
-  }
-  STD_TORCH_CHECK(is_same, name, ": expected (", expected, ")");
+  for (const int64_t size : shape) is_same = is_same && x.size(axis) == size, ++axis;
+  STD_TORCH_CHECK(is_same, name, ": expected ", words_of(shape));
   STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
 }
 

@@ -21,7 +21,7 @@ MOST_LAYERS = 10_000
 
 @functools.cache
 def is_offline() -> bool:
-    """Whether the hub can be reached. It is asked once: its clients would retry for half a minute.
+    """Whether nothing of the hub answers. Asked once: its clients would retry for half a minute.
 
     Where nothing answers, the clients look into their cache alone from now on. A proxy is left to
     them.

@@ -198,6 +198,7 @@ def _tree_backward(shape: Shape, e: int) -> int:
     """Bytes per token of attention's backward pass in a tree of three levels or more.
 
     The gradients of the residual and of the output; dq, dk and dv in fp32 beside those of one call.
+    The keys that a sliding window has copied are not counted.
     """
     return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from grpo_fast.errors import require
+from grpo_fast.errors import require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
@@ -46,14 +46,18 @@ def gathered(name: str, x: Any) -> Any:
     names = x.device_mesh.mesh_dim_names or ()
     known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
     fits = known and not any(dimension in TENSOR_PARALLEL for dimension in names)
-    expected = "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
-    came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
-    advice = (
-        "call inside the forward of the FSDP2 module that holds it, pass group=weight.device_mesh "
-        "where the ranks share the rows of hidden and each holds rows of the vocabulary, or pass a "
-        "whole tensor and reduce its gradient yourself"
-    )
-    require(fits, name, expected, f"{came}; {advice}")
+    if not fits:
+        # Built only here: text about placements breaks a torch.compile graph on torch 2.14.
+        expected = (
+            "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
+        )
+        came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
+        advice = (
+            "call inside the forward of the FSDP2 module that holds it, pass "
+            "group=weight.device_mesh where the ranks share the rows of hidden and each holds rows "
+            "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
+        )
+        raise wrong(name, expected, f"{came}; {advice}")
     return _Gathered.apply(x)
 
 

@@ -40,4 +40,8 @@ SUITES = {
     "triton_support": "kernels/test_support_doors.py -k 'triton and not 1030'",
     "triton_support_public": "loss/test_support.py -k 'triton and (aggregations or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "kernels/triton_tools/cases_scale.py",
+    # For the bugs of `--library`.
+    "python_objective": "objective loss/test_loss_parity.py",
+    "python_loss": "loss/test_loss_parity.py loss/test_loss_traps.py loss/test_refusals.py loss/test_layout.py loss/test_loss_extras.py loss/test_splits.py loss/test_loss_autograd.py",
+    "python_attention": "attention",
 }  # fmt: skip

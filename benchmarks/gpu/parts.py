@@ -1,10 +1,9 @@
 """What a GPU session consists of: parts with a time limit each, in three calls of nine and a half
 minutes.
 
-Call 1 says what is right, what it takes beside the limits, and whether the candidate kernel is
-worth its lines; call 2 has the peers, whole steps and all tests, call 3 tuning, the memory checker,
-attention and long sequences. The third begins with what the first two left undone. Parts of no call
-run by their name alone.
+Call 1 measures what is right and what it takes compared with the limits. Call 2 has the peers,
+whole steps and all tests. Call 3 has tuning, the memory checker, attention and long sequences; it
+begins with what the first two left undone. Parts of no call run by their name alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ FIRST_TESTS = (
     "every_shape", "weights_against_fp64", "weights_of_unlikely_targets_and_of_nan",
     "a_row_does_not_depend_on_its_batch",
 )  # fmt: skip
-CANDIDATE_TESTS = "tests/benchmarks/cuda_candidate/test_on_hopper.py"
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
 
@@ -53,9 +51,6 @@ def parts() -> dict[str, Part]:
         "smoke": own(1, 120, "smoke")._replace(stops=True),
         "bars": bench(1, 150, *bars()),
         "gemms": own(1, 40, "gemms"),
-        # The candidate, which no GPU has run: it may hang, and ends at its limit.
-        "forward-tests": one_by_one(1, 50, "128x192"),
-        "forward": own(1, 60, "forward"),
         "one-chunk": one_chunk(1, 50),
         "profile": own(1, 40, "kernel_times"),
         "first-tests": sharded(1, 60, [f"{tests[0]}::test_{name}" for name in FIRST_TESTS]),
@@ -70,7 +65,6 @@ def parts() -> dict[str, Part]:
         "support": support(3, 70),
         "sparse": own(3, 30, "sparse"),
         "rollout": bench(3, 25, "rollout"),
-        "forward-tests-all": one_by_one(BY_NAME, 120, ""),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "trl": bench(BY_NAME, 60, "trl"),
     }
@@ -147,13 +141,6 @@ def support(call: int, seconds: int) -> Part:
 def sharded(call: int, seconds: int, files: list[str]) -> Part:
     command = [PY, "-m", "benchmarks.gpu.shards", "--processes", "8", *files]
     return Part(call, seconds, [command], [[*command, "--dry"]], measures=False)
-
-
-def one_by_one(call: int, seconds: int, chosen: str) -> Part:
-    """The candidate's tests, of which one may hang: each is named before it starts."""
-    options = ["-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]
-    command = [PY, "-m", "pytest", *options, CANDIDATE_TESTS]
-    return Part(call, seconds, [command], [[*command, "--collect-only"]], measures=False)
 
 
 def sanitize(call: int, seconds: int, *tools: str) -> Part:

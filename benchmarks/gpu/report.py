@@ -39,10 +39,8 @@ def rendered(path: Path) -> str:
     reports = [report for file in paths for report in load(file)]
     found = Results([c for c in cases_of(paths) if c.get("allocator") == "cuda"], reports)
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
-    gemms = products(reports, "The vendor's products alone", "gemms", "gemms")
-    forwards = products(reports, "The forward kernels", "forwards", "forward")
-    sections = (origin(reports), bar_table(found), times(found), one_chunk(reports), gemms,
-                forwards, live_tiles(reports), profiles(reports), session_table(done),
+    sections = (origin(reports), bar_table(found), times(found), one_chunk(reports), gemms(reports),
+                live_tiles(reports), profiles(reports), session_table(done),
                 risks())  # fmt: skip
     lines = ["# A GPU session: predicted against measured", ""]
     for section in sections:
@@ -144,13 +142,13 @@ def live_tiles(reports: list[dict[str, Any]]) -> Iterator[str]:
             yield f"| {where} | {ms} | {guess / dense.limit:.2f} |"
 
 
-def products(reports: list[dict[str, Any]], title: str, field: str, module: str) -> Iterator[str]:
-    """A table of what benchmarks.gpu.gemms or benchmarks.gpu.forward found."""
-    yield f"## {title}"
+def gemms(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of what benchmarks.gpu.gemms measured."""
+    yield "## The vendor's products alone"
     yield ""
-    entries = [row for report in reports for row in report.get(field, ())]
+    entries = [row for report in reports for row in report.get("gemms", ())]
     if not entries:
-        yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.{module}`."
+        yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.gemms`."
         return
     yield "| rows | H | product | ms | TFLOP/s |"
     yield "|---|---|---|---|---|"

@@ -24,9 +24,8 @@ SHARED_LIMIT = {
     "gfx942": 65536,
 }
 # Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA
-# loads and stores, registers handed from one group of warps to another (warp specialisation), fp32
-# FMA.
-COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "FFMA")
+# loads and stores, fp32 FMA.
+COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
 
 
 class Resources(NamedTuple):

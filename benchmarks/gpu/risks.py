@@ -71,16 +71,6 @@ RISKS = (
         "benchmarks/gpu/wheels.sh",
     ),
     Risk(
-        "forward-tests",
-        "wgmma, TMA or a barrier of the candidate is not what its emulation says, and a call hangs",
-        "the part ends at its limit; the package has no word of it",
-    ),
-    Risk(
-        "forward-tests",
-        "cuda-bindings is not installed, or its NVRTC not found",
-        "CUDA builds of torch need both; the tests name the reason",
-    ),
-    Risk(
         "memcheck",
         "compute-sanitizer refuses the device of a sandbox",
         "Device not supported: a fact about the machine",

@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further words
 
-EngineName = Literal["transformers", "continuous", "vllm", "vllm-server"]
+EngineName = Literal["transformers", "vllm", "vllm-server"]
 # name -> module:callable(policy, options) -> Engine; `options` has what `rollout:` is configured to
 BUILDERS: dict[str, str] = {
     "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
-    "continuous": "grpo_fast.rollout.own.continuous:ContinuousEngine",
     "vllm": "grpo_fast.rollout.vllm.local:build",
     "vllm-server": "grpo_fast.rollout.vllm.servers:build",
 }

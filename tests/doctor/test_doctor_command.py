@@ -91,7 +91,7 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
     assert seen[2]["rollout"] == {"temperature": 0.8}
 
 
-@pytest.mark.parametrize("word", ["vllm", "transformers", "rollout.engine=continuous"])
+@pytest.mark.parametrize("word", ["vllm", "transformers"])
 def test_another_engine_than_that_of_a_run_by_servers(tmp_path, word):
     """The servers that a run was made with are nothing to another engine, nor their options."""
     (tmp_path / "config.yaml").write_text(

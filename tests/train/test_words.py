@@ -51,7 +51,10 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "advantages=centred", "got 'centred'; nearest: centered"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
-        ("train", "rollout.engine=xyz", "transformers, continuous, vllm, vllm-server, got 'xyz'"),
+        ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
+        *(("train", f"rollout.{word}", "rollout.engine: expected transformers (the default) or vllm, "
+           "which replace continuous batching, got continuous")
+          for word in ("engine=continuous", "continuous={pages: 64}")),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
         # the form of a word
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
@@ -140,7 +143,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "distributed=ddp distributed_replicas=2", "distributed_replicas: expected a nu"),
         *(("train", f"distributed=fsdp2 {word}", said) for word, said in (
             ("log.grad_variance=true", "log.grad_variance: expected false"),
-            ("rollout.engine=continuous", "rollout.engine: expected transf"),
             ("optim.states=8bit", "optim.states: expected full"))),
         ("train", "advantages=gae", "critic: expected a section"),
         ("train", "critic={}", "advantages: expected gae beside a critic, got centered"),

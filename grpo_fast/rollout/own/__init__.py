@@ -1,1 +1,1 @@
-"""Rollouts in this process: our own loop with its cache, and continuous batching."""
+"""Rollouts in this process: our own decoding loop and its key-value cache."""

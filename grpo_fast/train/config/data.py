@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
-from grpo_fast.rollout.own.continuous import ContinuousOptions
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 
@@ -76,7 +75,6 @@ class DynamicSamplingConfig(Section):
 
 class RolloutConfig(Section, Sampling):
     engine: EngineName = "transformers"  # who samples
-    continuous: ContinuousOptions = Field(default_factory=ContinuousOptions)
     temperature: float = Field(1.0, gt=0)
     group_size: Positive = 8  # G completions per prompt
     prompts_per_step: Positive = 8
@@ -88,6 +86,14 @@ class RolloutConfig(Section, Sampling):
     # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
     replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
+
+    @model_validator(mode="before")
+    @classmethod
+    def _removed(cls, values: Any) -> Any:
+        names = (values.get("engine"), *values) if isinstance(values, dict) else ()
+        expected = "transformers (the default) or vllm, which replace continuous batching"
+        require("continuous" not in names, "engine", expected, "continuous")
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:

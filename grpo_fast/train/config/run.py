@@ -236,11 +236,9 @@ class RunConfig(Section):
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
         expected = "a number beside distributed: hsdp, and there alone"
         yield fits, "distributed_replicas", expected, self.distributed_replicas
-        engine, states = self.rollout.engine, self.optim.states
+        states = self.optim.states
         for fits, name, expected, came in (
             (not self.log.grad_variance, "log.grad_variance", "false", "true"),
-            (engine != "continuous", "rollout.engine", "transformers, or an engine of its own,",
-             engine),
             (states == "full", "optim.states", "full", states),
         ):  # fmt: skip
             fits = fits or not self.is_sharded

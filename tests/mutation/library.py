@@ -1,0 +1,95 @@
+"""Bugs that the library cosmic-ray makes of a Python file: another operator, number or comparison.
+
+The library's own runner starts Python, and with it torch, once for every bug (5 s); ours forks.
+Its operators edit text, so they see the leaves of objective/losses.py, whose source C++ and Triton
+read. (mutmut was tried: it renames each function and calls it through a trampoline, which hides
+this source.)
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from pathlib import Path
+
+import cosmic_ray.plugins
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+
+# The tests of each folder: the quick ones that name numbers, gradients and refusals.
+SUITES = {
+    "grpo_fast/objective": "python_objective",
+    "grpo_fast/loss": "python_loss",
+    "grpo_fast/attention": "python_attention",
+}
+
+
+class Behaviour(ast.NodeTransformer):
+    """Removes annotations and docstrings: a change there changes no result."""
+
+    def visit_AnnAssign(self, node):  # noqa: N802 (ast's name)
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_arg(self, node):
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node):  # noqa: N802 (ast's name)
+        node.returns = None
+        return self.generic_visit(node)
+
+
+def behaviour(code: str) -> str | None:
+    """Return the code's syntax tree without annotations; None where the code does not parse."""
+    try:
+        return ast.dump(Behaviour().visit(ast.parse(code)))
+    except SyntaxError:
+        return None
+
+
+def is_telling(operator: str) -> bool:
+    """Return whether a library operator makes bugs of interest: x << y raises TypeError in any test."""
+    if "BinaryOperator" not in operator:
+        return True
+    return operator.rpartition("_")[2] in ("Add", "Sub", "Mul", "Div", "BitAnd", "BitOr")
+
+
+def changed(code: str, most: int) -> list[tuple[str, str]]:
+    """Return at most `most` pairs (operator, changed code), drawn with a fixed seed."""
+    tree = get_ast(code)
+    places = []
+    for name in filter(is_telling, cosmic_ray.plugins.operator_names()):
+        kind = cosmic_ray.plugins.get_operator(name)
+        if kind.arguments():
+            continue
+        count = sum(1 for node in ast_nodes(tree) for _ in kind().mutation_positions(node))
+        places += [(name, kind, occurrence) for occurrence in range(count)]
+    random.Random(0).shuffle(places)
+    seen = {behaviour(code), None}
+    found = []
+    for name, kind, occurrence in places:
+        if len(found) == most:
+            break
+        mutated = mutate_code(code, kind(), occurrence)
+        changes = behaviour(mutated) if mutated else None
+        if changes not in seen:
+            seen.add(changes)
+            found.append((name.partition("/")[2], mutated))
+    return found
+
+
+def plants(root: Path, file: str, most: int) -> list[tuple]:
+    """Return the bugs of a file as the fields of `Plant`."""
+    code = (root / file).read_text()
+    suite = next((suite for folder, suite in SUITES.items() if file.startswith(folder)), None)
+    if suite is None:
+        raise SystemExit(f"--library: expected a file in one of {list(SUITES)}, got {file}")
+    result = []
+    for number, (operator, mutated) in enumerate(changed(code, most)):
+        pairs = zip(code.splitlines(), mutated.splitlines(), strict=False)
+        line = next(i for i, (before, after) in enumerate(pairs, 1) if before != after)
+        shown = mutated.splitlines()[line - 1].strip()
+        name = f"{Path(file).stem}-{number}"
+        result.append((file, name, suite, f"{operator}, line {line}: {shown}", code, mutated))
+    return result

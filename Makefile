@@ -253,7 +253,7 @@ gpu-trace: $(SETUP)
 
 experiments: $(SETUP) csrc
 	@$(STEP) 'the experiments of grpo_fast/train/README.md'
-	@GRPO_FAST=$(BIN)/grpo-fast benchmarks/experiments.sh
+	@PYTHON=$(PY) benchmarks/experiments.sh
 
 # A whole step, rollout included, against TRL's on the same model, prompts and lengths. Some minutes.
 bench-loop: $(PEERS) csrc

@@ -8,13 +8,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${1:-runs/experiments}
 results=benchmarks/results/experiments
-program=${GRPO_FAST:-.venv/bin/grpo-fast}
+python=${PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=1  # two lanes, a core each
 
-compare() {  # name of the figure, then the words of `grpo-fast compare`
+compare() {  # name of the figure, then the words of compare.py
     local name=$1
     shift
-    "$program" compare "$@" log.progress=false log.save_model=false -o "$runs/$name" \
+    "$python" -m benchmarks.experiments.compare "$@" log.progress=false log.save_model=false -o "$runs/$name" \
         > "$runs/$name.log" 2>&1 || { tail -5 "$runs/$name.log"; return 1; }
     cp "$runs/$name/compare.png" "$results/$name.png"
     cp "$runs/$name/table.md" "$results/$name.md"
@@ -35,15 +35,15 @@ truncated=(rollout.top_p=0.9 rollout.top_k=50 rollout.replay_support=auto,off re
     log.completions_every=0 --seeds 3)
 compare support-sort sort "${truncated[@]}" steps=200 eval.every=25
 if [[ ! -f $runs/teacher/summary.json ]]; then
-    "$program" train sort steps=400 output_dir="$runs/teacher" log.progress=false
+    "$python" -m grpo_fast train sort steps=400 output_dir="$runs/teacher" log.progress=false
 fi
 arms=(loss "distill.form=loss" advantage "distill.form=advantage" rewards "distill=null loss.entropy_coef=0.1")
 for ((i = 0; i < 6; i += 2)); do
     # shellcheck disable=SC2086  # an arm is words
-    "$program" train distill-sort distill.teacher="$runs/teacher/model" ${arms[i + 1]} steps=150 \
+    "$python" -m grpo_fast train distill-sort distill.teacher="$runs/teacher/model" ${arms[i + 1]} steps=150 \
         eval.every=25 log.progress=false log.save_model=false output_dir="$runs/distill-${arms[i]}"
 done
-"$program" plot "$runs"/distill-* -o "$results/distill-sort.png"
+"$python" -m grpo_fast plot "$runs"/distill-* -o "$results/distill-sort.png"
 if [[ -n ${GSM8K:-} ]]; then
     compare support-gsm8k gsm8k-tiny "${truncated[@]}" data.name=null "data.path=$GSM8K" \
         eval.every=10

@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast recipes`, `train`, `compare`, `reward-model`, `eval`, `plan`,
-`plot`, `audit`, `export`, `doctor`, `bench`.
+"""The command line: `grpo-fast recipes`, `train`, `reward-model`, `eval`, `plan`, `plot`, `audit`,
+`export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -214,34 +214,21 @@ def export(
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
-@app.command(cls=Worded)
-def compare(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
-    ],
-    settings: Annotated[
-        Words,
-        key_values(
-            "The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 1,
-    out: Annotated[str | None, typer.Option("-o", "--out", help="The folder.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Train by a recipe under every setting of a grid: one table, one picture; resumes."""
-    from grpo_fast.train import loop
-    from grpo_fast.train.experiments.compare import compare as run_all
-    from grpo_fast.train.experiments.compare import table
+# Commands that were removed, and what took their place.
+MOVED = {
+    "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)"
+}
 
-    with told(debug, OSError):
-        words = settings or []
-        place = None if out is None else os.path.expanduser(out)
-        comparison = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
-        typer.echo(table(comparison))
-        if failed := comparison.failed:
-            lines = "\n".join(f"{run}: {why}" for run, why in failed.items())
-            raise OSError(f"{len(failed)} runs failed; the others are in the table\n{lines}")
+
+def _moved(context: typer.Context) -> None:
+    refuse(ValueError(f"{context.command.name}: this command is now {MOVED[context.command.name]}"))
+
+
+for _name in MOVED:
+    app.command(
+        _name, hidden=True, add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_moved)  # fmt: skip
 
 
 @app.command(cls=Worded)

@@ -135,7 +135,7 @@ def test_every_command_that_is_shown_exists():
             if command == "train" and words and words[0] in recipe_names() and "'" not in line:
                 local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
                 load_recipe(words[0], local)  # every key and value fits
-    assert {"train", "eval", "plan", "plot", "compare", "doctor"} <= seen
+    assert {"train", "eval", "plan", "plot", "doctor"} <= seen
 
 
 KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=:])")

@@ -9,7 +9,6 @@ import pytest
 
 from grpo_fast.data import hub
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
-from grpo_fast.train.experiments.compare_plot import band_words
 from grpo_fast.train.planning.plan import plan, render
 from grpo_fast.train.report.curves import differing, plot_runs, settings_of, tells, title_of
 from grpo_fast.train.report.lines import closing_lines, shown_number
@@ -106,12 +105,6 @@ def test_panels_that_say_nothing_are_left_out_and_equal_lines_share_a_label(tmp_
     assert "Reward" in svg and "strict = lenient" in svg and "seed 7" in svg
     assert "Loss, entropy bonus included" in svg
     assert tells("Entropy (nats)", [[(0.0, 1.0)]]) and not tells("Entropy (nats)", [[]])
-
-
-def test_a_comparison_says_what_its_bands_are_over():
-    settings = [{"advantages": "rloo", "optim.lr": "0.1"}]
-    assert band_words("", settings) == "mean ± SE over seeds"
-    assert band_words("optim.lr", settings) == "mean ± SE over seeds, advantages"
 
 
 def test_recipes_are_listed_with_what_they_are_and_need():

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
-from grpo_fast.train.config.words import close_to, grid_values, own_words, quoted
+from grpo_fast.train.config.words import close_to, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -16,11 +16,6 @@ READERS = {
     "reward-model": lambda words: load_settings(RewardModelConfig, "reward-model-sort", words),
     "eval": parse_settings,
     "plan": lambda words: own_words(PlanSettings, words),
-    "compare": lambda words: [
-        load_recipe("sort", [f"{key}={value}"])
-        for key, values in map(grid_values, words)
-        for value in values
-    ],
 }
 
 
@@ -52,8 +47,8 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
-        *(("train", f"rollout.{word}", "rollout.engine: expected transformers (the default) or vllm, "
-           "which replace continuous batching, got continuous")
+        *(("train", f"rollout.{word}", "rollout.engine: expected transformers (the default) or "
+           "vllm, which replace continuous batching, got continuous")
           for word in ("engine=continuous", "continuous={pages: 64}")),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
         # the form of a word
@@ -62,10 +57,9 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
         ("eval", "other", "a second model is a folder or a hub id owner/name"),
-        ("compare", "steps=1,", "grid: expected a value between the commas, got 'steps=1,'"),
         # indices
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
-        ("compare", "rewards=[],[]", "rewards: expected a weight that is not 0, got no reward"),
+        ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
          "rewards: expected a weight that is not 0"),
         ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
@@ -74,7 +68,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "steps.more=2", "steps.more: 'more' is below a value, no section"),
         # values of another kind
         *((reader, "seed=true", "seed: expected a number, got true")
-          for reader in ("train", "reward-model", "eval", "compare")),
+          for reader in ("train", "reward-model", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
         ("train", "eval.k=[1,true]", "eval.k.1: expected a number, got true"),
         ("train", "optim=3", "optim: expected a section of keys, got 3"),
@@ -228,19 +222,6 @@ def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
         assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("a=1,2", ["1", "2"]), ("a=[1,2],[3]", ["[1,2]", "[3]"]),
-        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]), ("a='x,y',z", ["'x,y'", "z"]),
-        ("a=b=c,d", ["b=c", "d"]), ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
-        ("a=1],[2", ["1],[2"]), ("a=1,2] #3", ["1,2] #3"]), ("a=", [""]),
-    ],
-)  # fmt: skip
-def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
-    assert grid_values(word) == ("a", expected)
-
-
 def test_numbers_are_those_of_yaml_1_2():
     options = load_recipe("sort", ["rewards.0.options={a: 1e-6, b: 010, c: 1:30}"]).rewards[0]
     assert options.options == {"a": 1e-6, "b": "010", "c": "1:30"}
@@ -282,8 +263,6 @@ def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
         (("train", "--optim.lr=3", "sort"), "optim.lr=3"),
         (("reward-model", "x", "-steps", "4", "seed=1"), "steps=4"),
         (("eval", "x", "--max-new-tokens"), "max_new_tokens=VALUE"),
-        (("compare", "sort", "--seed", "3"), "--seeds"),
-        (("compare", "sort", "--seed", "3"), "seed=3"),
         (("plan", "sort", "--gpu", "80", "--debug"), "gpu=80"),
         (("doctor", "--n=3"), "n=3"),
     ],

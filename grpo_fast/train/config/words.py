@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
@@ -57,20 +56,6 @@ def split_word(word: str) -> tuple[str, str]:
     fits = equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()
     require(fits, "settings", "key=value", quoted(word))
     return key, text
-
-
-def grid_values(word: str) -> tuple[str, list[str]]:
-    """`key=a,b` → key, [a, b]. Brackets, braces and quotes keep their commas."""
-    key, text = split_word(word)
-    try:
-        listed = yaml.compose(f"[{text}]", yaml.SafeLoader)
-        items = listed.value if listed.end_mark.index == len(text) + 2 else []
-    except (yaml.YAMLError, RecursionError):
-        items = []  # one value, which is refused where it is read
-    fits = not (items and text.rstrip().endswith(","))
-    require(fits, "grid", "a value between the commas", quoted(word))
-    slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items]
-    return key, slices if len(slices) > 1 else [text]
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:

@@ -1,1 +1,1 @@
-"""Many runs: a grid of settings with seeds (`compare`), and reward models."""
+"""Reward models, trained on pairs of completions."""

@@ -1,0 +1,248 @@
+"""Train by a recipe under every setting of a grid, with several seeds: one table, one picture.
+
+    python -m benchmarks.experiments.compare sort advantages=centered,rloo --seeds 3 [-o FOLDER]
+    python -m benchmarks.experiments.compare sort,ppo-sort --seeds 2
+
+`key=a,b` is a key of the grid, `key=a` a change to every run. A finished run is not run again, and
+a run that was cut off begins anew. The folder gets `table.md` (mean ± standard error over seeds of
+the last tenth of the steps) and `compare.png` (one row of panels for all settings, one row for each
+key; bands of one standard error).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from grpo_fast.errors import require
+from grpo_fast.train import loop
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.words import split_word
+from grpo_fast.train.evaluation.evaluate import mean_and_error
+from grpo_fast.train.report.curves import (
+    COLORS,
+    Rows,
+    Series,
+    picture,
+    read_metrics,
+    series,
+    smooth,
+)
+
+# Column of the table → metric, and panel of the picture → metric.
+COLUMNS = {
+    "reward": "reward",
+    "held-out reward": "eval_reward",
+    "strict accuracy": "eval_accuracy_strict",
+    "loss": "loss",
+    "gradient variance": "grad_variance",
+    "KL": "kl",
+    "trainer / sampler": "sampling/importance_sampling_ratio/mean",
+}
+PANELS = {
+    "Reward": "reward",
+    "Loss": "loss",
+    "Accuracy on held-out prompts": "eval_accuracy_strict",
+    "Variance of the gradient": "grad_variance",
+    "KL to the reference": "kl",
+    "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
+}
+NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}  # metric → the value that says nothing
+TELLING = 0.01  # how far from it a value says something
+MOST_LINES = 8  # in one panel
+SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: some runs end at 0
+
+
+class Arm(NamedTuple):
+    """One setting of the grid."""
+
+    name: str  # of its folder and in the picture, such as loss_type=grpo,advantages=max
+    values: dict[str, str]  # key of the grid → value
+    runs: list[RunConfig]  # one for each seed
+
+
+# ------------------------------------------------------------------------------------------- runs
+def grid_values(word: str) -> tuple[str, list[str]]:
+    """Split `key=a,b` into key and values. Brackets, braces and quotes keep their commas."""
+    key, text = split_word(word)
+    listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
+    slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
+    require(not text.rstrip().endswith(","), "grid", "a value between the commas", repr(word))
+    return key, slices if len(slices) > 1 else [text]
+
+
+def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
+    """Return every setting of the grid with its configurations, each of them validated."""
+    parsed = [grid_values(word) for word in words]
+    axes = {key: values for key, values in parsed if len(values) > 1}
+    common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
+    recipes = recipe.split(",")
+    arms = []
+    for chosen, *values in itertools.product(recipes, *axes.values()):
+        setting = dict(zip(axes, values, strict=True))
+        first = load_recipe(chosen, [*common, *(f"{key}={x}" for key, x in setting.items())])
+        if len(recipes) > 1:
+            setting = {"recipe": Path(chosen).stem, **setting}
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items()]
+        name = re.sub(r"[^\w.+=,-]+", "-", ",".join(parts) or Path(chosen).stem)[:120]
+        runs = []
+        for seed in range(first.seed, first.seed + seeds):
+            place = str(folder / name / f"seed-{seed}")
+            runs.append(first.model_copy(update={"seed": seed, "output_dir": place}))
+        arms.append(Arm(name, setting, runs))
+    require(len({arm.name for arm in arms}) == len(arms), "grid", "settings that differ", words)
+    return arms
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Return whether this run is finished. Raise a ValueError for a folder of other settings."""
+    folder = Path(config.output_dir)
+    if not folder.is_dir():
+        return False
+    saved = folder / "config.yaml"
+    fits = saved.is_file() and load_recipe(str(saved)) == config
+    expected = "an empty folder or a run of these settings (-o names another folder)"
+    require(fits, "out", expected, folder)
+    return (folder / "summary.json").is_file()
+
+
+def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
+    """Run what is missing, one run after the other; write the table and the picture."""
+    arms = plan_arms(recipe, words, seeds, folder)
+    missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
+    for number, config in enumerate(missing, start=1):
+        print(f"run {number} of {len(missing)}: {config.output_dir}", flush=True)
+        shutil.rmtree(config.output_dir, ignore_errors=True)
+        loop.train(config)
+    rows = {arm.name: [read_metrics(run.output_dir) for run in arm.runs] for arm in arms}
+    (folder / "table.md").write_text(table(rows), encoding="utf-8")
+    plot(rows, {arm.name: arm.values for arm in arms}, folder / "compare.png")
+    return arms
+
+
+# ------------------------------------------------------------------------------ table and picture
+def cell(runs: list[Rows], metric: str) -> str:
+    """Return mean ± standard error over the runs, each the mean of its last tenth."""
+    tails = []
+    for rows in runs:
+        points = series(rows, metric)
+        tails.append([value for _, value in points[-max(1, len(points) // 10) :]])
+    means = [sum(tail) / len(tail) for tail in tails if tail]
+    if not means:
+        return "–"
+    mean, error = mean_and_error(means)
+    return f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
+
+
+def table(rows: dict[str, list[Rows]]) -> str:
+    """Return the comparison in Markdown, without the metrics that say nothing."""
+    every = [run for runs in rows.values() for run in runs]
+    shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
+    lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
+    for name, runs in rows.items():
+        cells = [cell(runs, metric) for metric in shown.values()]
+        lines.append(" | ".join([f"| {name}", *cells, f"{len(runs)} |"]))
+    return "\n".join(lines) + "\n"
+
+
+def is_telling(runs: list[Rows], metric: str) -> bool:
+    """Return whether any run has a value of a metric that is not neutral."""
+    neutral = NEUTRAL.get(metric, math.inf)
+    return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
+
+
+def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
+    """Draw the picture of the runs of each setting, whose keys and values are `settings`."""
+    groups = grouped(rows, settings)
+    every = [run for runs in rows.values() for run in runs]
+    titles = [title for title, name in PANELS.items() if is_telling(every, name)]
+    width = max(1, len(titles))
+    size = 4.2 * width, 3.1 * len(groups)
+    keys = list(next(iter(settings.values())))
+    with picture(path, size, (len(groups), width)) as (_, panels):
+        for row, (key, lines) in zip(panels, groups.items(), strict=True):
+            for axes, title in zip(row, titles, strict=False):
+                draw(axes, lines, PANELS[title])
+                axes.set(title=f"{title} by {key}" if key else title, xlabel="step")
+            others = [name for name in keys if key and name != key]
+            row[0].set_ylabel(f"mean ± SE over {', '.join(['seeds', *others])}")
+            if len(lines) > 1:
+                row[0].legend()
+
+
+def grouped(
+    rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
+) -> dict[str, dict[str, list[Rows]]]:
+    """Return the rows of panels: key of the grid ("" for all settings) → label of a line → runs."""
+    keys = list(next(iter(settings.values())))
+    groups = {}
+    if len(keys) < 2 or len(settings) <= MOST_LINES:
+        groups[""] = rows
+    for key in keys if len(keys) > 1 else ():
+        lines = defaultdict(list)
+        for name, values in settings.items():
+            lines[values[key]] += rows[name]
+        groups[key] = dict(lines)
+    return groups
+
+
+def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
+    """Draw one panel: a line with its band for each label."""
+    for index, (label, runs) in enumerate(lines.items()):
+        middle, low, high = band([series(rows, metric) for rows in runs], metric)
+        if not middle:
+            continue
+        steps, values = zip(*middle, strict=True)
+        dash = "-" if index < COLORS else "--"
+        axes.plot(steps, values, dash, color=f"C{index}", label=label)
+        axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
+    if metric == "grad_variance":
+        axes.set_yscale("log")
+        top = axes.get_ylim()[1]
+        axes.set_ylim(max(axes.get_ylim()[0], SMALLEST * top), top)
+
+
+def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
+    """Return the mean over the runs at each step, and the mean ∓ one standard error."""
+    at = defaultdict(list)
+    for points in runs:
+        for step, value in points if metric.startswith("eval_") else smooth(points):
+            at[step].append(value)
+    middle, low, high = [], [], []
+    for step in sorted(at):
+        mean, error = mean_and_error(at[step])
+        error = 0.0 if math.isnan(error) else error
+        middle.append((step, mean))
+        low.append(mean - error)
+        high.append(mean + error)
+    return middle, low, high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", metavar="KEY=A,B")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_intermixed_args()
+    stems = "-".join(Path(name).stem for name in options.recipe.split(","))
+    folder = options.out or Path("runs") / f"compare-{stems}"
+    compare(options.recipe, options.settings, options.seeds, folder)
+    print((folder / "table.md").read_text(encoding="utf-8"))
+    print(folder / "compare.png")
+
+
+if __name__ == "__main__":
+    main()

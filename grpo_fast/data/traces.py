@@ -200,7 +200,7 @@ def _kept(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tensor,
         x = _array(value[field])
         is_whole = x.dim() == 1 and not (x.is_floating_point() or x.is_complex())
         fits = not x.numel() or (is_whole and x.dtype != torch.bool)
-        x = x.long()
+        x = x.long() if fits else x
         fits = fits and bool(((x >= 0) & (x < MOST_IDS)).all())
         need(fits, f"{name}.{field}", f"integers from 0 to {MOST_IDS - 1}", "others")
         parts.append(x.reshape(-1))

@@ -36,6 +36,7 @@ CORRECTIONS = {
     **oracles.WORDS,
     "IcePop": [{"kind": "mask", "low": 0.7, "high": 1.4}],
     "truncated below": [{"low": 0.8, "high": 1.4}],
+    "no lower bound": [{"kind": "reject", "low": 0.0, "high": 2.0}],
     "always below 1": [{"low": 0.3, "high": 0.8}],
     "always above 1": [{"kind": "mask", "low": 1.1, "high": 5.0}],
     "rejected unless above 1": [{}, {"kind": "reject", "low": 1.1}],

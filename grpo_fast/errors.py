@@ -11,6 +11,8 @@ import signal
 from typing import Any
 
 FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
+# No sampled token and no likeliest id is less likely. vLLM writes -9999 for NaN and for -inf.
+LEAST_LOGP = -1000.0
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 

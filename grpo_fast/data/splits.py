@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.data import Example, load_examples, task_symbols
+from grpo_fast.data import TRACES, Example, load_examples, task_symbols
 from grpo_fast.data.tokenizer import token_counter
 
 MADE = 256  # of examples that are made when asked for, so many stand for all
@@ -36,7 +36,12 @@ class Splits:
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The training examples to check before a run: all of a file, the first of a task."""
+        """The training examples to check before a run: all of a file, one of a generated task.
+
+        Empty for recorded rollouts: their examples are names of tasks, which no policy completes.
+        """
+        if self.data.task == TRACES:
+            return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:

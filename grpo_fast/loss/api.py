@@ -29,6 +29,7 @@ def linear_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    entropy_over: str = "support",
     hidden_rows: Tensor | None = None,  # the shape of target_ids
     support: Support | None = None,
     group: Any = None,
@@ -55,6 +56,8 @@ def linear_logps(
         target_ids: int64 or int32 in [0, V); -100 marks a row without a target: logp 0 and no
             gradient.
         temperature: a number > 0, or a float tensor of the shape of target_ids.
+        entropy_over: with a support, entropies are over the ids in it ("support"), or over the
+            whole "vocabulary", which costs the dense product. See `LossConfig.entropy_over`.
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last one of a shared prompt does). None: row t, target t.
         support: see `Support`; not beside group, nor in a CUDA graph.
@@ -77,10 +80,19 @@ def linear_logps(
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        rule = checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+        temperatures, number = checks.temperatures(target_ids, temperature)
+        checks.rule(softcap, logit_scale, entropy_over, backend)
         checks.support(support, target_ids, is_shard=group is not None)
-        own: Any = *rule, return_entropy, backend, *sets(support), ranks.shard(tensors[1])
-        return call.logps(tensors, RowOptions(hidden_rows, target_ids, *own), ranks)
+        support_ids, support_offsets = sets(support)
+        options = RowOptions(
+            hidden_rows=hidden_rows, target_ids=target_ids, temperatures=temperatures,
+            temperature=number, softcap=None if softcap is None else float(softcap),
+            logit_scale=float(logit_scale), return_entropy=return_entropy,
+            whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
+            support_ids=support_ids, support_offsets=support_offsets,
+            shard=ranks.shard(tensors[1]),
+        )  # fmt: skip
+        return call.logps(tensors, options, ranks)
 
 
 def logits_logps(
@@ -91,15 +103,24 @@ def logits_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    entropy_over: str = "support",
     support: Support | None = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
     """`linear_logps` from raw logits, differentiable in them (once); arguments, errors: there."""
     raise_pending()
     checks.logits(logits, target_ids)
-    rule = checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+    temperatures, number = checks.temperatures(target_ids, temperature)
+    checks.rule(softcap, logit_scale, entropy_over, backend)
     checks.support(support, target_ids)
-    options = RowOptions(None, target_ids, *rule, return_entropy, backend, *sets(support))
+    support_ids, support_offsets = sets(support)
+    options = RowOptions(
+        hidden_rows=None, target_ids=target_ids, temperatures=temperatures, temperature=number,
+        softcap=None if softcap is None else float(softcap), logit_scale=float(logit_scale),
+        return_entropy=return_entropy,
+        whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
+        support_ids=support_ids, support_offsets=support_offsets,
+    )  # fmt: skip
     return call.logps((_logit_rows(logits),), options)
 
 

@@ -140,14 +140,15 @@ class RowPass:
         self.sweep: Sweep
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
-            self.sweep = LogitsSweep.of(tensors[0], None, self.rows, route)
+            self.sweep = LogitsSweep.of(tensors[0], None, self.rows, route, options.whole_entropy)
             return
         head = HeadTensors(*tensors)
         self.sweep = linear_sweep(
             head, self.rows,
             head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            entropy_gradient=entropy_gradient, wants_weight=len(wanted) > 1 and wanted[1],
-            shard=options.shard,
+            whole_entropy=options.whole_entropy,
+            entropy_gradient=entropy_gradient or options.whole_entropy,
+            wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:

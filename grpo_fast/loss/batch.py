@@ -45,8 +45,9 @@ class TokenBatch(NamedTuple):
         if isinstance(temperature, Tensor):
             temperature = places.owned(temperature)
         values.numbers(
-            validate, advantages=tokens.advantages, old_logps=tokens.old_logps,
-            ref_logps=tokens.ref_logps, temperature=temperature,
+            validate, values.RULES if targets is None else values.LOGPS_RULES,
+            advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
+            sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
         rule = LogitRule(config.logit_scale, config.softcap, temperature)
         if targets is None:

@@ -108,7 +108,8 @@ def loss(
         batch = operators.build(known, tensors, options, config, inputs)
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
-            numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
+            shared = (term.kind, term.coef, term.beta), getattr(term.teacher, "rule", None)
+            numbers += repr(shared)
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
         outputs = autograd.Formed.apply(run, options.inplace, *tensors)
@@ -136,7 +137,10 @@ def logps(
     else:
         wanted = autograd.wants_gradient(*tensors)
         rows = autograd.find_rows(tensors, options)
-        numbers = repr(options[3:7]) if options.shard else ""
+        shared = (
+            options.temperature, options.softcap, options.logit_scale, options.return_entropy,
+        )  # fmt: skip
+        numbers = repr(shared) if options.shard else ""
         ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
         flat, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
     like = options.target_ids

@@ -13,7 +13,7 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs
 from grpo_fast.loss.ranks import is_sharded
-from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
@@ -32,6 +32,11 @@ KINDS = {  # by the words of a refusal
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
+# Arguments of a loss that no gradient reaches. A caller who forgets .detach() would expect one.
+CONSTANTS = (
+    "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
+    "num_items_in_batch", "num_completions_in_batch",
+)  # fmt: skip
 
 
 def tensor(
@@ -64,6 +69,13 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
     if x is not None:
         meaning = "(B, L)" if like.dim() == 2 else "(T,)"
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
+
+
+def constant(name: str, x: Any) -> None:
+    """Refuse a tensor that requires grad in a place from which no gradient flows back to it."""
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        came = f"one that requires grad; pass {name}.detach()"
+        raise wrong(name, "a tensor without a gradient", came)
 
 
 def head(
@@ -130,20 +142,23 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise wrong("entropy", expected, None)
 
 
-def rule(
-    target_ids: Tensor, temperature: Any, softcap: Any, logit_scale: Any, backend: str
-) -> tuple[Tensor | None, float, float | None, float]:
-    """The rule of `linear_logps` and `logits_logps` as four fields of `RowOptions`."""
+def rule(softcap: Any, logit_scale: Any, entropy_over: str, backend: str) -> None:
+    """The plain options of `linear_logps` and `logits_logps`."""
     choice("backend", backend, BACKENDS)
+    choice("entropy_over", entropy_over, CHOICES["entropy_over"])
     number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
     if softcap is not None:
         number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
-        softcap = float(softcap)
+
+
+def temperatures(target_ids: Tensor, temperature: Any) -> tuple[Tensor | None, float]:
+    """(a temperature for each target, 1.0), or (None, one temperature for all)."""
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
-        return temperature, 1.0, softcap, float(logit_scale)
+        constant("temperature", temperature)
+        return temperature, 1.0
     number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-    return None, float(temperature), softcap, float(logit_scale)
+    return None, float(temperature)
 
 
 def prompt_items(value: Any, count: int, config: LossConfig) -> None:
@@ -176,12 +191,15 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise wrong("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
+    for name in CONSTANTS:
+        constant(name, getattr(inputs, name))
     of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
         expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
         raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
+        constant("temperature", config.temperature)
     if config.uses_reference and inputs.ref_logps is None:
         raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
     fits = inputs.ref_logps is None or OBJECTIVES[config.loss_type].reference

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, number, require
+from grpo_fast.errors import LEAST_LOGP, choice, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
@@ -86,7 +86,8 @@ def linear_divergence(
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # In place of target ids, of which the shape, kind and device are checked alone.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
-        checks.rule(like, float(temperature), softcap, logit_scale, backend)
+        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
+        checks.rule(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
         rule, options = LogitRule(float(logit_scale), softcap, float(temperature)), (kind, beta)
@@ -176,7 +177,7 @@ def checked_teacher(
     is_head, expected = isinstance(teacher, TeacherHead), "a TeacherHead or a TeacherTopK"
     require(is_head, "teacher", expected, type(teacher).__name__)
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
-        _is_frozen(f"teacher.{name}", x)
+        checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
         weight=own_rows("teacher.weight", teacher.weight, ranks.group),
         bias=own_rows("teacher.bias", teacher.bias, ranks.group),
@@ -187,12 +188,13 @@ def checked_teacher(
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
+    checks.temperatures(like, teacher.temperature)
+    checks.rule(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
     return teacher._replace(hidden=hidden)
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
-    _is_frozen("teacher.logps", teacher.logps)
+    checks.constant("teacher.logps", teacher.logps)
     number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
     ids = _rows_like("teacher.ids", teacher.ids, checks.IDS, like).long()
@@ -200,29 +202,34 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
     is_one = logps > -torch.inf
+    is_whole = is_one.all(1) if K == vocab else is_one.new_zeros(len(logps))
+    largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
     # An empty place stands for no id: each gets a number of its own below 0.
     places = torch.where(is_one, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = is_one & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
+    few = sums < 2 - MOST
     flags = [
         (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
         (twice, "teacher.ids: expected no id twice in a row, got one that is"),
         (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
          f"sum to at most {MOST}, got a row with more, or NaN"),
-        ((sums < 2 - MOST).any(), "teacher.logps: expected rows renormalised over their ids where "
-         "has_tail=False, logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum "
-         "to 1"),
+        ((is_whole & few).any(), f"teacher.logps: expected rows of all {vocab} ids to sum to 1, "
+         "got one that does not"),
+        (((largest > -torch.inf) & (largest < LEAST_LOGP)).any(), "teacher.logps: expected a "
+         f"largest log-probability of at least {LEAST_LOGP:g} in each row (servers write -9999 "
+         "for -inf), got a smaller one"),
     ]  # fmt: skip
-    check_values(flags[: 3 if teacher.has_tail else 4], "auto")
+    if not teacher.has_tail:
+        message = (
+            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
+            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"
+        )
+        flags.append((few.any(), message))
+    check_values(flags, "auto")
     ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
-
-
-def _is_frozen(name: str, x: Any) -> None:
-    fits = not (isinstance(x, Tensor) and x.requires_grad)
-    came = "one that requires a gradient; detach it"
-    require(fits, name, "a tensor without a gradient", came)
 
 
 def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
@@ -260,6 +267,7 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)
+    checks.constant("weights", weights)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
     values.numbers("auto", weights=own)
     return own

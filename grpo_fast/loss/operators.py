@@ -22,26 +22,38 @@ from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_lo
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-BATCH = ", ".join(
-    [
-        f"Tensor{'' if name in ('like', 'advantages') else '?'} {name}"
-        for name in BatchInputs._fields
-    ]
-    + ["Tensor? temperature, str config"]
-)
-SAMPLING = BatchInputs._fields.index("sampling_logps")  # its place in such a row
-SETS = "Tensor? support_ids, Tensor? support_offsets"
-OPTIONS = (
-    f"bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter, {SETS}"
-)
+# The types of a schema by the names of the fields that a graph carries. `shard`, `inplace` and
+# `divergence` have none: a schema knows no process group, and autograd no operator that writes over
+# its input.
+TYPES = {
+    "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
+    "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
+    "sampling_logps": "Tensor?", "num_items_in_batch": "Tensor?",
+    "num_completions_in_batch": "Tensor?",
+    "wanted": "bool[]", "backend": "str", "validate": "str", "hidden_rows": "Tensor?",
+    "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
+    "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
+    "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
+    "whole_entropy": "bool",
+}  # fmt: skip
+Carried = type[BatchInputs] | type[Options] | type[RowOptions]
+
+
+def names_of(kind: Carried) -> list[str]:
+    """The fields that a graph carries, in the order of the operators' arguments."""
+    return [name for name in kind._fields if name in TYPES]
+
+
+def schema_of(kind: Carried) -> str:
+    return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
+
+
+BATCH = f"{schema_of(BatchInputs)}, Tensor? temperature, str config"
+OPTIONS = schema_of(Options)
+ROWS = schema_of(RowOptions)
+NUM_OPTIONS = len(names_of(Options))
 # the gradients follow
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
-ROWS = (
-    "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
-    f"float? softcap, float logit_scale, bool return_entropy, str backend, {SETS}"
-)
-# A schema knows no process group, and autograd no operator that writes over its input.
-NUM_OPTIONS, NUM_ROW_OPTIONS = Options._fields.index("shard"), RowOptions._fields.index("shard")
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD, D_HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias",
@@ -72,14 +84,24 @@ LOSSES = {
 library = torch.library.Library("grpo_fast", "DEF")
 
 
-def carried(options: Options | RowOptions, count: int) -> tuple:
-    """The first `count` fields, which a schema carries; ValueError where another one is set
-    (the public doors keep those outside: `call.outside_of_graphs`).
+def carried(options: Options | RowOptions) -> tuple[Any, ...]:
+    """Return the fields that a schema carries. Raise a ValueError if another field is set: the
+    public functions keep these calls out of graphs (`call.outside_of_graphs`).
     """
-    for name, value in zip(options._fields[count:], options[count:], strict=True):
-        if value:
+    for name, value in zip(options._fields, options, strict=True):
+        if value and name not in TYPES:
             raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
-    return options[:count]
+    return tuple(getattr(options, name) for name in names_of(type(options)))
+
+
+def options_of(values: Sequence[Any]) -> Options:
+    """The inverse of `carried`."""
+    return Options(**dict(zip(names_of(Options), values, strict=True)))
+
+
+def row_options_of(values: Sequence[Any]) -> RowOptions:
+    """The inverse of `carried`."""
+    return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))
 
 
 def build(
@@ -96,20 +118,20 @@ def compiled_loss(
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
     """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics."""
     row = _row(config, inputs)
-    known = carried(options, NUM_OPTIONS)
+    known = carried(options)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered, metrics = outputs[:5]
     has_entropy = _has_entropy(LOSSES[name], tensors, config)
     entropy = entropy if has_entropy else None
     filtered = None if options.grad_filter is None else filtered
-    names = _names(config, row, has_entropy)
+    names = metric_names(config, inputs.sampling_logps is not None, has_entropy)
     named = dict(zip(names, metrics.detach().unbind(), strict=True))
     return (loss, logps, entropy, filtered), lambda *_: named
 
 
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options, NUM_ROW_OPTIONS))[:2]
+    return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options))[:2]
 
 
 def _row(config: LossConfig, inputs: BatchInputs) -> list:
@@ -132,10 +154,6 @@ def _unpacked(row: tuple) -> tuple[LossConfig, BatchInputs]:
 
 def _has_entropy(loss: LossPass, tensors: tuple, config: LossConfig) -> bool:
     return config.needs_entropy if loss.run is not logps_loss else tensors[1] is not None
-
-
-def _names(config: LossConfig, row: Sequence[Any], has_entropy: bool) -> list[str]:
-    return metric_names(config, row[SAMPLING] is not None, has_entropy)
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:
@@ -183,7 +201,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def split(inputs: Any) -> tuple[tuple, Options, tuple]:
         inputs = tuple(inputs)
-        return inputs[:count], Options(*inputs[count:end]), inputs[end:]
+        return inputs[:count], options_of(inputs[count:end]), inputs[end:]
 
     def run(*inputs):
         tensors, options, row = split(inputs)
@@ -196,14 +214,16 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def fake(*inputs):
         tensors, options, row = split(inputs)
-        x, rows, config = tensors[0], row[0].numel(), LossConfig.from_key(row[-1])
+        x, (config, given) = tensors[0], _unpacked(row)
+        rows = given.like.numel()
         wanted, has_entropy, units = options.wanted, _has_entropy(loss, tensors, config), 0
         if loss.run is logps_loss:
             wanted = [True, has_entropy and config.entropy_coef != 0]
             tensors = tuple(x.float() for _ in wanted)
         elif any(wanted) and needs_range(x.dtype):
             units = len(tensors)
-        filtered, metrics = options.grad_filter is not None, _names(config, row, has_entropy)
+        filtered = options.grad_filter is not None
+        metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
         sizes = rows, rows * has_entropy, 2 * filtered, len(metrics), units
         likes = (tensors[0] if t is None else t for t in tensors)
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
@@ -228,10 +248,10 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs):
-        return RowPass(inputs[:count], RowOptions(*inputs[count:])).outputs(keep=False)[0]
+        return RowPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs):
-        options = RowOptions(*inputs[count:])
+        options = row_options_of(inputs[count:])
         rows = options.target_ids.numel()
         sizes = rows, rows if options.return_entropy else 0, rows
         return tuple(_empty(inputs[0], n) for n in sizes)
@@ -241,7 +261,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
 
     def run_grad(*inputs):
         *rest, d_logps, d_entropy, wanted = inputs
-        outputs, options = rest[-3:], RowOptions(*rest[count:-3])
+        outputs, options = rest[-3:], row_options_of(rest[count:-3])
         has_entropy = d_entropy is not None
         work = RowPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))

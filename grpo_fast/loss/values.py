@@ -101,7 +101,8 @@ def is_not_finite(x: Tensor) -> Tensor:
 
 # By argument: what is expected, what it is otherwise, and where that is. An infinite ref_logp has
 # an infinite KL, whose gradient is finite.
-RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
+Rules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
+RULES: Rules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
     "old_logps": ("numbers at the active tokens", "NaN", torch.isnan),
     "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
@@ -111,13 +112,25 @@ RULES: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
+# Where the package computes the logps from logits, the others must be log-probabilities, too. A
+# caller of `grpo_loss` may have the log-densities of continuous actions, which may be positive.
+ROUNDING = 1e-2  # nats by which a log-probability in 16 bits may exceed 0
+_LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
+LOGPS_RULES = RULES | {
+    "old_logps": (_LOGPS, "positive numbers, or NaN", lambda x: ~(x <= ROUNDING)),
+    "ref_logps": (f"finite {_LOGPS}", "positive numbers, NaN or inf",
+                  lambda x: ~(x <= ROUNDING) | (x == -torch.inf)),
+    # NaN marks a token that the sampler did not score.
+    "sampling_logps": (_LOGPS, "positive numbers", lambda x: x > ROUNDING),
+}  # fmt: skip
 
-def numbers(validate: str, **tensors: Any) -> None:
+
+def numbers(validate: str, rules: Rules = RULES, **tensors: Any) -> None:
     """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
     checks = []
     for name, x in tensors.items():
-        if isinstance(x, Tensor):
-            expected, otherwise, is_bad = RULES[name]
+        if isinstance(x, Tensor) and name in rules:
+            expected, otherwise, is_bad = rules[name]
             checks.append(elements(x, is_bad(x), f"{name}: expected {expected}", otherwise))
     check_values(checks, validate)
 

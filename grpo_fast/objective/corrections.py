@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import FP32_MAX, choice, number, require
+from grpo_fast.errors import choice, number, require
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -36,7 +36,8 @@ class Correction:
     Attributes:
         kind: "truncate" weighs by the ratio, moved into the bounds; "mask" weighs by the ratio, 0
             outside of them (IcePop); "reject" weighs 1 inside and 0 outside.
-        low, high: bounds of the ratio; None: none on that side.
+        low, high: bounds of the ratio, 0 <= low < high; None: none on that side. They need not
+            contain 1.
         level: "token", or one ratio per completion: the "product" of its tokens' or their
             "geometric" mean. "worst_token", of "reject", drops a completion for one token outside.
         ratio: of the old policy, or of the current one without its gradient, to the sampler;
@@ -44,8 +45,8 @@ class Correction:
         advantages: "negative": a token whose advantage is >= 0 is always kept (DeepSeek-V3.2).
 
     Raises:
-        ValueError: an unknown word, bounds in the wrong order or that exclude 1, a level or
-            `advantages` that the kind cannot have; the message names the field.
+        ValueError: an unknown word, bounds in the wrong order, a level or `advantages` that the
+            kind cannot have; the message names the field.
     """
 
     kind: str = "truncate"
@@ -58,12 +59,12 @@ class Correction:
     def __post_init__(self) -> None:
         for name, choices in WORDS.items():
             choice(f"corrections.{name}", getattr(self, name), choices)
-        # A ratio of 1 says that the policies agree: no bound may exclude it.
-        for name, least, most in (("low", 0.0, 1.0), ("high", 1.0, FP32_MAX)):
-            if (x := getattr(self, name)) is not None:
-                expected = "in [0, 1]" if name == "low" else ">= 1"
-                expected = f"None or a number {expected} (the bounds must hold 1)"
-                number(f"corrections.{name}", x, expected, lambda x: least <= x <= most)  # noqa: B023
+        if self.low is not None:
+            number("corrections.low", self.low, "None or a number >= 0", lambda x: x >= 0)
+        if self.high is not None:
+            number("corrections.high", self.high, "None or a number > 0", lambda x: x > 0)
+            expected = f"None or a number below high = {self.high}"
+            require((self.low or 0) < self.high, "corrections.low", expected, self.low)
         is_bounded = self.kind == "truncate" or self.low is not None or self.high is not None
         expected = f"a bound, low or high, of kind {self.kind!r}"
         require(is_bounded, "corrections.low", expected, None)

@@ -86,7 +86,8 @@ def generate(
         options: how they are drawn; or the fields of `Sampling` as keywords.
         seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
             the completion's place and the token's position only, not on `options.batch_size`.
-        tokenizer: the model's; a `Policy` has its own.
+        tokenizer: the model's; a `Policy` has its own. A `SampledModel` without a tokenizer takes
+            token ids only, and all texts of the result are empty.
         engine: the one that samples, with the weights it has; None: the model itself.
         places: index of each prompt in the whole step's batch, rising; None: these are all of it.
 
@@ -117,7 +118,7 @@ def generate(
         prompt_ids=[tokens for tokens in ids for _ in range(group_size)],
         completion_ids=completion_ids,
         sampling_logps=[one.logps for one in done],
-        texts=policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+        texts=decoded(policy.tokenizer, completion_ids),
         truncated=[one.finish_reason != EOS for one in done],
         kept=[one.kept for one in done],
         weight_versions=[one.weight_version for one in done],
@@ -158,17 +159,32 @@ def encode_for(
     return texts, ids
 
 
+def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
+    """Return the texts of completions without special tokens; empty ones without a tokenizer."""
+    if tokenizer is None:
+        return [""] * len(completions)
+    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return texts
+
+
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each prompt; chat messages go through the template."""
+    """Text and token ids of each prompt; chat messages go through the template.
+
+    Without a tokenizer, prompts are token ids, and their texts are empty.
+    """
     texts: list[str] = []
     ids: list[list[int]] = []
     for prompt in prompts:
         plain = isinstance(prompt, str)
         text: Any = prompt
         is_encoded = not plain and all(isinstance(token, int) for token in text)
+        if tokenizer is None and not is_encoded:
+            expected = "token ids, as the model has no tokenizer (pass tokenizer=)"
+            raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
             if is_encoded:
-                encoded, text = [*text], tokenizer.decode(text)
+                encoded = [*text]
+                text = "" if tokenizer is None else tokenizer.decode(text)
             else:
                 if not plain:  # the template writes the special tokens itself
                     text = tokenizer.apply_chat_template(

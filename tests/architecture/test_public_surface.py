@@ -31,8 +31,8 @@ SIGNATURES = {
 }  # fmt: skip
 # Keywords that came after the pinned ones: optional, so that no pinned call changes.
 ADDED = {
-    "linear_logps": dict(hidden_rows=None, support=None, group=None),
-    "logits_logps": dict(support=None),
+    "linear_logps": dict(entropy_over="support", hidden_rows=None, support=None, group=None),
+    "logits_logps": dict(entropy_over="support", support=None),
     "linear_grpo_loss": dict(
         hidden_rows=None, support=None, grad_filter=None, group=None, divergence=None
     ),

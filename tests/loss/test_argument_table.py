@@ -49,6 +49,7 @@ VALUES = {
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
     "logit_scale": 1.3,
     "return_entropy": True,
+    "entropy_over": "vocabulary",
     "hidden_rows": torch.tensor([0, 0, 1, 2, 2, 5, 6]),
     "support": Support(SETS, torch.arange(T + 1) * 3),
     "backend": "torch",

@@ -386,6 +386,7 @@ def test_autocast_changes_nothing(product, dtype, monkeypatch):
 
 
 TOP = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)
+ALL = torch.arange(53).expand(37, 53)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +416,12 @@ TOP = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)
         ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] + 0.2))),
         ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * math.nan))),
         ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0], has_tail=False))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * 0 - 9999.0))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * 0 - 1000.5))),
+        ("teacher.logps", dict(teacher=TeacherTopK(ALL, torch.full((37, 53), -4.0)))),
+        ("teacher.logps", dict(teacher=TeacherTopK(ALL, torch.full((37, 53), -9999.0)))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0].clone().requires_grad_()))),
+        ("weights", dict(weights=torch.ones(37, requires_grad=True))),
         ("teacher.floor", dict(teacher=TeacherTopK(TOP[1], TOP[0], floor=0.0))),
     ],
 )  # fmt: skip

@@ -118,6 +118,50 @@ def test_gradients_from_logits(dtype, backend, inplace):
     assert all(mine <= 1.05 * bar for mine, bar in pairs)
 
 
+TEACHERS = ("head", "top-k", "support")
+
+
+def divergence_of(
+    kind: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
+) -> tuple[Tensor, list[Tensor]]:
+    """`linear_divergence` from a teacher, and the student's tensors."""
+    leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
+    g = torch.Generator().manual_seed(10)
+    other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
+    support = None
+    if kind == "top-k":
+        logps = (x["hidden"].double() @ other.double().T).log_softmax(-1)
+        teacher = grpo_fast.TeacherTopK(*logps.topk(20)[::-1])
+    else:
+        teacher = grpo_fast.TeacherHead(x["hidden"].to(dtype), other.to(dtype))
+        if kind == "support":
+            sets = (x["ids"][:, None] + torch.arange(0, 40, 2)) % V
+            support = grpo_fast.Support(sets.flatten(), torch.arange(N + 1) * 20)
+    out = grpo_fast.linear_divergence(
+        *leaves[:2], teacher, "forward_kl", bias=leaves[2], weights=weights, support=support,
+        backend=backend,
+    )  # fmt: skip
+    return out.loss, leaves
+
+
+@pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-30, 3e6], backend=BACKENDS)
+def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
+    """Weights far below fp16's smallest number and far above its largest: the unit of a step."""
+    x = problem(torch.float16)
+    weights = (0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))) * factor / ITEMS
+    exact, true = divergence_of(kind, x, weights, torch.float64, "torch")
+    loss, leaves = divergence_of(kind, x, weights, torch.float16, backend)
+    torch.testing.assert_close(loss.double(), exact.detach(), rtol=2e-3, atol=0.0)
+    upstream = ITEMS / factor / 7
+    once = torch.autograd.grad(loss * upstream, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss * upstream, leaves)
+    for ours, second, expected in zip(
+        once, again, torch.autograd.grad(exact * upstream, true), strict=True
+    ):
+        assert torch.equal(ours, second) and ours.dtype == torch.float16
+        assert errors(ours, expected)[0] <= 1e-3
+
+
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
 def test_any_scale_and_size(factor):
     """Gradients near both ends of fp16, an upstream that is no power of two, and a second

@@ -36,6 +36,11 @@ CORRECTIONS = {
     **oracles.WORDS,
     "IcePop": [{"kind": "mask", "low": 0.7, "high": 1.4}],
     "truncated below": [{"low": 0.8, "high": 1.4}],
+    "no lower bound": [{"kind": "reject", "low": 0.0, "high": 2.0}],
+    "always below 1": [{"low": 0.3, "high": 0.8}],
+    "always above 1": [{"kind": "mask", "low": 1.1, "high": 5.0}],
+    "rejected unless above 1": [{}, {"kind": "reject", "low": 1.1}],
+    "a bound without a number of fp32": [{"low": 1e-50, "high": 3e38}],
     "unbounded": [{}],
     "geometric": [{"high": 1.3, "level": "geometric"}],
     "token rejection": [{"kind": "reject", "low": 0.7, "high": 1.4}],
@@ -87,6 +92,8 @@ def test_what_the_corrections_report():
         ({"low": 0.5, "high": 5.0}, 0.0, 0.5, [0.5, 0.8, 5, 1.5]),
         ([{}, {"kind": "reject", "high": 5.0}], 0.25, 0.0, [0.4, 0.8, 0, 1.5]),
         ({"kind": "reject", "high": 5.0, "level": "worst_token"}, 1.0, 0.0, [0, 0, 0, 0]),
+        ({"high": 0.81}, 0.0, 0.5, [0.4, 0.8, 0.81, 0.81]),
+        ({"kind": "mask", "low": 1.1}, 0.5, 0.0, [0, 0, 6, 1.5]),
     ):
         config = grpo_fast.LossConfig("reinforce", corrections=corrections)
         logps = zeros.clone().requires_grad_()
@@ -100,6 +107,36 @@ def test_what_the_corrections_report():
                  ("masked", "clipped", "effective_sample_size")]  # fmt: skip
         size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
         assert found == pytest.approx([masked, clipped, size])
+
+
+@pytest.mark.parametrize("loss_type", ["reinforce", "kimi"])
+@pytest.mark.parametrize(
+    ("advantages", "kept"),
+    [([0.0] * 4, [1, 1, 1, 1]), ([-0.0] * 4, [1, 1, 1, 1]), ([-1e-30] * 4, [0, 1, 1, 0]),
+     ([1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0]), ([-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1])],
+)  # fmt: skip
+def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept, loss_type):
+    """An advantage of 0 is not negative. Ratios: 0.1, exactly the bounds 0.5 and 2, and 9.
+
+    kimi has a loss of its own at an advantage of 0: the step it weighs.
+    """
+    zeros, bounds = torch.zeros(1, 4), {"low": 0.5, "high": 2.0}
+    sampling = torch.tensor([[-math.log(x) for x in (0.1, 0.5, 2.0, 9.0)]])
+    sampling[0, 1:3] = torch.tensor([math.log(0.5), math.log(2.0)]).neg()
+    correction = {"kind": "reject", "advantages": "negative", **bounds}
+    config = grpo_fast.LossConfig(
+        loss_type, corrections=correction, **({"beta": 1.0} if loss_type == "kimi" else {})
+    )
+    given = torch.tensor([advantages])
+    logps = zeros.clone().requires_grad_()
+    out = grpo_fast.grpo_loss(
+        logps, given, config, old_logps=zeros - 0.3, sampling_logps=sampling - 0.3
+    )
+    out.loss.backward()
+    assert float(out.metrics["sampling/masked"]) == pytest.approx(1 - sum(kept) / 4)
+    weights = torch.tensor(kept) / 4
+    slope = -given[0] + (0.3 if loss_type == "kimi" else 0.0)
+    torch.testing.assert_close(logps.grad[0], weights * slope)
 
 
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
@@ -359,7 +396,7 @@ def test_kl_guard_is_counted():
     ref = case.ref.clone()
     ref[0, 1] = logps[0, 1] + 60.0
     ref[3, 0] = logps[3, 0] + 21.0
-    result = run("linear", case.but(ref=ref))
+    result = run("logps", case.but(ref=ref))
     assert result.metrics["kl_guarded"].item() == 2
     assert all(math.isfinite(v.item()) for v in result.metrics.values())
 

@@ -73,8 +73,8 @@ CONFIG = [
             "kind": ["clip"],
             "level": ["sequence", "worst_token", []],
             "ratio": ["new/old"],
-            "high": [0.9, 0.0, NAN, INF, "2", True],
-            "low": [1.1, -0.1, NAN],
+            "high": [-0.9, 0.0, NAN, INF, "2", True],
+            "low": [2.0, 2.1, -0.1, NAN, True],
             "advantages": ["positive", "negative"],
         }.items()
         for x in wrong
@@ -309,6 +309,54 @@ def test_the_first_bad_value_is_quoted_and_the_others_are_counted(function):
         assert f"got -3 (1 of {tokens} values)" in message
 
 
+CONSTANTS = (
+    "advantages", "old_logps", "ref_logps", "sampling_logps", "completion_mask",
+    "num_items_in_batch", "num_completions_in_batch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_an_argument_that_requires_grad_but_would_get_none(name, function):
+    """`old_logps=logps` without .detach() means a gradient in plain torch, and none here."""
+    given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
+    value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
+    value = value.clone().requires_grad_()
+    message = assert_refused(name, call, function, CASE, **{name: value})
+    assert f"pass {name}.detach()" in message
+    call(function, CASE, **{name: value.detach()})
+    with torch.no_grad():  # nothing to lose
+        call(function, CASE, **{name: value})
+
+
+def test_a_temperature_that_requires_grad_but_would_get_none():
+    t = torch.ones(5, 7, requires_grad=True)
+    for function in ("logits", "linear"):
+        assert_refused("temperature", call, function, CASE, config=with_temperature(t))
+    h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
+    t = torch.ones(4, requires_grad=True)
+    assert_refused("temperature", grpo_fast.linear_logps, h, w, ids, temperature=t)
+    assert_refused("temperature", grpo_fast.logits_logps, h @ w.T, ids, temperature=t)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
+def test_a_positive_log_probability_of_a_head(name, function):
+    """A loss or a probability in its place. A caller of `grpo_loss` may have log-densities."""
+    given = CASE.ref if name == "ref_logps" else CASE.old
+    active, masked = (tuple(m.nonzero()[1].tolist()) for m in (CASE.mask, ~CASE.mask))
+    for value in (0.02, 0.5, 3.0, 100.0, INF):
+        bad = {name: bad_values(given, value, active)}
+        if function != "logps":
+            assert_refused(name, call, function, CASE, **bad)
+        elif value != INF:
+            call(function, CASE, **bad)
+    call(function, CASE, **{name: bad_values(bad_values(given, 0.009, active), 5.0, masked)})
+    assert "got 100 (1 of" in assert_refused(
+        name, call, "linear", CASE, **{name: bad_values(given, 100.0, active)}
+    )
+
+
 @pytest.mark.parametrize("need", [{"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}])
 def test_grpo_loss_cannot_make_an_entropy_of_its_own(need):
     case = CASE.but(options=options_for("grpo", **need))
@@ -344,6 +392,7 @@ def logps_refusals():
         ("temperature", heads, (0.0, -1.0, NAN, INF, torch.ones(3), bad)),
         ("softcap", heads, (0.0, -1.0)),
         ("logit_scale", heads, (NAN,)),
+        ("entropy_over", heads, ("all", None, True)),
         ("backend", heads, ("cuda", "best")),
         ("lm_head_weight", (False,), (w[:, :7], w.double())),
         ("bias", (False,), (torch.ones(10),)),

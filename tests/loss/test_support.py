@@ -195,6 +195,40 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     torch.testing.assert_close(given[1], entropy, rtol=2e-6, atol=2e-6)
 
 
+@pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
+def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
+    """Each is that of a call for it alone; so are the gradients, also of a second backward."""
+    function = take(form, monkeypatch)
+    *leaves, ids, kept = rows(some=some)
+    given, more = tuple(leaves[:2]), {"bias": leaves[2]}
+    if function == "logits":
+        leaves = [(leaves[0] @ leaves[1].T + leaves[2]).detach().requires_grad_()]
+        given, more = tuple(leaves), {}
+    of = logits_logps if function == "logits" else linear_logps
+    keywords = dict(return_entropy=True, backend=backend, **RULE, **more)
+    support = support_of(kept, EVERYTHING)
+    lp, entropy = of(*given, ids, support=support, entropy_over="vocabulary", **keywords)
+    inside, narrow = of(*given, ids, support=support, **keywords)
+    _, whole = of(*given, ids, entropy_over="vocabulary", **keywords)
+    assert torch.equal(lp, inside)
+    torch.testing.assert_close(entropy, whole, rtol=2e-6, atol=2e-6)
+    assert (entropy >= narrow - 1e-4).all() and (entropy > narrow + 0.1).any()
+    up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
+    parts = torch.autograd.grad((inside * up).sum(), leaves, retain_graph=True)
+    more = torch.autograd.grad((whole * up_entropy).sum(), leaves, retain_graph=True)
+    for weight, expected in (
+        (0.0, parts),
+        (1.0, [x + y for x, y in zip(parts, more, strict=True)]),
+    ):
+        value = (lp * up).sum() + (weight * (entropy * up_entropy).sum() if weight else 0.0)
+        once = torch.autograd.grad(value, leaves, retain_graph=True)
+        again = torch.autograd.grad(value, leaves, retain_graph=True)
+        for x, y, z in zip(once, again, expected, strict=True):
+            assert torch.equal(x, y) and relative_l2(x, z.double()) < 2e-6
+    (alone,) = (torch.autograd.grad((entropy * up_entropy).sum(), leaves[:1], retain_graph=True),)
+    assert relative_l2(alone[0], more[0].double()) < 2e-6
+
+
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):

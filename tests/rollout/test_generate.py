@@ -64,6 +64,33 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
     assert twice.completion_ids == texts.completion_ids
 
 
+def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
+    """The completions are those with a tokenizer; only the texts are empty."""
+    model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
+    with_tokenizer = rollout.SampledModel(model, tokenizer)
+    alone = rollout.SampledModel(model, eos_ids=with_tokenizer.eos_ids)
+    options = {"max_new_tokens": 6, "seed": 3, "group_size": 2}
+    done = generate(alone, ids, **options)
+    assert done.completion_ids == generate(with_tokenizer, ids, **options).completion_ids
+    assert done.texts == done.prompts == [""] * 2 * len(ids)
+    done.check(61)
+    ended = generate(rollout.SampledModel(model, eos_ids=[2]), [[5, 6, 7]], max_new_tokens=4)
+    assert len(ended.completion_ids) == 1 and ended.texts == [""]
+    for prompts in (PROMPTS, [[{"role": "user", "content": "hi"}]], ["5 6 7"], [[5.0, 6.0]]):
+        with pytest.raises(
+            ValueError, match="prompts: expected token ids, as the model has no tok"
+        ):
+            generate(alone, prompts)
+    with pytest.raises(ValueError, match="prompts: expected at least one token"):
+        generate(alone, [[]])
+
+
+@pytest.mark.parametrize("eos", [[], [-1], [2.0], [True], ["2"], [None], 2, [[2]]])
+def test_ids_that_end_no_completion(eos):
+    with pytest.raises(ValueError, match="eos_ids: expected"):
+        rollout.SampledModel(tiny_model(), eos_ids=eos)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_a_callers_autocast_keeps_its_gradients(tokenizer, dtype):
     model = tiny_model()

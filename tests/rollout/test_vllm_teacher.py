@@ -1,5 +1,6 @@
 """A teacher's log-probabilities from a stand-in of a vLLM server: what is read, and refused."""
 
+import math
 import time
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.errors import EngineError
+from grpo_fast.rollout.vllm.answers import BadAnswer
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from tests.rollout.vllm_stand_in import GENERATE, Raw, StandIn, all_logps
@@ -81,6 +83,53 @@ def pop(answer: dict[str, Any]) -> None:
 
 def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
     return dict(list(row.items())[:count])
+
+
+def each(logp: float, topk: Any = None) -> Any:
+    """An answer in which every id has this log-probability."""
+
+    def changed(answer: dict[str, Any]) -> None:
+        for row in filter(None, answer["prompt_logprobs"]):
+            row.update(dict.fromkeys(row, {"logprob": logp}))
+
+    return changed
+
+
+# (topk, every id's log-probability) -> what is said; the vocabulary has 13 ids: -log(13) = -2.565.
+IMPLAUSIBLE = {
+    (topk, logp): said
+    for topk, logps, said in (
+        (0, (-9999.0, -1000.0, -1e300, -math.inf), "above -1000 of a completion's token"),
+        (1, (-9999.0, -math.inf, -3.6, -50.0), "above -3.565 of the likeliest of 13 ids"),
+        (3, (-9999.0, -math.inf, -4.0, -999.0), "above -3.565 of the likeliest of 13 ids"),
+        (11, (-9999.0, -math.inf, -5.0), "above -3.565 of the likeliest of 13 ids"),
+        (12, (-9999.0, -math.inf, -5.0), "of"),
+        (13, (-9999.0, -math.inf, -3.1, -2.57), "probabilities of all 13 ids, which sum to 1, got"),
+        (99, (-9999.0, -math.inf, -3.1), "probabilities of all 13 ids, which sum to 1, got a sum"),
+    )
+    for logp in logps
+}
+
+
+@pytest.mark.parametrize(("topk", "logp"), IMPLAUSIBLE)
+def test_numbers_that_no_softmax_gives_are_refused_by_the_teachers_name(policy, server, topk, logp):
+    """Each would be a teacher from which nothing is learnt: a loss and a gradient of exactly 0."""
+    assert len(policy.head.weight) == 13
+    made = asked(policy, server, topk)
+    server.faults[GENERATE] = each(logp)
+    with pytest.raises(BadAnswer, match=rf"^teacher {server.url}\S+: expected .*") as caught:
+        made.scores(SAMPLES[:1])
+    assert IMPLAUSIBLE[topk, logp] in str(caught.value)
+    server.faults[GENERATE] = each(logp)
+    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # before a run begins, too
+        asked(policy, server, topk)
+
+
+@pytest.mark.parametrize(("topk", "logp"), [(0, -999.0), (0, 0.0), (3, -3.5), (13, -2.5649)])
+def test_unlikely_numbers_that_a_softmax_can_give_are_taken(policy, server, topk, logp):
+    server.faults[GENERATE] = each(logp)
+    (rows,) = asked(policy, server, topk).scores(SAMPLES[:1])
+    assert torch.isclose(rows[:, 0, 1], torch.tensor(logp).double()).all()
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {

@@ -153,6 +153,20 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
     assert (tree[:12] > dense[:12]).all()
 
 
+def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
+    """The model has 512 positions. Traces are checked by their own length, before step 1."""
+    config = settings(tmp_path, model={"path": tiny_folder(tmp_path / "model")})
+    config["rollout"] |= {"max_new_tokens": 4096}
+    assert train(validated(RunConfig, config))["steps"] == 1
+    traces = records()
+    node = traces[-1]["nodes"][0]
+    node.update(token_ids=node["token_ids"] * 100, mask=node["mask"] * 100)
+    again = {**config, "output_dir": str(tmp_path / "other")}
+    again["data"] = {"task": "traces", "path": str(written(tmp_path / "t.jsonl", traces))}
+    with pytest.raises(ValueError, match="at most 512 tokens in a branch .* in 'task-1'"):
+        train(validated(RunConfig, again))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,4 +198,4 @@ def test_files_that_cannot_be_trained_on(tmp_path, change, message):
     traces = records()
     change(traces)
     with pytest.raises(ValueError, match=message):
-        collector(tiny(), written(tmp_path / "t.jsonl", traces)).next(1, Clock())
+        collector(tiny(), written(tmp_path / "t.jsonl", traces))

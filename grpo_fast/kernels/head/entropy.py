@@ -20,11 +20,17 @@ class WholeEntropy:
         whole: that with the whole vocabulary; it may write over given logits, `inside` may not.
     """
 
-    held, has_entropy_gradient, filtered = None, True, None
+    has_entropy_gradient = True
+    filtered = None
 
     def __init__(self, inside: Any, whole: Any) -> None:
         self.inside, self.whole, self.num_rows = inside, whole, inside.num_rows
         self.known: RowStats | None = None  # of the whole vocabulary
+
+    @property
+    def held(self) -> RowStats | None:
+        """What a backward pass would otherwise compute again: statistics, no logits."""
+        return self.known
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32; nothing of them is kept."""
@@ -45,6 +51,7 @@ class WholeEntropy:
         gradients = self.inside.gradients(g, None, (*known[:2], None), wanted)
         if g_entropy is None or not any(wanted):
             return gradients
-        assert self.known is not None
+        if self.known is None:  # the forward pass was run by another object
+            self.known = self.whole.logps(return_entropy=True)
         more = self.whole.gradients(torch.zeros_like(g), g_entropy, self.known, wanted)
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -18,7 +18,8 @@ class SampledModel:
     """A transformers causal LM, or a peft model around one, as `TransformersEngine` uses it.
 
     Args:
-        tokenizer: of its prompts; None: they are token ids, and `eos_ids` are given.
+        tokenizer: the tokenizer of the prompts. None requires `eos_ids`; prompts are then token
+            ids, and the texts of completions are empty.
         eos_ids: the token ids that end a completion; None: the tokenizer's and the model's.
         attn: attention for `generate`; "auto": the model's own (eager where it has a softcap).
         autocast: dtype that the model runs in over fp32 weights, or None.
@@ -42,10 +43,14 @@ class SampledModel:
         usual = "eager" if softcap is not None else self.lm.config._attn_implementation
         self.generation_attn = usual if attn == "auto" else attn
         if eos_ids is None:
-            require(tokenizer is not None, "tokenizer", "the model's", None)
+            require(tokenizer is not None, "tokenizer", "the model's, or eos_ids", None)
             self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
         else:
-            self.eos_ids = frozenset(eos_ids)
+            require(isinstance(eos_ids, Iterable), "eos_ids", "token ids", repr(eos_ids))
+            self.eos_ids = checked_ids("eos_ids", eos_ids)
+            require(
+                self.eos_ids, "eos_ids", "at least one token id, which ends completions", "none"
+            )
             self.pad_id = min(self.eos_ids)
         self.positions = positions(self.lm.config.get_text_config())
 
@@ -95,16 +100,22 @@ class SampledModel:
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
 
+def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
+    listed = [*ids]
+    are_ids = all(type(token) is int and token >= 0 for token in listed)
+    require(are_ids, name, "token ids", ", ".join(map(repr, listed)))
+    return frozenset(listed)
+
+
 def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
     """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
-    eos: set[int] = set()
+    found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
-        eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
-    are_ids = all(type(token) is int and token >= 0 for token in eos)
-    require(are_ids, "eos_token_id", "token ids", ", ".join(map(repr, eos)))
+        found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
+    eos = checked_ids("eos_token_id", found)
     require(eos, "tokenizer", "an EOS token, which ends completions", "none")
     pad = tokenizer.pad_token_id
-    return frozenset(eos), min(eos) if pad is None else pad
+    return eos, min(eos) if pad is None else pad
 
 
 def positions(config: Any) -> float:

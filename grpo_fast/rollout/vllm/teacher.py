@@ -1,7 +1,8 @@
-"""A teacher behind a vLLM server: its likeliest ids at every token of a completion."""
+"""A teacher on a vLLM server: its likeliest ids at every token of a completion."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require
+from grpo_fast.errors import LEAST_LOGP, require, wrong
 from grpo_fast.rollout.vllm.answers import (
     CLAMPED,
     FAST,
@@ -42,19 +43,24 @@ class Scores(Reply):
 class TeacherServer:
     """A server of a model with the student's token ids, started with --enable-scale-out.
 
+    Every answer is checked here, and nowhere else. A row of all `vocab_size` ids must sum to 1. The
+    largest log-probability of any other row has a lower bound: the likeliest of V ids has at least
+    the probability 1/V, from which 1 nat is allowed for rounding. With `topk=0` a row holds the
+    completion's own token alone, whose log-probability must be above `errors.LEAST_LOGP`.
+
     Args:
-        topk: ids that are asked for at every token; 0: the token's own alone.
-        options: `timeout` for an answer, `patience` with a server that is gone.
+        topk: number of ids that are requested at every token; 0 requests only the token's own.
+        options: `timeout` for an answer, and `patience` with a server that does not answer.
 
     Raises:
-        ValueError: the server refuses such requests (more ids than its --max-logprobs, too).
-        ServerError: it stays away, or fails.
-        BadAnswer: not the log-probabilities that were asked for.
+        ValueError: the server refuses such requests (for example more ids than its --max-logprobs).
+        ServerError: the server does not answer, or fails.
+        BadAnswer: the answer does not hold the requested log-probabilities.
     """
 
     def __init__(self, url: str, topk: int, vocab_size: int, options: VLLMOptions) -> None:
         self.server, self.vocab_size, self.options = Server(url), vocab_size, options
-        self.topk, self.where = min(topk, vocab_size), f"{url}{GENERATE}"
+        self.topk, self.where = min(topk, vocab_size), f"teacher {url}{GENERATE}"
         self.scores([([0, 0], 1)])  # a refusal comes before the run begins
 
     def scores(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -105,5 +111,18 @@ class TeacherServer:
         are_logps = (logps <= ROUNDING).all() and (sums <= 1 + ROUNDING).all()
         expected = "log-probabilities, which sum to 1 at most"
         require(are_logps, self.where, expected, "others, or NaN", BadAnswer)
+        is_whole = torch.tensor([len(row) >= V for row in said[start:]])
+        self._check_mass(sums, logps.amax(1), is_whole)
         logps[logps <= CLAMPED] = -torch.inf  # vLLM writes a number for it
         return scores
+
+    def _check_mass(self, sums: Tensor, largest: Tensor, is_whole: Tensor) -> None:  # (n,) each
+        """Refuse rows that no softmax gives: they would add exactly 0 to the loss."""
+        for total in sums[is_whole & ((sums - 1).abs() > ROUNDING)].tolist():
+            expected = f"probabilities of all {self.vocab_size} ids, which sum to 1"
+            raise wrong(self.where, expected, f"a sum of {total:.4g}", BadAnswer)
+        least = -math.log(self.vocab_size) - 1 if self.topk else LEAST_LOGP
+        what = f"the likeliest of {self.vocab_size} ids" if self.topk else "a completion's token"
+        for came in largest[~is_whole & ~(largest > least)].tolist():
+            expected = f"a log-probability above {least:.4g} of {what}"
+            raise wrong(self.where, expected, f"{came:.4g}", BadAnswer)

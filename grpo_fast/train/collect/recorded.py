@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_fast.data import TRACES, Example, load_traces
 from grpo_fast.data.example import need
-from grpo_fast.data.traces import Branch, RecordedTrace
+from grpo_fast.data.traces import Branch, RecordedTrace, check_traces
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Rollout
 from grpo_fast.rollout.engine import Kept
@@ -31,7 +31,10 @@ class RecordedCollector(Collector):
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.traces: dict[str, list[RecordedTrace]] = {}
-        for trace in load_traces(path):
+        recorded = load_traces(path)
+        rows = self.policy.lm.get_input_embeddings().weight.shape[0]
+        check_traces(recorded, path, rows, self.policy.positions)
+        for trace in recorded:
             self.traces.setdefault(trace.task, []).append(trace)
         size = self.config.group_size
         for task, traces in self.traces.items():

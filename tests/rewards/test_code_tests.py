@@ -114,15 +114,15 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    assert _processes() <= before | {rewards.rewards[0].function._worker.child.pid}
+    assert _processes() <= before
 
 
 def _processes() -> set[int]:
-    """Every process that runs the sandbox, or was started by an answer."""
+    """Every process that runs an answer or its tests."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"sandbox.py" in (folder / "cmdline").read_bytes():
+            if worker.LAUNCH.encode() in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
         except OSError:
             continue
@@ -173,10 +173,28 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     result = ask(rewards, GOOD, tests="x = 1")
     assert result.total.isnan().all() and result.failures == {"code_tests": 1}
     assert "at least one assert" in rewards.state.last_error["code_tests"]
-    with pytest.raises(ValueError, match="tests: expected Python"):
-        worker.count_tests("assert (")
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ("assert (", "tests: expected Python, got 'assert"),
+        ([["assert 1", 3]], "tests: expected Python source, .* got .'assert 1', 3. .list"),
+        (["assert 1", 3], "tests: expected Python source, .* got 3 .int"),
+        ([], "tests: expected at least one assert, .* got ''"),
+        ("f(1)", "tests: expected at least one assert, or call of a function that the tests"),
+        (None, "tests: expected Python source, .* got None"),
+        ([{"input": "1", "output": 2}], "tests: expected Python source, .* got {'input'"),
+        ([{"input": "1", "output": "2"}, "assert 1"], "tests: expected Python source, .* got {"),
+        ({"inputs": ["1"], "outputs": []}, "tests: expected Python source, .* got {'inputs'"),
+        ("assert 1" + " + (" * 9999, "tests: expected Python"),
+    ],
+)  # fmt: skip
+def test_tests_of_another_form_get_a_sentence(tests, said):
+    with pytest.raises(ValueError, match=said):
+        worker.code_tests(completions=[GOOD], tests=[tests])
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"seconds": float("nan")}])
@@ -190,9 +208,9 @@ def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(monke
     folder = tmp_path / "workers"
     folder.mkdir()
     source = Path(worker.__file__).parent
-    for name in ("code_tests.py", "sandbox.py"):
-        text = (source / name).read_text()
-        (folder / name).write_text(
+    for file in source.glob("*.py"):
+        text = file.read_text()
+        (folder / file.name).write_text(
             text.replace('"x86_64": (', '"m68k": (').replace("aarch64", "vax")
         )
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))

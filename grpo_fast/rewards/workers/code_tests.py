@@ -1,67 +1,114 @@
 """Unit tests as a reward: the share of a line's tests that hold for the code in the completion.
 
-Each answer runs in a process of its own (`sandbox.py`). What an answer does there costs its own
-reward: a test that was not reached does not hold.
+Each answer runs in a process of its own (`answer.py`), which never holds the tests. Another process
+(`judge.py`) runs them and calls the answer's functions; this one compares what programs print. What
+an answer does costs its own reward: a test that was not reached does not hold.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import os
-import secrets
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # this file is run by itself, outside its package
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # this file is run by itself, outside its package
+import judge  # noqa: E402
 import sandbox  # noqa: E402
+import sources  # noqa: E402
 
 sys.path.pop(0)
 
 START_S = 30.0  # for the interpreter, on a machine that is busy
 MIB = 1 << 20
+# Imports from their bytecode what a script would compile each time; the answer finds none of it.
+LAUNCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+main = __import__(sys.argv[2]).main
+del sys.path[0]
+main(*sys.argv[3:])
+"""
 
 
 def code_tests(
-    *, completions: Sequence[str], tests: Sequence[str | list[str]], seconds: float = 5.0,
-    memory: int = 512,
-) -> list[float]:  # fmt: skip
-    """The fraction of the asserts in `tests` that hold after the completion's code has run.
+    *, completions: Sequence[str], tests: Sequence[Any], seconds: float = 5.0, memory: int = 512
+) -> list[float]:
+    """Return the fraction of each line's tests that hold for the completion's code.
 
     Args:
-        tests: of each line of the data Python source, or a list of such: asserts, calls such as
-            `check(f)`, and the statements that prepare them.
+        completions: the last fenced block of each is its code.
+        tests: for each line of the data either Python source (or a list of sources): asserts,
+            calls of functions that the tests define, such as `check(f)`, and the statements that
+            prepare them; or a list of `{"input": …, "output": …}` for a program that reads stdin
+            and writes stdout, also as `{"inputs": […], "outputs": […]}`.
         seconds: for each answer with its tests, of processor time and by the clock.
-        memory: MiB for each answer, the interpreter included.
+        memory: MiB for each process, the interpreter included.
+
+    Raises:
+        ValueError: limits out of range, or tests of another form.
     """
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
-    sources = [t if isinstance(t, str) else "\n".join(t) for t in tests]
-    counts = [count_tests(source) for source in sources]
+    read = [read_tests(entry) for entry in tests]
 
-    def one(text: str, source: str, count: int) -> float:
-        return count_passed(code_of(text), source, count, seconds, memory) / count
+    def one(text: str, entry: str | list[tuple[str, str]]) -> float:
+        code = code_of(text)
+        if isinstance(entry, str):
+            return share_of_tests(code, entry, seconds, memory)
+        return share_of_programs(code, entry, seconds, memory)
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, completions, sources, counts))
+        return list(pool.map(one, completions, read))
 
 
-def count_tests(source: str) -> int:
-    """Count the tests in a source. Raises ValueError for none, or for no Python: faulty data."""
+def read_tests(entry: Any) -> str | list[tuple[str, str]]:
+    """Return a line's tests as one source, or as pairs of a program's input and output.
+
+    Raises ValueError for no test, no Python, or any other form: faulty data.
+    """
+    listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
+    programs = [pair for part in listed for pair in _pairs(part)]
+    if programs and all(isinstance(part, dict) for part in listed):
+        return programs
+    for part in listed:
+        if not isinstance(part, str):
+            expected = 'Python source, a list of sources, or {"input": text, "output": text}'
+            came = f"{part!r:.60} ({type(part).__name__})"
+            raise ValueError(f"tests: expected {expected}, got {came}")
+    source = "\n".join(listed)
     try:
-        count = sum(map(sandbox.is_test, ast.parse(source).body))
-    except (SyntaxError, ValueError) as error:
+        count = len(sources.tests_of(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {source[:60]!r}: {error}") from None
     if not count:
-        raise ValueError(f"tests: expected at least one assert or call, got {source[:60]!r}")
-    return count
+        expected = "at least one assert, or call of a function that the tests define"
+        raise ValueError(f"tests: expected {expected}, got {source[:60]!r}")
+    return source
+
+
+def _pairs(part: Any) -> list[tuple[str, str]]:
+    """The pairs of {input, output} or {inputs, outputs}; none for anything else."""
+    if not isinstance(part, dict):
+        return []
+    inputs = part.get("inputs", [part.get("input")])
+    outputs = part.get("outputs", [part.get("output")])
+    is_listed = isinstance(inputs, list) and isinstance(outputs, list)
+    if not is_listed or len(inputs) != len(outputs):
+        return []
+    pairs = list(zip(inputs, outputs, strict=True))
+    return pairs if all(isinstance(text, str) for pair in pairs for text in pair) else []
 
 
 def code_of(text: str) -> str:
@@ -76,38 +123,101 @@ def code_of(text: str) -> str:
     return rest if is_name and line_end else code
 
 
-def count_passed(code: str, tests: str, count: int, seconds: float, memory: int) -> int:
-    """Run the code and its `count` tests in a sandbox; returns how many held before it ended."""
-    # The answer may write to every descriptor: only lines with this mark count.
-    mark = secrets.token_hex(8)
-    request = {"code": code, "tests": tests, "mark": mark, "memory": memory * MIB,
+def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
+    """Run the code in one sandbox and its tests in another; returns the share that held."""
+    count = len(sources.tests_of(ast.parse(tests)))
+    limits = {"memory": memory * MIB, "seconds": math.ceil(seconds)}
+    with contextlib.ExitStack() as stack:
+        to_answer, to_judge, results = (_pipe(stack) for _ in range(3))
+        request = {"code": code, "program": False, **limits}
+        stack.enter_context(_process("answer", request, to_answer[0], to_judge[1]))
+        request = {"tests": tests, **limits}
+        ends = (to_judge[0], to_answer[1], results[1])
+        stack.enter_context(_process("judge", request, *ends))
+        for end in (*to_answer, *to_judge, results[1]):
+            end.close()  # the children's: an open copy would hide that one of them is gone
+        _wait_until_ready(results[0])
+        output = _read(results[0], count * len(judge.HELD), seconds)
+    return output.count(judge.HELD) / count
+
+
+def share_of_programs(
+    code: str, pairs: list[tuple[str, str]], seconds: float, memory: int
+) -> float:
+    """Run the code as a program on each input; returns the share of outputs that are right."""
+    request = {"code": code, "program": True, "memory": memory * MIB,
                "seconds": math.ceil(seconds)}  # fmt: skip
-    memory_file = os.memfd_create("request")
-    with os.fdopen(memory_file, "wb+") as stream:
-        stream.write(json.dumps(request).encode())
-        stream.seek(0)
+    right, left = 0, seconds
+    for given, expected in pairs:
+        start = time.monotonic()
+        right += _lines(expected) == _lines(_printed(request, given, len(expected), left))
+        left = max(0.0, left - (time.monotonic() - start))
+    return right / len(pairs)
+
+
+def _printed(request: dict[str, Any], given: str, expected: int, seconds: float) -> str | None:
+    """What a program prints in time, a little more than expected at most; None if it fails."""
+    with contextlib.ExitStack() as stack:
+        read_end, write_end = _pipe(stack)
+        stdin = stack.enter_context(_file(given.encode()))
+        child = stack.enter_context(_process("answer", request, stdin, write_end))
+        write_end.close()
+        _wait_until_ready(read_end)
+        end = time.monotonic() + seconds
+        printed = _read(read_end, 4 * expected + 65536, seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, end - time.monotonic()))
+        return printed.decode(errors="replace") if child.returncode == 0 else None
+
+
+def _lines(text: str | None) -> list[str] | None:
+    return None if text is None else [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    read_end, write_end = os.pipe()
+    reader = stack.enter_context(os.fdopen(read_end, "rb", 0))
+    return reader, stack.enter_context(os.fdopen(write_end, "wb", 0))
+
+
+def _file(content: bytes) -> Any:
+    stream = os.fdopen(os.memfd_create("given"), "wb+")
+    stream.write(content)
+    stream.seek(0)
+    return stream
+
+
+@contextlib.contextmanager
+def _process(
+    script: str, request: dict[str, Any], stdin: Any, stdout: Any, *others: Any
+) -> Iterator[subprocess.Popen]:
+    """A process without an environment, killed at the end. It cannot have started another."""
+    with _file(json.dumps(request).encode()) as stream:
+        passed = [stream.fileno(), *(end.fileno() for end in others)]
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", sandbox.__file__],
-            stdin=stream, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={},
+            [sys.executable, "-I", "-S", "-c", LAUNCH, str(HERE), script, *map(str, passed)],
+            stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, pass_fds=passed, env={},
         )  # fmt: skip
-    line = mark.encode() + b"\n"
     with child:
-        pipe = child.stdout.fileno()
         try:
-            first = _read(pipe, len(line), START_S)
-            output = _read(pipe, count * len(line) if first == line else 500, seconds)
+            yield child
         finally:
-            child.kill()  # nothing that it started is left: it cannot start anything
-    if first != line:
-        said = (first + output).decode(errors="replace")
-        raise OSError(f"code_tests: the sandbox did not start: {said or child.returncode}")
-    return output.split(b"\n").count(mark.encode())
+            child.kill()
 
 
-def _read(pipe: int, most: int, seconds: float) -> bytes:
+def _wait_until_ready(stream: Any) -> None:
+    first = _read(stream, len(sandbox.READY), START_S)
+    if first != sandbox.READY:
+        said = (first + _read(stream, 500, 1.0)).decode(errors="replace")
+        raise OSError(f"code_tests: the sandbox did not start: {said}")
+
+
+def _read(stream: Any, most: int, seconds: float) -> bytes:
     output, end = b"", time.monotonic() + seconds
-    while len(output) < most and select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(pipe, most - len(output))
+    while (
+        len(output) < most and select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]
+    ):
+        part = os.read(stream.fileno(), most - len(output))
         if not part:
             break
         output += part
@@ -115,4 +225,7 @@ def _read(pipe: int, most: int, seconds: float) -> bytes:
 
 
 # Once, when the reward is built: a machine without the sandbox is refused before a run starts.
-count_passed("", "assert 1", 1, 60.0, 512)
+if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
+    raise OSError("code_tests: the sandbox does not run an answer")
+if not sandbox.landlock_version():
+    print("code_tests: this kernel has no Landlock: answers can read files", file=sys.stderr)

@@ -1,15 +1,14 @@
-"""Run one answer's code and its tests where they can harm nothing: the child of `code_tests.py`.
+"""Confinement of the processes that run an answer and its tests.
 
-The kernel's seccomp filter allows the system calls of a computation alone: no sockets, no processes
-or threads, no signals to others, and files are opened for reading only. Limits bound memory and
-processor time. Each test that holds is a line on stdout, which nothing else reaches.
+The kernel's seccomp filter allows the system calls of a computation alone: no sockets, no
+processes or threads, no signals to others, and files are opened for reading only. Landlock, where
+the kernel has it, leaves the interpreter's libraries as the only files. Limits bound memory and
+processor time.
 """
 
-import ast
 import ctypes
 import json
 import os
-import platform
 import resource
 import struct
 import sys
@@ -37,19 +36,85 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # DENY: the call fails with EPERM
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF
 NUMBER, MACHINE, FLAGS = 0, 4, 32  # offsets in struct seccomp_data; FLAGS: openat's third argument
-NO_NEW_PRIVS, SET_SECCOMP, FILTER = 38, 22, 2
+NO_NEW_PRIVS, SET_SECCOMP, FILTER, SET_DUMPABLE = 38, 22, 2, 4
+# Landlock: system calls, one number on all machines; rights by version: 13, then REFER, TRUNCATE,
+# and from the fifth on IOCTL_DEV.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+RIGHTS = (13, 14, 15, 15, 16)
+READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
+LIBRARIES = (
+    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo",
+    "/dev/null", "/dev/urandom",
+)  # fmt: skip
+READY = b"ready\n"  # a process is confined: the clock begins
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> "tuple[int, int]":
     """This machine's number in the kernel and its column in CALLS. Raises OSError for others."""
-    if sys.platform != "linux" or platform.machine() not in MACHINES:
-        came = f"{sys.platform} on {platform.machine()}"
-        raise OSError(f"expected Linux on x86-64 or arm64 for its sandbox, got {came}")
-    return MACHINES[platform.machine()]
+    name = os.uname().machine
+    if sys.platform != "linux" or name not in MACHINES:
+        raise OSError(
+            f"expected Linux on x86-64 or arm64 for its sandbox, got {sys.platform} on {name}"
+        )
+    return MACHINES[name]
 
 
-def confine() -> None:
-    """Give up every other system call, for good. Raises OSError where the kernel refuses."""
+def confine(memory: int, seconds: int) -> None:
+    """Give up everything that a computation does not need, for good.
+
+    Args:
+        memory: bytes for this process.
+        seconds: of processor time.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    os.chdir("/")
+    limit(memory, seconds)
+    _prctl(SET_DUMPABLE, 0)  # others of this user cannot read this process's memory
+    _prctl(NO_NEW_PRIVS, 1)
+    restrict_files()
+    filter_calls()
+
+
+def limit(memory: int, seconds: int) -> None:
+    """Bound memory and processor time; no file grows, no core, no other process."""
+    for kind, most in (
+        (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
+    ):  # fmt: skip
+        resource.setrlimit(kind, (most, most))
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that this kernel has, 0 for none."""
+    return max(0, LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+
+
+def restrict_files() -> None:
+    """Leave the interpreter's libraries as the only files that can be opened; needs Landlock."""
+    version = landlock_version()
+    if not version:
+        return
+    rights = RIGHTS[min(version, len(RIGHTS)) - 1]
+    handled = struct.pack("Q", (1 << rights) - 1)
+    ruleset = _checked(LIBC.syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
+    for path in (*LIBRARIES, os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib")):
+        try:
+            folder = os.open(path, os.O_PATH)
+        except OSError:  # another distribution's
+            continue
+        access = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
+        rule = struct.pack("=Qi", access, folder)
+        _checked(LIBC.syscall(ADD_RULE, ruleset, 1, rule, 0))
+        os.close(folder)
+    _checked(LIBC.syscall(RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+
+
+def filter_calls() -> None:
+    """Give up every system call that is not listed above."""
     arch, column = machine()
     step = struct.Struct("HBBI").pack
     program = [step(LOAD, 0, 0, MACHINE), step(EQUAL, 1, 0, arch), step(RETURN, 0, 0, KILL)]
@@ -61,64 +126,31 @@ def confine() -> None:
     program += [step(RETURN, 0, 0, DENY), step(RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(program))
     listed = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in ((NO_NEW_PRIVS, 1, 0, 0, 0), (SET_SECCOMP, FILTER, listed, 0, 0)):
-        if libc.prctl(*arguments):
-            error = ctypes.get_errno()
-            raise OSError(error, f"the kernel refuses seccomp: {os.strerror(error)}")
+    _prctl(SET_SECCOMP, FILTER, listed)
 
 
-def limit(memory: int, seconds: int) -> None:
-    """Bytes of memory, seconds of processor time; no file grows, no core, no other process."""
-    for kind, most in (
-        (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
-    ):  # fmt: skip
-        resource.setrlimit(kind, (most, most))
+def _prctl(*arguments) -> None:
+    _checked(LIBC.prctl(*arguments, *[0] * (5 - len(arguments))))
 
 
-def run(code: str, tests: str, mark: str, out: int) -> None:
-    """Run the code, then the tests one by one; write a marked line for each that holds."""
-    names = {"__name__": "answer", "__builtins__": __builtins__}
-    line = f"{mark}\n".encode()
-    os.write(out, line)  # the parent's clock begins
-    exec(compile(code, "<answer>", "exec"), names)
-    for statement in ast.parse(tests).body:
-        part = ast.Module([statement], [])
-        try:
-            exec(compile(part, "<tests>", "exec"), names)
-        except BaseException:  # sys.exit() is no way to pass, either
-            continue
-        if is_test(statement):
-            os.write(out, line)
+def _checked(result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"the kernel refuses the sandbox: {os.strerror(error)}")
+    return result
 
 
-def is_test(statement: ast.stmt) -> bool:
-    """An assert, or a call such as `check(f)`; other statements prepare."""
-    return isinstance(statement, ast.Assert) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    )
+def request(descriptor: int) -> dict:
+    """Return what `code_tests.py` asks this process for."""
+    with open(descriptor, "rb") as stream:
+        return json.loads(stream.read())
 
 
-def main() -> None:
-    with open(0, "rb", closefd=False) as stream:
-        request = json.loads(stream.read())
-    out, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
+def take_standard_streams() -> "tuple[int, int]":
+    """Return copies of stdin and stdout, which lead nowhere from here on, as stderr does."""
+    source, sink = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
         os.dup2(null, standard)
-    os.chdir("/")
-    # Before the filter, which lets no limit be set and no descriptor be copied.
-    limit(request["memory"], request["seconds"])
-    try:
-        confine()
-    except OSError as error:
-        os.write(out, str(error).encode())
-        return
-    try:
-        run(request["code"], request["tests"], request["mark"], out)
-    finally:
-        os._exit(0)  # no handlers of the answer's own
-
-
-if __name__ == "__main__":
-    main()
+    os.close(null)
+    return source, sink

@@ -46,6 +46,8 @@ REWARDS: dict[str, RewardFunction] = {
         rules.distinct_words,
     )
 }
+for _function in REWARDS.values():
+    setattr(_function, "per_sample", True)  # noqa: B010
 # Run from their files: a worker starts in no time where it need not import this package.
 WORKERS = {
     "format_pattern": "pattern.py",
@@ -81,7 +83,7 @@ def _resolve(spec: Any) -> WeightedReward:
     path = _worker_path(name, spec.in_process)
     if path is not None:
         function: RewardFunction = IsolatedReward(
-            path, timeout=spec.timeout, options=options, per_sample=name in BOUNDED
+            path, timeout=spec.timeout, options=options, bounded=name in BOUNDED
         )
     else:
         function = REWARDS[name] if name in REWARDS else import_function(name)

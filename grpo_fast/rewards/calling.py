@@ -1,6 +1,7 @@
-"""Finding and calling a reward function, here or in a process of its own.
+"""Import and call a reward function, in this process or in a worker.
 
-Only the standard library: `isolated.py` runs this very file as its child, which must start at once.
+`isolated.py` runs this file as the worker. It imports only the standard library so that a worker
+starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import importlib
 import importlib.util
 import inspect
 import itertools
 import json
+import numbers
 import os
 import select
 import signal
@@ -24,13 +27,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
-Score = float | list[float]  # of a completion, or of each of its tokens
+Score = float | list[float] | None  # of a completion, or of each of its tokens; None: not for it
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
-LOADED = 0  # the number of the first request, which has the function loaded
 
 
 class RewardFailure(RuntimeError):
-    """A call that gave no rewards; `why` is the reason it is counted under."""
+    """A call that returned no rewards; `why` is the reason that the metrics count."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -40,13 +42,13 @@ class RewardFailure(RuntimeError):
 def why_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timeout"
-    return error.why if isinstance(error, RewardFailure) else "error"
+    return getattr(error, "why", "error") if isinstance(error, RewardFailure) else "error"
 
 
 class Parameters(NamedTuple):
-    """The columns that a function takes by name, and those that it needs."""
+    """The columns that a function takes by name, and the columns that it needs."""
 
-    takes: list[str] | None  # None: everything (`**columns`)
+    takes: list[str] | None  # None: all columns (`**columns`)
     needs: list[str]
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,11 +56,11 @@ class Parameters(NamedTuple):
         return {name: columns[name] for name in chosen if name in columns}
 
 
-USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable that does not tell
+USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable without a signature
 
 
 def parameters_of(function: RewardFunction) -> Parameters:
-    """A function's parameters. Raises ValueError for one that cannot be given by its name."""
+    """Return a function's parameters. Raises ValueError for positional-only parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -71,8 +73,17 @@ def parameters_of(function: RewardFunction) -> Parameters:
     return Parameters(None if takes_all else [p.name for p in by_name], needs)
 
 
+def is_per_sample(function: RewardFunction) -> bool:
+    """Return whether a function declares, by an attribute `per_sample`, that each value depends on
+    one completion alone. Only such a function is called again sample by sample.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, "per_sample", False))
+
+
 def import_function(path: str) -> RewardFunction:
-    """The function at "package.module:function" or "file.py:function", or a ValueError."""
+    """Return the function at "package.module:function" or "file.py:function"."""
     module_name, colon, attribute = path.rpartition(":")
     if not (module_name and colon and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
@@ -91,22 +102,26 @@ def import_function(path: str) -> RewardFunction:
 
 
 def _run_file(path: str) -> ModuleType:
-    """The module in a file, which need not lie where modules are looked for."""
     path = os.path.abspath(os.path.expanduser(path))
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Dataclasses, for one, look their module up; a module that is there already stays.
+    # Dataclasses look up their module by name. A module of that name that exists stays.
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
 
 
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
-    """Call the function for `count` completions: a number, or one per token, else a text, for each.
+    """Call the function for `count` completions.
 
-    Raises whatever the function raises, and a RewardFailure for anything that is not one value per
-    completion in their order.
+    Returns:
+        For each completion a number, a list of numbers (one per token), None if the function does
+        not apply, or a text that describes what was returned instead.
+
+    Raises:
+        RewardFailure: the function did not return one value per completion.
+        BaseException: whatever the function raises.
     """
     result = function(**arguments)
     if inspect.isawaitable(result):
@@ -115,11 +130,13 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
+    if isinstance(error, RewardFailure):  # its message is a sentence of ours
+        return str(error)
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def text_of(value: Any, longest: int = 500) -> str:
-    """The beginning of str(value); a user's class may raise anything there."""
+    """Return the beginning of str(value), which may raise anything for a user's class."""
     try:
         return str(value)[:longest]
     except BaseException:
@@ -140,30 +157,30 @@ def _awaited(awaitable: Any) -> Any:
 
 
 def _values(result: Any, count: int) -> list[Any]:
+    must = "a reward function must return one value per completion"
     values = result.tolist() if hasattr(result, "tolist") else result
-    iterator = None
+    if isinstance(values, numbers.Number):
+        raise RewardFailure(f"{must}: expected {count} values, got one number", WRONG_LENGTH)
     # The order of a dict or a set does not say which completion a value belongs to.
-    if not isinstance(values, (str, bytes, bytearray, Set)) and not hasattr(values, "keys"):
-        with contextlib.suppress(TypeError):
-            iterator = iter(values)
-    if iterator is None:
+    is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
+    if is_unordered or not hasattr(values, "__iter__"):
         came = type(result).__name__
-        said = f"expected a list of {count} numbers, the function returned {came}"
-        raise RewardFailure(said, NO_NUMBERS)
-    listed = list(itertools.islice(iterator, count + 1))  # it may be endless
+        raise RewardFailure(f"{must}: expected a list of {count} numbers, got {came}", NO_NUMBERS)
+    listed = list(itertools.islice(values, count + 1))  # an iterator may be endless
     if len(listed) != count:
-        number = len(listed) if len(listed) < count else "more"
-        said = f"expected {count} rewards, the function returned {number}"
-        raise RewardFailure(said, WRONG_LENGTH)
+        came = str(len(listed)) if len(listed) < count else "more"
+        raise RewardFailure(f"{must}: expected {count} values, got {came}", WRONG_LENGTH)
     return listed
 
 
 def _score_or_text(value: Any) -> Score | str:
     values = value.tolist() if hasattr(value, "tolist") else value
+    if values is None:
+        return None
     if not isinstance(values, (list, tuple)):
         return _number_or_text(values)
-    numbers = [_number_or_text(item) for item in values]
-    return next((item for item in numbers if isinstance(item, str)), numbers)  # type: ignore
+    scores = [_number_or_text(item) for item in values]
+    return next((item for item in scores if isinstance(item, str)), scores)  # type: ignore
 
 
 def _number_or_text(value: Any) -> float | str:
@@ -173,52 +190,45 @@ def _number_or_text(value: Any) -> float | str:
     return text_of(value, 60)
 
 
-def open_folder() -> int | None:
-    """The working folder, for `os.fchdir`; None where it cannot be opened (another user's)."""
-    try:
-        return os.open(os.curdir, os.O_RDONLY)
-    except OSError:
-        return None
-
-
+# ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """The child's loop: one JSON object in, one out. The first request loads the function."""
-    sys.stdout = sys.stderr  # at once, in one order
-    home = open_folder()
+    """Read one JSON object per request and write one per reply. The first request loads the
+    function.
+    """
     function: RewardFunction | None = None
-    with contextlib.suppress(EOFError):
-        while True:
+    while True:
+        try:
             request = json.loads(pipe.recv_bytes())
-            message: dict[str, Any] = {"number": request["number"]}
-            try:
-                if function is None:
-                    function = import_function(path)
-                    message["parameters"] = parameters_of(function)
-                else:
-                    if home is not None:
-                        os.fchdir(home)
-                    message["rewards"] = call(function, request["count"], request["arguments"])
-            except BaseException as error:  # a user's function may raise anything
-                message |= {"error": describe(error), "why": why_of(error)}
-            pipe.send_bytes(json.dumps(message).encode())
+        except EOFError:
+            return
+        answer: dict[str, Any] = {}
+        try:
+            if function is None:
+                function = import_function(path)
+                answer["parameters"] = parameters_of(function)
+                answer["per_sample"] = is_per_sample(function)
+            else:
+                answer["scores"] = call(function, **request)
+        except BaseException as error:  # a user's function may raise anything
+            answer = {"error": describe(error), "why": why_of(error)}
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _end_with_the_caller(lifeline: int) -> None:
-    """Have the kernel kill this process group when the other end of the pipe `lifeline` is gone.
+    """Have the kernel kill this process group when the caller's end of the pipe closes.
 
-    A thread would need the interpreter lock, which a backtracking regular expression never gives
-    back; PR_SET_PDEATHSIG watches a thread, not its process. Nobody writes to this pipe: what there
-    is to read can only be the end.
+    A thread would need the interpreter lock, which a backtracking regular expression never
+    releases. PR_SET_PDEATHSIG watches a thread of the caller instead of its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it went before the signal was asked for
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was requested
         os._exit(1)
 
 
 if __name__ == "__main__":
     handle, lifeline = map(int, sys.argv[2:])
-    os.set_inheritable(handle, False)  # what the function starts gets no end of the pipe
+    os.set_inheritable(handle, False)  # programs that the function starts do not hold the pipe
     _end_with_the_caller(lifeline)
     serve(sys.argv[1], Connection(handle))

@@ -1,42 +1,41 @@
-"""A user's reward function in a process of its own, with a time limit on each call.
+"""A reward function in a worker process, with a time limit on each call.
 
-A function that hangs, crashes or eats all memory then costs its samples, not the run. The child, a
-fresh interpreter that runs `calling.py`, answers in JSON: no fork of a process full of threads, no
-pickle. It starts at the first call, and again after one that ended without its answer.
+A function that hangs, crashes or uses all memory costs its samples, not the run. The worker is a
+new interpreter that runs `calling.py`. It starts at the first call, and again after a call that
+ended without a reply. Multiprocessing, and pebble, which builds on it, would import the user's main
+script and torch in each worker, and would not end the programs that a function has started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Iterator
+import time
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
-from grpo_fast.data import escape_control
-from grpo_fast.errors import number, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
 
-START_LIMIT_S = 120.0  # for the import of the user's module, which is not the function's own time
+START_LIMIT_S = 120.0  # for importing the user's module, which is not part of a call
 
 
 class IsolatedReward:
-    """Callable like the function at `path`, run elsewhere. Calls of several threads take turns.
+    """Callable like the function at `path`. Calls from several threads take turns.
+
+    Args:
+        path: "package.module:function" or "file.py:function".
+        timeout: seconds for a call, or if `bounded` for each completion of a call.
+        options: arguments of every call, as JSON can carry them.
 
     Raises:
-        ValueError: a `timeout` that cannot be waited for, `options` that JSON cannot carry.
-        TimeoutError: (a call) after `timeout` seconds; `per_sample`: so many for each completion.
-        RewardFailure: (a call) with the function's own message when it raises or dies.
+        TimeoutError: a call took longer.
+        RewardFailure: the function raised, or its process ended; has the message.
     """
 
     def __init__(
@@ -45,152 +44,93 @@ class IsolatedReward:
         *,
         timeout: float,
         options: dict[str, Any] | None = None,
-        per_sample: bool = False,
+        bounded: bool = False,
     ) -> None:
-        expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
-        number("timeout", timeout, expected, lambda x: 0 < x < threading.TIMEOUT_MAX)
-        self.path, self.timeout, self.options = path, float(timeout), options or {}
-        self.per_sample = per_sample
-        expected = f"values that JSON can carry for reward {path}"
-        require(_same_as_json(self.options), "options", expected, self.options)
+        self.path = path
+        self.timeout = float(timeout)
+        self.options = options or {}
+        self.bounded = bounded
         self._lock = threading.Lock()
-        self._numbers = itertools.count(calling.LOADED + 1)
-        self._worker: _Worker | None = None
-        self._parameters: calling.Parameters | None = None
+        self._child: subprocess.Popen | None = None
+        self._loaded: dict[str, Any] = {}
 
-    def __call__(self, **columns: list[Any]) -> list[float | str]:
+    def __call__(self, **columns: list[Any]) -> list[Any]:
         count = len(next(iter(columns.values())))
-        with self._closed_by_an_error():
+        limit = self.timeout * max(1, count) if self.bounded else self.timeout
+        with self._lock:
             arguments = {**self._start().select(columns), **self.options}
-            request = {"number": next(self._numbers), "count": count, "arguments": arguments}
-            limit = self.timeout * max(1, count * self.per_sample)
-            answer = self._worker.ask(request, min(limit, threading.TIMEOUT_MAX))
-        if "error" in answer:
-            raise RewardFailure(answer["error"], answer["why"])
-        return answer["rewards"]
+            return self._ask({"count": count, "arguments": arguments}, limit)["scores"]
 
     @property
     def parameters(self) -> calling.Parameters:
-        """The function's parameters. Raises RewardFailure where it cannot be loaded."""
-        with self._closed_by_an_error():
+        """The function's parameters. Raises RewardFailure if the function cannot be imported."""
+        with self._lock:
             return self._start()
 
-    def close(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.end()
+    @property
+    def per_sample(self) -> bool:
+        """Whether the function declares that each value depends on one completion alone."""
+        return self._loaded.get("per_sample", False)
 
-    @contextlib.contextmanager
-    def _closed_by_an_error(self) -> Iterator[None]:
-        """One thread at a time. An error or Ctrl-C ends the worker, whose answer may still come."""
-        with self._lock:
-            try:
-                yield
-            except BaseException:
-                self.close()
-                raise
+    def close(self) -> None:
+        """End the worker and the programs that it started; the next call starts another."""
+        if self._child is not None:
+            self._kill()
+            self._child.wait()
+            self._child = None
+            self._pipe.close()
+            self._lifeline.close()
 
     def _start(self) -> calling.Parameters:
-        # A fork has a copy of its parent's worker and must not talk to it.
-        if self._worker is None or self._worker.owner != os.getpid():
-            self._worker = _Worker(self.path)
-            loaded = self._worker.ask({"number": calling.LOADED}, START_LIMIT_S)
-            if "error" in loaded:
-                raise RewardFailure(loaded["error"], loaded["why"])
-            self._parameters = calling.Parameters(*loaded["parameters"])
-        return self._parameters
+        if self._child is None:
+            self._pipe, theirs = Pipe()
+            read_end, write_end = os.pipe()
+            # Never written to. The kernel closes it if this process ends in any way.
+            self._lifeline = os.fdopen(write_end, "wb", 0)
+            search = os.pathsep.join(p or os.getcwd() for p in sys.path)
+            # Our copies of the worker's ends are closed: an open one would hide that it ended.
+            with os.fdopen(read_end, "rb", 0), theirs:
+                handles = theirs.fileno(), read_end
+                self._child = subprocess.Popen(
+                    [sys.executable, "-uP", calling.__file__, self.path, *map(str, handles)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a function prints goes to stderr
+                    pass_fds=handles,
+                    env={**os.environ, "PYTHONPATH": search},
+                    start_new_session=True,  # Ctrl-C is for us; one signal ends the whole group
+                )
+            try:
+                self._loaded = self._ask({}, START_LIMIT_S)
+            except RewardFailure:
+                self.close()
+                raise
+        return calling.Parameters(*self._loaded["parameters"])
 
-
-class _Worker:
-    """The child process and our end of its pipe; `end()`s with the object and the program."""
-
-    def __init__(self, path: str) -> None:
-        search = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the same can be imported
-        self.path, self.owner = path, os.getpid()
-        self._pipe, theirs = Pipe()
-        read_end, write_end = os.pipe()
-        lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we
-        # Our copies of the child's ends are closed: an open one would hide that the child is gone.
-        with os.fdopen(read_end, "rb", 0), theirs:
-            handles = theirs.fileno(), read_end
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", calling.__file__, path, *map(str, handles)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=handles,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                env={**os.environ, "PYTHONPATH": search},
-                # A group of its own: Ctrl-C is for us, and what the function starts ends with it.
-                start_new_session=True,
-            )
-        shown = threading.Thread(target=_show, args=(self.child.stdout,), daemon=True)
-        shown.start()
-        self.end = weakref.finalize(self, _end, self.owner, self.child, shown, lifeline, self._pipe)
-
-    def ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        """The answer to a request, within `limit` seconds: also of a child that does not read, or
-        that stops in the middle of its answer.
-        """
-        late = threading.Event()
-        timer = threading.Timer(limit, _hang_up, [self._pipe, late])
+    def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        data = json.dumps(request).encode()
+        end = time.monotonic() + limit
+        timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)
         timer.daemon = True
         timer.start()
-        answer = None
         try:
-            self._pipe.send_bytes(json.dumps(request).encode())
+            self._pipe.send_bytes(data)
             answer = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):  # the end of the pipe
-            pass
+        except BaseException as error:  # also Ctrl-C: the reply must not go to the next call
+            self.close()
+            if time.monotonic() >= end:
+                raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
+            if isinstance(error, (EOFError, OSError)):
+                said = f"the process of reward {self.path} ended in the middle of a call"
+                raise RewardFailure(said, "died") from None
+            raise
         finally:
             timer.cancel()
-        if late.is_set():
-            raise TimeoutError(f"reward {self.path} took longer than {limit:g} s")
-        if answer is None:
-            said = f"the process of reward {self.path} ended in the middle of a call"
-            raise RewardFailure(said, "died")
-        if answer["number"] != request["number"]:  # a fork inside the function answers, too
-            said = f"answered request {answer['number']}, not {request['number']}"
-            raise RewardFailure(f"the process of reward {self.path} {said}", "died")
+        if time.monotonic() >= end:  # the reply came as the worker was killed
+            self.close()
+        if "error" in answer:
+            raise RewardFailure(answer["error"], answer["why"])
         return answer
 
-
-def _hang_up(pipe: Connection, late: threading.Event) -> None:
-    """End a pipe for whoever reads or writes, which closing it in another thread does not."""
-    late.set()
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as same:
-        same.shutdown(socket.SHUT_RDWR)
-
-
-def _end(
-    owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO,
-    pipe: Connection,
-) -> None:  # fmt: skip
-    """End the child and what it started. No method of `_Worker`, which it would keep alive."""
-    if os.getpid() != owner:  # the copy in a fork
-        return
-    with contextlib.suppress(OSError):  # it ended by itself
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    pipe.close()
-    lifeline.close()
-    with contextlib.suppress(RuntimeError):  # the garbage collector may run in that very thread
-        shown.join(1.0)
-
-
-def _show(stream: TextIO) -> None:
-    with stream:
-        for text in iter(lambda: stream.readline(4096), ""):
-            # It may be closed, or None: then the pipe is emptied all the same.
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                sys.stderr.write(escape_control(text))
-                sys.stderr.flush()
-
-
-def _same_as_json(options: dict[str, Any]) -> bool:
-    try:
-        return json.loads(json.dumps(options)) == options
-    except (TypeError, ValueError):
-        return False
+    def _kill(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended by itself
+            os.killpg(self._child.pid, signal.SIGKILL)

@@ -1,23 +1,21 @@
-"""Calling reward functions so that none of them can stop or poison a run.
+"""A set of weighted reward functions, none of which can stop or poison a run.
 
-If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
-those that fail again are lost. A lost sample is NaN in the result: the trainer drops it from the
-baseline and gives it no advantage. Above a share of lost samples the run ends (`RewardError`).
+If a call raises or hangs, its samples are lost. Only a function that declares itself per-sample is
+called again sample by sample, and loses the samples that fail again: any other function could give
+other values for a part of the batch. A lost sample is NaN in the result: the trainer drops it from
+the baseline and gives it no advantage. The run ends with a RewardError above a share of lost
+samples, and at once if a function does not return one value per completion.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import logging
 import math
-import os
 import reprlib
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -29,7 +27,6 @@ from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
-from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rollout.saved import Saved
 
 logger = logging.getLogger(__name__)
@@ -37,29 +34,9 @@ logger = logging.getLogger(__name__)
 FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
-RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
+RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this is not called for the rest
+NONE_APPLIES = "none_applies"  # the reason of a sample for which every function returned None
 Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
-
-
-# The folder and the streams belong to the process: functions that change them run one at a time.
-_ALONE = threading.RLock()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep the working folder and torch's gradient mode; print what a function has printed,
-    escaped, to stderr. Other threads wait.
-    """
-    with _ALONE, torch.set_grad_enabled(torch.is_grad_enabled()):
-        home, said = calling.open_folder(), io.StringIO()  # behind the lock: another may have moved
-        try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                yield
-        finally:
-            if home is not None:
-                os.fchdir(home)
-                os.close(home)
-            print(escape_control(said.getvalue()), end="", file=sys.stderr)
 
 
 class WeightedReward(NamedTuple):
@@ -72,10 +49,11 @@ class WeightedReward(NamedTuple):
 
 
 class RewardResult(NamedTuple):
-    """Rewards of N completions, fp32 on the CPU; NaN marks a sample that has none."""
+    """Rewards of N completions, fp32 on the CPU. NaN marks a sample without a reward."""
 
-    total: Saved  # (N,) weighted sum, NaN where any function with a weight has none
-    per_fn: dict[str, Saved]  # name → (N,)
+    # (N,) weighted sum over the functions that apply; NaN if one of them failed, or none applies
+    total: Saved
+    per_fn: dict[str, Saved]  # name → (N,), NaN where the function failed or does not apply
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
@@ -136,17 +114,25 @@ class RewardSet:
         lengths = [len(column) for column in lists.values()]
         fits = len(set(lengths)) == 1
         require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
+        scores = {reward.name: self._scores(reward, lists) for reward in self.rewards}
+        counted = {r.name: r.weight for r in self.rewards if r.weight != 0}  # 0: only watched
+        for i in range(len(completions)):
+            if counted and all(scores[name][i] is None for name in counted):
+                for name in counted:
+                    scores[name][i] = NONE_APPLIES
+                    self._note(name, "every function returned None for a sample")
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
-        total, scored = torch.zeros(len(completions)), []
-        for reward in self.rewards:
-            values = self._scores(reward, lists)
-            per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
-            reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
-            if reward.weight != 0:  # weight 0 means: only watch it
-                total = total + reward.weight * per_fn[reward.name]
-                scored.append((reward.weight, values))
-            self._count(reward.name, reasons[reward.name].total(), len(completions))
+        total = torch.zeros(len(completions))
+        for name, values in scores.items():
+            sums = [_sum(value) for value in values]
+            per_fn[name] = torch.tensor(sums, dtype=torch.float32)
+            reasons[name] = Counter(value for value in values if isinstance(value, str))
+            if name in counted:
+                applies = torch.tensor([value is not None for value in values], dtype=torch.bool)
+                total = total + counted[name] * per_fn[name].where(applies, 0.0)
+            self._count(name, reasons[name].total(), len(completions))
+        scored = [(weight, scores[name]) for name, weight in counted.items()]
         per_token = _per_token(scored, lists.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)
 
@@ -165,12 +151,12 @@ class RewardSet:
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
     ) -> list[Score | str]:
-        """For each completion its score, or the reason why it has none."""
+        """Return for each completion its score, or the reason why it has none."""
         count = len(columns["completions"])
         scores = self._ask(reward, columns, count)
         if not isinstance(scores, str):
             return scores
-        if count < 2:
+        if count < 2 or not calling.is_per_sample(reward.function):
             return [scores] * count
         retried: list[Score | str] = []
         timeouts = 0
@@ -186,25 +172,28 @@ class RewardSet:
     def _ask(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int
     ) -> list[Score | str] | str:
-        """Scores and reasons, or one reason where the call fails as a whole."""
+        """Return scores and reasons, or one reason if the call fails."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
             arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
-            # A worker has a process of its own, whose output comes from a thread at any time.
-            is_apart = isinstance(reward.function, IsolatedReward)
-            with contextlib.nullcontext() if is_apart else undisturbed():
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
+            why = calling.why_of(error)
+            if why == calling.WRONG_LENGTH:
+                raise RewardError(f"reward {reward.name}: {error}") from None
             self._note(reward.name, calling.describe(error))
-            return calling.why_of(error)
+            return why
         lengths = columns.get("completion_lengths", [None] * count)
         pairs = zip(values, lengths, strict=True)
         return [self._checked(reward.name, value, length) for value, length in pairs]
 
     def _checked(self, name: str, value: Score | str, length: int | None) -> Score | str:
+        if value is None:
+            return None
         numbers = value if isinstance(value, list) else [value]
         if isinstance(value, list) and length is not None and length != len(value):
             self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
@@ -236,16 +225,17 @@ class RewardSet:
 
 
 def _sum(score: Score | str) -> float:
+    """Return a completion's reward, NaN for a reason or None."""
     if isinstance(score, list):
         return float(sum(score))
-    return math.nan if isinstance(score, str) else score
+    return math.nan if score is None or isinstance(score, str) else score
 
 
 def _per_token(
     scored: list[tuple[float, list[Score | str]]],  # weight and scores of each function
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
-    """The weighted rewards of every completion's tokens; None where no function gave any."""
+    """Return the weighted rewards of every completion's tokens; None if no function gave any."""
     if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None
     rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
@@ -253,6 +243,6 @@ def _per_token(
         for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
-            else:  # an empty completion has no last token
+            elif score is not None:  # an empty completion has no last token
                 reward[-1:] += weight * _sum(score)
     return [reward.float() for reward in rewards]

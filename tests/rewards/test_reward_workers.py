@@ -29,8 +29,10 @@ def moody(completions):
     if "hang" in completions: time.sleep(60)
     if "die" in completions: os._exit(3)
     if "raise" in completions: raise ValueError("boom")
-    if "short" in completions: return []
-    return [{"none": None, "nan": float("nan"), "text": "1"}.get(c, 1.0) for c in completions]
+    return [{"nan": float("nan"), "text": "1"}.get(c, 1.0) for c in completions]
+
+
+moody.per_sample = True
 
 
 def asks(*, completion_ids, completion_lengths, level, unit=1):
@@ -126,8 +128,8 @@ def test_options_that_a_function_does_not_take(build, here):
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
-        ("hang", "timeout"), ("die", "died"), ("raise", "error"), ("short", "wrong_length"),
-        ("none", "not_a_number"), ("nan", "not_a_number"), ("text", "not_a_number"),
+        ("hang", "timeout"), ("die", "died"), ("raise", "error"), ("nan", "not_a_number"),
+        ("text", "not_a_number"),
     ],
 )  # fmt: skip
 def test_each_loss_has_its_reason_and_costs_its_own_sample(build, completion, why):

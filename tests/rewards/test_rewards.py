@@ -1,6 +1,7 @@
 """Extraction rules, the rule rewards, and a reward set that nothing can stop."""
 
 import asyncio
+import functools
 import math
 import time
 from decimal import Decimal
@@ -156,17 +157,84 @@ def test_weighted_sum():
     assert result.total.tolist() == [1.0] and result.per_fn["watched"].isnan().all()
 
 
-def test_raising_costs_only_the_samples_that_raise(caplog):
+def test_only_a_function_that_declares_it_is_called_again_sample_by_sample(caplog):
+    asked = []
+
     def touchy(*, prompts, completions, answers):
+        asked.append(len(completions))
         if "bad" in completions:
             raise RuntimeError("boom \x1b[31m")
-        return [1.0] * len(completions)
+        return [sum(map(len, completions)) / len(completions)] * len(completions)
 
+    batch = ["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4
+    lost = own(touchy, max_failures=1.0)(*batch)
+    assert lost.total.isnan().all() and lost.reasons == {"f": {"error": 4}} and asked == [4]
+    touchy.per_sample = True
+    options = functools.partial(touchy)
+    assert own(options)(*batch).total.isnan().tolist() == [False, True, False, False]
     rewards = own(touchy)
     result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
     assert result.total.isnan().tolist() == [False, True, False, False]
     assert result.failures == {"f": 1} and rewards.state.failed_total == {"f": 1}
     assert "boom" in caplog.text and "\x1b" not in caplog.text
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "total", "reasons"),
+    [
+        # Two tasks in one data set: None means that a function does not apply (TRL's nansum).
+        ([[1, None, 3], [None, 20, 30]], [1, 20, 33], [{}, {}]),
+        ([[None, None, 3], [None, 20, None]], [NAN, 20, 3], [{"none_applies": 1}] * 2),
+        ([[None] * 3] * 2, [NAN] * 3, [{"none_applies": 3}] * 2),
+        # A failure is no None: the sample is lost though another function has a value.
+        ([[NAN, None, 3], [10, 20, "x"]], [NAN, 20, NAN], [{"not_a_number": 1}] * 2),
+        ([torch.tensor([1.0, 2.0, 3.0]), [None] * 3], [1, 2, 3], [{}, {}]),
+    ],
+)
+def test_none_means_that_a_function_does_not_apply(values, total, reasons):
+    first, second = (WeightedReward(name, 1.0, lambda i=i, **_: values[i])
+                     for i, name in enumerate("ab"))  # fmt: skip
+    watched = WeightedReward("watched", 0.0, lambda **_: [5.0] * 3)
+    result = RewardSet([first, second, watched], max_failures=1.0)(["p"] * 3, list("xyz"), [""] * 3)
+    assert str(result.total.tolist()) == str([float(value) for value in total])
+    assert [result.reasons[name] for name in "ab"] == reasons
+    assert result.per_fn["watched"].tolist() == [5.0] * 3
+
+
+def test_many_calls_with_none_do_not_end_the_run_unless_no_function_applies():
+    rewards = RewardSet([WeightedReward("a", 1.0, lambda **_: [None, 1.0]),
+                         WeightedReward("b", 1.0, lambda **_: [2.0, None])])  # fmt: skip
+    for _ in range(20):
+        assert rewards(["p"] * 2, ["x"] * 2, [""] * 2).total.tolist() == [2.0, 1.0]
+    assert rewards.state.failed_total == {"a": 0, "b": 0}
+    with pytest.raises(RewardError, match="every function returned None for a sample"):
+        never = own(lambda **_: [None])
+        for _ in range(3):
+            never(["p"], ["x"], [""])
+
+
+def test_none_in_rewards_per_token():
+    lists = [[[1.0, 2.0], None], [None, 4.0]]
+    rewards = RewardSet([WeightedReward("a", 1.0, lambda **_: lists[0]),
+                         WeightedReward("b", 2.0, lambda **_: lists[1])])  # fmt: skip
+    columns = {"completion_lengths": [2, 3]}
+    found = rewards(["p"] * 2, ["x"] * 2, [""] * 2, columns)
+    assert found.total.tolist() == [3.0, 8.0]
+    assert [row.tolist() for row in found.per_token] == [[1.0, 2.0], [0.0, 0.0, 8.0]]
+
+
+def test_a_function_leaves_the_gradient_mode_and_messages_alone():
+    def rewrites(*, prompts, completions, answers):
+        torch.set_grad_enabled(False)
+        prompts[0][0]["content"] = "other"
+        return [1.0]
+
+    prompts = [[{"role": "user", "content": "question"}]]
+    own(rewrites)(prompts, ["a"], ["x"])
+    assert prompts == [[{"role": "user", "content": "question"}]] and torch.is_grad_enabled()
 
 
 def test_a_coroutine_is_awaited_inside_a_loop_too():

@@ -107,19 +107,13 @@ BAD = {
     "string": lambda n: "1" * n,
     "bytes": lambda n: b"1" * n,
     "none": lambda n: None,
-    "number": lambda n: 1.0,
-    "tensor without axis": lambda n: torch.tensor(1.0),
     "nested list": each([1.0]),
     "matrix": lambda n: torch.ones(n, 2),
     "column": lambda n: np.ones((n, 1)),
     "tensors of two": each(torch.ones(2)),
     "strings": each("1"),
     "number in bytes": each(b"1"),
-    "object array of nothing": lambda n: np.array([None] * n, dtype=object),
     "complex": each(1 + 1j),
-    "endless": lambda n: itertools.repeat(1.0),
-    "one more": lambda n: [1.0] * (n + 1),
-    "one less": lambda n: [1.0] * (n - 1),
     "long integer": each(10**5000),
     "mute": each(Mute()),
     "exits as a number": each(Exits()),
@@ -135,19 +129,23 @@ BAD = {
     "generator that fails": lambda n: (1.0 if i else throw(ValueError("late")) for i in range(n)),
     "generator that exits": lambda n: (sys.exit(0) for i in range(n)),
 }
+WRONG_LENGTH = {
+    "number": lambda n: 1.0,
+    "tensor without axis": lambda n: torch.tensor(1.0),
+    "endless": lambda n: itertools.repeat(1.0),
+    "one more": lambda n: [1.0] * (n + 1),
+    "one less": lambda n: [1.0] * (n - 1),
+}
 INTERRUPTING = {"error": lambda n: throw(Interrupts()), "value": each(Interrupts())}
 
 
 def odd(*, prompts, completions, answers):
-    if prompts[0] == "shortens":
-        completions[:] = completions[:1]
-        return [float(len(c)) for c in completions]
     if prompts[0] == "empties":
         scores = [float(len(c)) for c in completions]
         for given in (prompts, completions, answers):
             given.clear()
         return scores
-    return {**GOOD, **INTEGERS, **BAD, **INTERRUPTING}[prompts[0]](len(completions))
+    return {**GOOD, **INTEGERS, **BAD, **WRONG_LENGTH, **INTERRUPTING}[prompts[0]](len(completions))
 """
 
 
@@ -195,12 +193,24 @@ def test_everything_else_costs_its_samples(odd, module):
 
 
 @pytest.mark.parametrize(
+    ("what", "came"),
+    [("number", "one number"), ("tensor without axis", "one number"), ("endless", "more"),
+     ("one more", "more"), ("one less", "1")],
+)  # fmt: skip
+def test_a_reward_of_the_wrong_length_is_refused(odd, what, came):
+    """A mean over the batch is no reward of any sample."""
+    said = (
+        f"f: a reward function must return one value per completion: expected 2 values, got {came}"
+    )
+    with pytest.raises(RewardError, match=said):
+        ask(odd, what, 2)
+
+
+@pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("dict", "expected a list of 2 numbers, the function returned dict"),
-        ("none", "expected a list of 2 numbers, the function returned NoneType"),
-        ("one less", "expected 2 rewards, the function returned 1"),
-        ("endless", "expected 2 rewards, the function returned more"),
+        ("dict", "must return one value per completion: expected a list of 2 numbers, got dict"),
+        ("none", "must return one value per completion: expected a list of 2 numbers, got None"),
         ("exit", "SystemExit: 0"),
         ("strings", "not a finite number: '1'"),
         ("mute", "not a finite number: '<Mute without a text>'"),
@@ -243,9 +253,8 @@ def test_a_text_that_interrupts_costs_its_samples(odd, what):
     assert result is not None and result.failures == {"f": 2}
 
 
-@pytest.mark.parametrize("name", ["shortens", "empties"])
-def test_a_function_that_changes_its_lists_scores_each_sample(odd, name):
-    result = own(odd)([name] * 3, ["a", "bb", "cccc"], ["x"] * 3)
+def test_a_function_that_changes_its_lists_scores_each_sample(odd):
+    result = own(odd)(["empties"] * 3, ["a", "bb", "cccc"], ["x"] * 3)
     assert result.total.tolist() == [1.0, 2.0, 4.0] and result.failures == {"f": 0}
 
 

@@ -154,7 +154,7 @@ def main(requested: str) -> None:
     request = sandbox.request(int(requested))
     is_program = request["program"]
     channel = (-1, -1) if is_program else sandbox.take_standard_streams()
-    builtins.exit = builtins.quit = sys.exit  # as in a Python that imports `site`
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does
     status = 1
     try:
         sandbox.confine(request["memory"], request["seconds"])

@@ -73,6 +73,9 @@ def code_tests(
         return list(pool.map(one, completions, read))
 
 
+code_tests.per_sample = True  # type: ignore[attr-defined]
+
+
 def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     """Return a line's tests as one source, or as pairs of a program's input and output.
 

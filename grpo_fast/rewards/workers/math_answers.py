@@ -1,11 +1,12 @@
 """Mathematical equality by the package math-verify, which may take forever: run in a worker.
 
 Its time limits are signals, which only the main thread of a process gets. An expression that cannot
-be compared within `seconds` leaves the sample without a reward.
+be compared within `seconds` is NaN: the sample has no reward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ BOXED = {"extraction_config": [LatexExtractionConfig(boxed_match_priority=0)]}
 
 def math_equal(
     *, completions: Sequence[str], answers: Sequence[str], seconds: int = 5
-) -> list[float | None]:
+) -> list[float]:
     r"""1 where what the completion has in \boxed{} or in LaTeX is equal to the answer.
 
     Equal as expressions: `\frac{1}{2}` is 0.5, `1+x` is `x+1`, {1, 2} is {2, 1}.
@@ -29,7 +30,7 @@ def math_equal(
 
 def math_close(
     *, completions: Sequence[str], answers: Sequence[str], seconds: int = 5, digits: int = 2
-) -> list[float | None]:
+) -> list[float]:
     """1 where an expression anywhere in the completion is the answer to so many decimal digits.
 
     Intervals and tuples, relations and their sets, and names of variables are taken for one.
@@ -39,9 +40,11 @@ def math_close(
     return [_equal(text, gold, ANYWHERE, seconds, loose) for text, gold in pairs]
 
 
-def _equal(
-    text: str, gold: str, where: dict[str, Any], seconds: int, how: dict[str, Any]
-) -> float | None:
+for _function in (math_equal, math_close):
+    _function.per_sample = True  # type: ignore[attr-defined]
+
+
+def _equal(text: str, gold: str, where: dict[str, Any], seconds: int, how: dict[str, Any]) -> float:
     is_marked = "$" in gold or "\\boxed" in gold
     expected = (not is_marked and parse(f"${gold}$")) or parse(gold)
     if not expected:
@@ -50,7 +53,7 @@ def _equal(
         parsed = parse(text, parsing_timeout=seconds, raise_on_error=True, **where)
         equal = verify(expected, parsed, timeout_seconds=seconds, raise_on_error=True, **how)
     except TimeoutException:
-        return None
+        return math.nan
     except Exception:  # sympy has no class of its own for what it cannot compare
         return 0.0
     return float(equal)

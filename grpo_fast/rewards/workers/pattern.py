@@ -11,3 +11,6 @@ def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = Fa
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search
     return [float(find(text) is not None) for text in completions]
+
+
+format_pattern.per_sample = True  # type: ignore[attr-defined]

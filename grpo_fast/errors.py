@@ -31,6 +31,16 @@ def require(
         raise wrong(name, expected, came, kind)
 
 
+def conflict(a: str, b: str, why: str) -> ValueError:
+    """Return the error for two settings that do not fit together.
+
+    Args:
+        a, b: the settings with their values, for example "reference.kind=none" and "loss.beta=0.1".
+        why: the reason, and what to do instead.
+    """
+    return ValueError(f"{a} conflicts with {b}: {why}")
+
+
 def choice(name: str, value: Any, choices: Any) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:

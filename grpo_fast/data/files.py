@@ -16,7 +16,7 @@ from typing import Any
 from grpo_fast.data import hub
 from grpo_fast.data.example import DatasetError, DataSource, Example, need
 from grpo_fast.data.prompts import Form, ShotPrompts
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ def load_file_examples(
     if budget is None:
         prefix = "".join(form.shot(e) for e in train[:shots])
         return [form.dress(e, prefix) for e in chosen]
-    need(count_tokens, "count_tokens", "a function beside data.shots_tokens", None)
+    if count_tokens is None:
+        why = "the examples are counted in tokens; pass a function"
+        raise conflict("count_tokens=None", f"data.shots_tokens={budget}", why)
     pool = [e for e in train if isinstance(e.prompt, str)]
     draws = seed if split == "train" else "test"
     return ShotPrompts(chosen, pool, form, budget=budget, count_tokens=count_tokens, seed=draws)

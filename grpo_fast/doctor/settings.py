@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import Field
 
+from grpo_fast.errors import conflict
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath, require
 from grpo_fast.train.config.recipes import read_recipe
@@ -90,8 +91,9 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
     else:
         first = (rest or ["previous="] * (own.previous is not None) or [""])[0]
         near = nearest(first.partition("=")[0], list(DoctorSettings.model_fields))
-        expected = f"a folder, a hub id or recipe=NAME beside {first}"
-        require(not first, "model", expected, "none" + near)
+        if first:
+            why = f"it needs a folder, a hub id or recipe=NAME{near}"
+            raise conflict("model=none", first, why)
         return None
     if source is not None:
         run = {} if source.run is None else source.run.model.model_dump()

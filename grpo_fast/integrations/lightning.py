@@ -18,7 +18,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 from grpo_fast.integrations.causal_lm import (
     check_config,
     check_head,
@@ -63,9 +63,9 @@ class GRPOModule(LightningModule):
         super().__init__()
         check_config(config)
         require(inner_iterations >= 1, "inner_iterations", "a number >= 1", inner_iterations)
-        expected = f"{'a model' if config.uses_reference else None} beside beta = {config.beta}"
-        fits = config.uses_reference == (reference is not None)
-        require(fits, "reference", expected, type(reference).__name__)
+        if config.uses_reference != (reference is not None):
+            why = "pass a model" if config.uses_reference else "there is no KL; pass None"
+            raise conflict(f"reference, {type(reference).__name__},", f"beta={config.beta}", why)
         check_head(model)
         self.automatic_optimization = False
         self.model, self.config, self.rollout, self.mode = model, config, rollout, advantages

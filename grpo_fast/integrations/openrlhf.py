@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, grpo_loss
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 
 LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
 
@@ -72,14 +72,16 @@ class PolicyLoss(nn.Module):
         for name in ("clip_eps_low", "clip_eps_high"):
             require(getattr(self, name) >= 0, name, "a number >= 0", getattr(self, name))
         level, gating = self.is_correction_level, self.is_correction_gating
-        expected = '"mask", or "clip" beside is_correction_level "token" and gating "ratio"'
-        fits = self.is_correction_mode == "mask" or (level != "seq" and gating == "ratio")
-        require(fits, "is_correction_mode", expected, f"clip beside {level} and {gating}")
+        if self.is_correction_mode == "clip" and (level == "seq" or gating != "ratio"):
+            other = f"is_correction_level={level!r} and is_correction_gating={gating!r}"
+            why = "only the ratio of a token is clipped; use 'mask'"
+            raise conflict("is_correction_mode='clip'", other, why)
         bounds = self.is_correction_threshold
         require(len(bounds) == 2, "is_correction_threshold", "(low, high)", bounds)
-        expected = f"(0, high), an upper bound only, beside is_correction_gating {gating!r}"
-        fits = gating == "ratio" or level == "off" or bounds[0] <= 0
-        require(fits, "is_correction_threshold", expected, bounds)
+        if gating != "ratio" and level != "off" and bounds[0] > 0:
+            why = "a divergence has an upper bound only; use (0, high)"
+            came = f"is_correction_threshold={bounds}"
+            raise conflict(came, f"is_correction_gating={gating!r}", why)
         fits = self.dual_clip is None or self.dual_clip > 1
         require(fits, "dual_clip", "None or a number > 1", self.dual_clip)
 
@@ -112,9 +114,11 @@ class PolicyLoss(nn.Module):
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         keep = mask.bool()
         corrected = self.is_correction_level != "off"
-        if corrected:
-            expected = f"(B, L) beside is_correction_level {self.is_correction_level!r}"
-            require(rollout_log_probs is not None, "rollout_log_probs", expected, None)
+        if corrected and rollout_log_probs is None:
+            level = f"is_correction_level={self.is_correction_level!r}"
+            raise conflict(
+                "rollout_log_probs=None", level, "the correction reads them; pass (B, L)"
+            )
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
         if corrected and self.by_sequence:
             # The sequence's ratio is then taken to the rollout's policy.

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast import LossConfig, grpo_loss
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 
 AGGREGATIONS = ("token_mean_global", "sequence_mean")  # the sum and the mean over the sequence
 PER_CALL = (
@@ -55,10 +55,10 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     """
     config = loss_config(**options)
     teacher = getattr(inputs, "teacher_logprobs", None)
-    expected = "the teacher's logps" if config.uses_reference else "None"
-    came = "None" if teacher is None else "a tensor"
-    fits = (teacher is not None) == config.uses_reference
-    require(fits, "teacher_logprobs", f"{expected} beside beta = {config.beta}", came)
+    if (teacher is not None) != config.uses_reference:
+        came = "None" if teacher is None else "a tensor"
+        why = "the KL needs the teacher's logps" if config.uses_reference else "there is no KL"
+        raise conflict(f"teacher_logprobs, {came},", f"beta={config.beta}", why)
 
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[None]

@@ -52,7 +52,8 @@ def pack_traces(
     for n, branch in branches:
         own = branch.advantages if advantages is None else torch.tensor(advantages[n])
         if own is None:
-            raise ValueError(f"traces[{n}]: expected advantages in its nodes, or beside the traces")
+            expected = "advantages in its nodes, or the argument advantages"
+            raise ValueError(f"traces[{n}]: expected {expected}, got neither")
         values.append(own.expand(len(branch.logps)))
     samples = [(branch.ids, branch.trained) for _, branch in branches]
     pack = pack_tree(samples, apart=[branch.routes for _, branch in branches], device=device)

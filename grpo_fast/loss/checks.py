@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, number, require, wrong
+from grpo_fast.errors import choice, conflict, number, require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -115,7 +115,8 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
         return
     beside = ("hidden", hidden)
     if hidden.dim() != 2:
-        raise wrong("hidden", "shape (R, H) beside hidden_rows", tuple(hidden.shape))
+        why = "its rows index the first of two dimensions; pass (R, H)"
+        raise conflict(f"hidden of shape {tuple(hidden.shape)}", "hidden_rows", why)
     tensor("target_ids", target_ids, IDS, beside=beside)
     if target_ids.dim() not in (1, 2):
         raise wrong("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
@@ -138,8 +139,9 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
     like_logps("entropy", entropy, logps)
     is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
-        expected = "a tensor like logps beside entropy_coef != 0 or top_entropy_quantile < 1"
-        raise wrong("entropy", expected, None)
+        option = "entropy_coef" if config.entropy_coef != 0 else "top_entropy_quantile"
+        why = "logps alone have no entropy; pass a tensor like logps"
+        raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
 def rule(softcap: Any, logit_scale: Any, entropy_over: str, backend: str) -> None:
@@ -195,16 +197,17 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         constant(name, getattr(inputs, name))
     of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
-        expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
-        raise wrong("sampling_logps", expected, None)
+        why = "these corrections read the sampler's logps"
+        raise conflict("sampling_logps=None", f"corrections of kind {of_sampler[0].kind!r}", why)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
         constant("temperature", config.temperature)
     if config.uses_reference and inputs.ref_logps is None:
-        raise wrong("ref_logps", f"the reference's logps beside beta = {config.beta}", None)
-    fits = inputs.ref_logps is None or OBJECTIVES[config.loss_type].reference
-    expected = f"None beside loss_type {config.loss_type!r}, whose beta weighs the step"
-    require(fits, "ref_logps", f"{expected} from old_logps", "a tensor")
+        why = "the KL needs the reference's logps"
+        raise conflict("ref_logps=None", f"beta={config.beta}", why)
+    if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
+        why = "its beta weighs the step from old_logps; pass ref_logps=None"
+        raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
@@ -222,8 +225,9 @@ def options(
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-        expected = "None beside group, which it does not know"
-        require(not is_shard, "grad_filter", expected, grad_filter)
+        if is_shard:
+            why = "the filter sees one rank's columns only; pass grad_filter=None"
+            raise conflict(f"grad_filter={grad_filter}", "group", why)
 
 
 def support(
@@ -235,8 +239,11 @@ def support(
     if not isinstance(sets, Support):
         raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
     refuse("support", target_ids, sets.ids)
-    require(not is_shard, "support", "None beside group, which does not know it", "a Support")
-    require(grad_filter is None, "grad_filter", "None beside support", grad_filter)
+    if is_shard:
+        raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
+    if grad_filter is not None:
+        why = "rows of a support have no columns to leave out; pass grad_filter=None"
+        raise conflict(f"grad_filter={grad_filter}", "support", why)
     beside = ("target_ids", target_ids)
     tensor("support.ids", sets.ids, IDS, beside=beside)
     if sets.ids.dim() != 1:
@@ -271,7 +278,8 @@ def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
     if like.dim() == 2 and cu_seqlens is not None:
         shape = getattr(cu_seqlens, "shape", None)
         came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
-        raise wrong("cu_seqlens", "None for the padded layout (B, L)", came)
+        why = "the offsets belong to the packed layout (T,); pass cu_seqlens=None"
+        raise conflict(f"cu_seqlens, {came},", "the padded layout (B, L)", why)
     if like.dim() == 1:
         tensor("cu_seqlens", cu_seqlens, PACKED, beside=("the logps", like))
         assert cu_seqlens is not None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, choice, number, require
+from grpo_fast.errors import LEAST_LOGP, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
@@ -151,7 +151,9 @@ def checked_term(
         return None
     is_term = isinstance(term, DivergenceTerm)
     require(is_term, "divergence", "None or a DivergenceTerm", type(term).__name__)
-    require(grad_filter is None, "grad_filter", "None beside divergence", grad_filter)
+    if grad_filter is not None:
+        why = "the gradient of a divergence has no columns to leave out; pass grad_filter=None"
+        raise conflict(f"grad_filter={grad_filter}", "divergence", why)
     checked_kind(term.kind, term.beta)
     number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
     has_support = support is not None
@@ -171,8 +173,10 @@ def checked_teacher(
     """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
     is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
-        fits, beside = not (has_support or is_shard), "support" if has_support else "group"
-        require(fits, "teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
+        if has_support or is_shard:
+            other = "support" if has_support else "group"
+            why = "only a TeacherHead gives the logits of every id"
+            raise conflict("teacher, a TeacherTopK", other, why)
         return _checked_topk(teacher, weight.shape[0], like)
     is_head, expected = isinstance(teacher, TeacherHead), "a TeacherHead or a TeacherTopK"
     require(is_head, "teacher", expected, type(teacher).__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import number, require
+from grpo_fast.errors import conflict, number, require
 
 
 class RunningBaseline:
@@ -68,5 +68,7 @@ def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
     require(isinstance(running, bool), "running", "true or false", repr(running))
     if "decay" in own:
         number("decay", own["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
-        require(running, "decay", "running: true beside it", f"{own['decay']!r} alone")
+        if not running:
+            why = "only a running baseline decays; set running: true"
+            raise conflict(f"decay={own['decay']!r}", "running=false", why)
     return known, own

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import choice, number, require, wrong
+from grpo_fast.errors import choice, conflict, number, require
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
@@ -193,29 +193,35 @@ class LossConfig:
 
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
-        level, expected = self.importance_sampling_level, f"one of {list(objective.levels)} beside "
-        expected += f"loss_type {self.loss_type!r}"
-        require(level in objective.levels, "importance_sampling_level", expected, repr(level))
-        for name, aggregation in (("max_completion_length", "fixed_length"),
-                                  ("group_size", "prompt_mean")):  # fmt: skip
-            fits = self.aggregation != aggregation or getattr(self, name) is not None
-            require(fits, name, f"a number beside aggregation {aggregation!r}", None)
+        loss = f"loss_type={self.loss_type!r}"
+        level = self.importance_sampling_level
+        if level not in objective.levels:
+            why = f"choose one of {list(objective.levels)}"
+            raise conflict(f"importance_sampling_level={level!r}", loss, why)
+        for name, aggregation in (
+            ("max_completion_length", "fixed_length"),
+            ("group_size", "prompt_mean"),
+        ):
+            if self.aggregation == aggregation and getattr(self, name) is None:
+                why = f"the mean needs this number; pass {name}"
+                raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value, default = getattr(self, name), getattr(LossConfig, name)
-            fits = value == default or self.kl_estimator not in EXACT
-            require(fits, name, f"{default} beside kl_estimator {self.kl_estimator!r}", value)
+            if value != default and self.kl_estimator in EXACT:
+                why = "an exact KL is not estimated from the sampled token's logps"
+                raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
                 readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads(x, name))
-                expected = (
-                    f"the default {default!r} with {self.loss_type!r} (it is read by {readers})"
+                why = (
+                    f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
-                raise wrong(name, expected, repr(value))
+                raise conflict(f"{name}={value!r}", loss, why)
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.window == "sum":
-            expected = f"'old/sampling' beside loss_type {self.loss_type!r}, which weighs the rest"
-            raise wrong("corrections.ratio", expected, repr(of_current[0].ratio))
+            why = "the loss weighs current/old itself; use 'old/sampling'"
+            raise conflict(f"corrections.ratio={of_current[0].ratio!r}", loss, why)
 
     @property
     def params(self) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, number, require
+from grpo_fast.errors import choice, conflict, number, require
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -63,15 +63,15 @@ class Correction:
             number("corrections.low", self.low, "None or a number >= 0", lambda x: x >= 0)
         if self.high is not None:
             number("corrections.high", self.high, "None or a number > 0", lambda x: x > 0)
-            expected = f"None or a number below high = {self.high}"
-            require((self.low or 0) < self.high, "corrections.low", expected, self.low)
-        is_bounded = self.kind == "truncate" or self.low is not None or self.high is not None
-        expected = f"a bound, low or high, of kind {self.kind!r}"
-        require(is_bounded, "corrections.low", expected, None)
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            why = "the lower bound must be below the upper one"
+            raise conflict(f"corrections.low={self.low}", f"high={self.high}", why)
+        kind = f"kind={self.kind!r}"
+        if self.kind != "truncate" and self.low is None and self.high is None:
+            raise conflict("corrections.low=None", kind, "it needs a bound, low or high")
         for name, of_reject in (("level", "worst_token"), ("advantages", "negative")):
-            fits = self.kind == "reject" or getattr(self, name) != of_reject
-            expected = f"another one beside kind {self.kind!r} (it is of 'reject')"
-            require(fits, f"corrections.{name}", expected, repr(of_reject))
+            if self.kind != "reject" and getattr(self, name) == of_reject:
+                raise conflict(f"corrections.{name}={of_reject!r}", kind, "it is for 'reject' only")
 
     @property
     def weighs(self) -> bool:

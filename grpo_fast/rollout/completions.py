@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from grpo_fast.data import reason
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
@@ -97,8 +97,8 @@ def generate(
         NonFiniteLogits: the model gives NaN.
     """
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
-    is_one = options is None or not sampling
-    require(is_one, "options", "them or keywords", f"both: {sorted(sampling)}")
+    if options is not None and sampling:
+        raise conflict("options", f"the keywords {sorted(sampling)}", "pass one of them")
     options = options or Sampling(**sampling)
     require(group_size >= 1, "group_size", "at least 1", group_size)
     if places is not None:

@@ -71,8 +71,12 @@ def test_sequence_mean_and_the_teacher():
         ({"entropy_coef": 0.1}, False, "entropy_coef: .*prime-rl gives"),
         ({"clip": 0.1}, False, "kwargs: expected fields of LossConfig"),
         ({"loss_type": "ppo"}, False, "loss_type: expected one of"),
-        ({"beta": 0.1}, False, "teacher_logprobs: .*teacher's logps beside beta = 0.1"),
-        ({}, True, "teacher_logprobs: .*None beside beta = 0.0"),
+        (
+            {"beta": 0.1},
+            False,
+            "teacher_logprobs, None, conflicts with beta=0.1: .*teacher's logps",
+        ),
+        ({}, True, "teacher_logprobs, a tensor, conflicts with beta=0.0"),
     ],
 )
 def test_refusals_name_the_option(options, teacher, pattern):

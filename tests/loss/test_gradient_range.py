@@ -8,6 +8,8 @@ torch's own error in the same dtype.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -144,7 +146,7 @@ def divergence_of(
     return out.loss, leaves
 
 
-@pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-30, 3e6], backend=BACKENDS)
+@pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-33, 3e6], backend=BACKENDS)
 def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
     """Weights far below fp16's smallest number and far above its largest: the unit of a step."""
     x = problem(torch.float16)
@@ -160,6 +162,27 @@ def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
     ):
         assert torch.equal(ours, second) and ours.dtype == torch.float16
         assert errors(ours, expected)[0] <= 1e-3
+
+
+@pairs(kind=("policy", *TEACHERS), backend=BACKENDS)
+def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend):
+    """The largest element of each is near 2^13, so that small ones keep their digits, and a power
+    of two goes with it. Without a unit they would wait in fp32, in twice the memory.
+    """
+    x = problem(torch.float16)
+    weights = torch.full((N,), 1 / ITEMS)
+    if kind == "policy":
+        leaves = [x[k].clone().requires_grad_() for k in ("hidden", "weight", "bias")]
+        given = {"bias": leaves[2], "backend": backend, **tokens(x, CONFIGS["dapo"])}
+        loss = grpo_fast.linear_grpo_loss(
+            *leaves[:2], x["ids"], x["advantages"], CONFIGS["dapo"], **given
+        ).loss
+    else:
+        loss, leaves = divergence_of(kind, x, weights, torch.float16, backend)
+    for stored, unit in loss.grad_fn.gradients:
+        assert stored.dtype == torch.float16
+        assert 2.0**11 < stored.abs().max() < 2.0**14
+        assert float(unit) < 1 and math.log2(float(unit)).is_integer()
 
 
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])

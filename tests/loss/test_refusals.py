@@ -35,8 +35,7 @@ def assert_refused(name: str, function, *arguments, **keywords) -> str:
         function(*arguments, **keywords)
     message = str(caught.value)
     assert name in message, message
-    assert "expected" in message, message
-    assert "got" in message, message
+    assert ("expected" in message and "got" in message) or " conflicts with " in message, message
     return message
 
 

@@ -427,11 +427,11 @@ def test_refusals(make, message):
     assert call(sets()).isfinite().all()
 
 
-def test_what_a_support_cannot_stand_beside():
+def test_what_a_support_excludes():
     hidden, weight, _, ids, _ = (x.detach() for x in rows())
     config = LossConfig(**options_for("grpo"))
     arguments = hidden[None], weight, ids[None], torch.ones(1), config
-    with pytest.raises(ValueError, match="grad_filter: expected None beside support, got 0.1"):
+    with pytest.raises(ValueError, match="grad_filter=0.1 conflicts with support"):
         linear_grpo_loss(*arguments, support=sets(), grad_filter=0.1)
 
 

@@ -45,7 +45,7 @@ def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
         "backend: expected": {"backend": "cuda"},
         "backend: expected one that runs": {"backend": "triton"},
         "config: expected the same": {"config": grpo_fast.LossConfig(loss_type="sapo")},
-        "grad_filter: expected": {"grad_filter": 0.1},
+        "grad_filter=0.1 conflicts with group": {"grad_filter": 0.1},
         "requires_grad: expected the same": {"hidden": case.hidden.clone().requires_grad_()},
         "old_logps: expected": {"old_logps": torch.zeros(2)},
         "lm_head_weight: expected a floating": {"lm_head_weight": 3},

@@ -170,15 +170,18 @@ def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": [{"name": "sort_positions"}]}, "rewards: expected none, traces have theirs"),
-        ({"minibatches": 2}, "minibatches: expected 1 beside data.task: traces"),
-        ({"shuffle": "groups"}, "shuffle: expected off"),
-        ({"rollout": {"ahead": 1, "correct_sampling": True}}, "rollout.ahead: expected 0"),
+        ({"rewards": [{"name": "sort_positions"}]}, "rewards conflicts with data.task=traces"),
+        ({"minibatches": 2}, "minibatches=2 conflicts with data.task=traces"),
+        ({"shuffle": "groups"}, "shuffle=groups conflicts with data.task=traces"),
+        (
+            {"rollout": {"ahead": 1, "correct_sampling": True}},
+            "rollout.ahead=1 conflicts with data.task=traces",
+        ),
         ({"data": {"task": "traces"}}, "path: expected a file of traces"),
         ({"data": {"task": "sort"}}, "rewards: expected a weight that is not 0, got no reward"),
     ],
 )
-def test_what_traces_cannot_stand_beside_is_refused(tmp_path, changes, message):
+def test_settings_that_exclude_traces_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         validated(RunConfig, settings(tmp_path, **changes))
 

@@ -219,7 +219,7 @@ def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
         (["data.task=lecture"], "data.task: expected sort, arithmetic or jsonl, got lecture"),
         (["optim.states=8bit"], "optim.states: expected full, got 8bit"),
         (["model.path=x"], "model.path: expected exactly one of path"),
-        (["model.tokenizer=null"], "model.tokenizer: expected bpe or symbols beside config"),
+        (["model.tokenizer=null"], "model.tokenizer=none conflicts with config"),
         (["model.config={hidden_size: 3}"], "model.config.model_type: expected one"),
         (["optim.lrr=1"], "optim.lrr: unknown key; nearest: lr"),
         (["model.config.hidden_sizes=3"], "llama has no field hidden_sizes"),

@@ -71,7 +71,7 @@ def test_a_saved_configuration_reads_back_equal(tmp_path, words):
     again = load_recipe(str(tmp_path / "config.yaml"))
     assert again == config and again.loss_config() == config.loss_config()
     assert again.loss_config().temperature == (0.7 if words == ["rollout.temperature=0.7"] else 1.0)
-    with pytest.raises(ValueError, match="loss.corrections: expected none beside an older name"):
+    with pytest.raises(ValueError, match="loss.corrections conflicts with sampling_correction"):
         load_recipe(str(tmp_path / "config.yaml"), ["loss.sampling_correction=token_mask"])
 
 

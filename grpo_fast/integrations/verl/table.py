@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import require
+from grpo_fast.errors import conflict, require
 
 LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
 GSPO_BOUND = 10.0  # and the one of a sequence here
@@ -146,8 +146,8 @@ def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
-    expected = "None beside dro (its quadratic term has one weight)"
-    require(batch.rollout_is_weights is None, "rollout_is_weights", expected, "a tensor")
+    if batch.rollout_is_weights is not None:
+        raise conflict("rollout_is_weights", "dro", "its quadratic term has one weight; pass None")
     return batch.advantages
 
 

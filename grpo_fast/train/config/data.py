@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_fast.errors import conflict
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
@@ -34,8 +35,9 @@ class DataConfig(Section):
             one = f"exactly one of path and name for task {self.task}"
             came = "both" if self.path else "neither"
             require((self.path is None) != (self.name is None), "path", one, came)
-            fits = not (self.shots_tokens and self.shots)
-            require(fits, "shots_tokens", "no shots beside it", self.shots_tokens)
+            if self.shots_tokens and self.shots:
+                why = "both say how many worked examples there are; keep one"
+                raise conflict(f"shots_tokens={self.shots_tokens}", f"shots={self.shots}", why)
             return self
         is_traces = self.task == "traces"
         require(not is_traces or self.path, "path", "a file of traces", "none")
@@ -61,8 +63,9 @@ class RewardConfig(Section):
         is_model = self.name == "reward_model"
         expected = f"{'a folder or hub id' if is_model else 'none'} for {self.name}"
         require(is_model == (self.path is not None), "path", expected, repr(self.path))
-        own = "package.module:function or file.py:function beside in_process"
-        require(not self.in_process or ":" in self.name, "name", own, repr(self.name))
+        if self.in_process and ":" not in self.name:
+            why = "it is for package.module:function or file.py:function; built-in ones need none"
+            raise conflict("in_process=true", f"name={self.name}", why)
         return self
 
 

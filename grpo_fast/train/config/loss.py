@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
-from grpo_fast.errors import number
+from grpo_fast.errors import conflict, number
 from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.corrections import WORDS, Correction
 from grpo_fast.train.config.base import Section, require
@@ -31,13 +31,16 @@ class LossSection(Section):
         if not isinstance(settings, dict) or settings.keys().isdisjoint(OLD_NAMES):
             return settings
         rest = {name: value for name, value in settings.items() if name not in OLD_NAMES}
-        require("corrections" not in rest, "corrections", "none beside an older name", "both")
+        if "corrections" in rest:
+            older = next(name for name in OLD_NAMES if name in settings)
+            raise conflict("corrections", older, "the older name says the same; keep corrections")
         word = settings.get("sampling_correction", "token_truncate")
         cap, threshold = settings.get("sampling_ratio_cap"), settings.get("off_policy_threshold")
         words = [*OLD_WORDS, None]
         require(word in words, "sampling_correction", f"one of {words}", repr(word))
-        fits = word is not None or cap in (None, 3.0)
-        require(fits, "sampling_ratio_cap", "a sampling_correction beside it", "none")
+        if word is None and cap not in (None, 3.0):
+            why = "a cap needs a correction whose ratio it bounds"
+            raise conflict(f"sampling_ratio_cap={cap}", "sampling_correction=null", why)
         high = 3.0 if cap is None else cap
         corrections = [] if word is None else [{**OLD_WORDS[word], "high": high}]
         if threshold is not None:

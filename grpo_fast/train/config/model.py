@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from grpo_fast.errors import conflict
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
@@ -27,7 +28,9 @@ class Origin(Section):
         if self.config is not None:
             named = "model_type" in self.config
             require(named, "config.model_type", "one, for example llama", "none")
-            require(self.tokenizer, "tokenizer", "bpe or symbols beside config", "none")
+            if self.tokenizer is None:
+                why = "a random start has no tokenizer of its own; choose bpe or symbols"
+                raise conflict("tokenizer=none", "config", why)
         return self
 
 
@@ -53,8 +56,9 @@ class ModelConfig(Origin):
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:
-        fits = self.gradient_checkpointing or not self.checkpoint_offload
-        require(fits, "gradient_checkpointing", "true beside checkpoint_offload", "false")
+        if self.checkpoint_offload and not self.gradient_checkpointing:
+            why = "there are no checkpointed layers to offload"
+            raise conflict("gradient_checkpointing=false", "checkpoint_offload=true", why)
         return self
 
 
@@ -80,8 +84,9 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="after")
     def _path_is_frozen(self) -> ReferenceConfig:
-        fits = self.path is None or self.kind == "frozen"
-        require(fits, "path", "kind: frozen beside it", self.kind)
+        if self.path is not None and self.kind != "frozen":
+            why = "only a frozen reference is loaded from a path; set kind: frozen"
+            raise conflict(f"path={self.path}", f"kind={self.kind}", why)
         return self
 
 
@@ -115,10 +120,15 @@ class DistillConfig(Section):
     @model_validator(mode="after")
     def _advantage_is_a_reverse_kl(self) -> DistillConfig:
         """log q − log p of the sampled token as its advantage estimates the reverse KL."""
-        fits = self.form == "loss" or self.kind == "reverse_kl"
-        require(fits, "kind", "reverse_kl beside form: advantage", self.kind)
-        fits = self.topk is None or (self.asked and self.form == "loss")
-        require(fits, "topk", "none but beside a server and form: loss", self.topk)
+        if self.form == "advantage" and self.kind != "reverse_kl":
+            why = "the advantage of a sampled token estimates the reverse KL alone"
+            raise conflict(f"kind={self.kind}", "form=advantage", why)
+        if self.topk is not None and not self.asked:
+            why = "only a server is asked for a number of ids"
+            raise conflict(f"topk={self.topk}", f"teacher={self.teacher}", why)
+        if self.topk is not None and self.form != "loss":
+            why = "an advantage reads the sampled token alone"
+            raise conflict(f"topk={self.topk}", f"form={self.form}", why)
         return self
 
 
@@ -141,7 +151,9 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CriticConfig:
-        require(self.path is None or self.kind == "model", "kind", "model beside path", self.kind)
+        if self.path is not None and self.kind != "model":
+            why = "only a critic with a model of its own is loaded; set kind: model"
+            raise conflict(f"kind={self.kind}", f"path={self.path}", why)
         return self
 
 

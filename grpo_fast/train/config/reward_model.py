@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from grpo_fast.errors import conflict
 from grpo_fast.train.config.base import Positive, Section, UserPath, require
 from grpo_fast.train.config.data import DataConfig
 from grpo_fast.train.config.model import OptimConfig, Origin
@@ -14,8 +15,9 @@ class ScorerConfig(Origin):
 
     @model_validator(mode="after")
     def _own_tokenizer(self) -> ScorerConfig:
-        fits = self.tokenizer is None or self.path is None
-        require(fits, "tokenizer", "none beside path", self.tokenizer)
+        if self.tokenizer is not None and self.path is not None:
+            why = "a model from a path has its own tokenizer"
+            raise conflict(f"tokenizer={self.tokenizer}", f"path={self.path}", why)
         return self
 
 

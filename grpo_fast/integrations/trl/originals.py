@@ -47,9 +47,9 @@ def replaced_part(model: Any, lm: Any) -> str | None:
         if callable(_unbound(method)) and not is_defined_in(method, home, "torch"):
             return f"model.{name}"
     for name in PARTS:
-        part = getattr(utils, name)
-        if not is_defined_in(vars(part).get("__call__"), "transformers.generation"):
-            return f"transformers' {name}"
+        methods = [f for f in vars(getattr(utils, name)).values() if callable(_unbound(f))]
+        if not methods or not all(is_defined_in(f, "transformers.generation") for f in methods):
+            return f"transformers.generation.{name}"
     wrappers = [] if model is lm else [model, model.base_model]
     named = [*(("model", module) for module in wrappers), ("model", lm)]
     for label, module in (*named, ("lm_head", lm.get_output_embeddings())):

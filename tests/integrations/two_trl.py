@@ -48,7 +48,9 @@ HEADS = ("fast_head",)
 # Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
-    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8},  # a group on two ranks
+    "drawn": {  # a group on two ranks
+        "top_k": 5, "temperature": 0.8, "num_generations": 8, "more": {"replay_support": True},
+    },
 }
 Result = dict[str, Any]
 

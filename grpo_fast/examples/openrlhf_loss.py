@@ -21,6 +21,7 @@ OPTIONS = {
     "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
     "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
 }  # fmt: skip
+LEVELS = {"ppo": "token", "gspo": "sequence"}  # where the importance ratio is computed
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -41,14 +42,15 @@ class PolicyLoss(nn.Module):
         expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
         require(options.keys() == OPTIONS, "PolicyLoss", expected, sorted(options))
         vars(self).update(options)
-        self.by_sequence = self.policy_loss_type == "gspo"
+        level = LEVELS[self.policy_loss_type]
+        self.by_sequence = level == "sequence"
         self.token_level_loss = self.token_level_loss and not self.by_sequence
         dual: dict[str, Any] = {"loss_type": "dapo"}
         if self.dual_clip is not None:
             dual = {"loss_type": "dual_clip", "dual_clip_c": float(self.dual_clip)}
         self.config = LossConfig(
             epsilon_low=self.clip_eps_low, epsilon_high=self.clip_eps_high,
-            importance_sampling_level="sequence" if self.by_sequence else "token",
+            importance_sampling_level=level,
             aggregation="token_mean_global" if self.token_level_loss else "sequence_mean", **dual,
         )  # fmt: skip
 

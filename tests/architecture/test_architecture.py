@@ -41,7 +41,7 @@ LONG = ("kernels", "recipes")  # folders whose files may be longer
 
 
 def floor_of(module: str) -> int | None:
-    """'grpo_fast.kernels.head.loop' → the number of its floor; None above all floors: integrations and examples."""
+    """'grpo_fast.kernels.head.loop' → the number of its floor; None for integrations, examples."""
     top = (module.split(".") + [""])[1]
     for number, names in enumerate(FLOORS):
         if top in names:

@@ -102,7 +102,8 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig
     theirs = packages.load_openrlhf_loss().PolicyLoss
-    from grpo_fast.integrations import openrlhf, verl
+    from grpo_fast.examples import openrlhf_loss
+    from grpo_fast.integrations import verl
 
     random = torch.Generator(device).manual_seed(0)
     old = -torch.rand(BATCH, generator=random, device=device)
@@ -134,9 +135,9 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
         )
         for name in names
     ]
-    options: dict[str, Any] = {"dual_clip": 3.0}
-    theirs_and_ours = [openrlhf_step(made(**options)) for made in (theirs, openrlhf.PolicyLoss)]
-    return [*pairs, ("OpenRLHF PolicyLoss", theirs_and_ours[0], theirs_and_ours[1])]
+    loss = theirs(dual_clip=3.0)
+    ours = openrlhf_step(openrlhf_loss.PolicyLoss(loss))
+    return [*pairs, ("OpenRLHF PolicyLoss", openrlhf_step(loss), ours)]
 
 
 def tutorial(device: str) -> list[tuple[str, Step, Step]]:

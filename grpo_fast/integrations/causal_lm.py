@@ -8,7 +8,7 @@ an FSDP2 group of its own is refused: its hooks would see that row only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,6 @@ def unwrapped(model: Any) -> Any:
     is_lm = hasattr(lm, "get_output_embeddings")
     require(is_lm, "model", "a transformers causal LM", type(lm).__name__)
     return lm
-
-
-def check_config(config: Any) -> None:
-    require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
 
 
 def last_hidden(
@@ -110,7 +106,7 @@ def policy_loss(
     Raises:
         ValueError: a batch or a model that is none; hooks on the head that change its logits.
     """
-    check_config(config)
+    require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(targets.device.type, enabled=False):
         return linear_grpo_loss(
@@ -127,45 +123,3 @@ def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tens
         return linear_logps(
             hidden, weight, targets, bias=bias, temperature=temperature, **head.rule
         )
-
-
-# ---- metrics of completions that lie on several ranks
-
-COUNTS = ("active_tokens", "skipped_rows", "kl_guarded")
-# The loss of a rank is divided by the world's totals, and a gradient is the world's.
-MEANS = ("loss", "policy_loss", "grad_norm")
-
-
-def metrics_of_ranks(
-    metrics: dict[str, Tensor], gather: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Join the metrics that each rank has of its own rows to those of all rows; 0-d each.
-
-    Counts are summed, extremes taken, means weighed by the ranks' tokens.
-
-    Args:
-        metrics: of a `LossOutput`, with `active_tokens`; loss and grad_norm may stand beside them.
-        gather: (M,) of each rank → (ranks, M).
-    """
-    rows = gather(torch.stack([value.float() for value in metrics.values()]))
-    by_rank = dict(zip(metrics, rows.T, strict=True))
-    tokens = by_rank["active_tokens"]
-    return {name: _join(name, values, tokens) for name, values in by_rank.items()}
-
-
-def _join(
-    name: str,
-    values: Tensor,  # (ranks,)
-    tokens: Tensor,  # (ranks,)
-) -> Tensor:
-    if name in COUNTS:
-        return values.sum()
-    if name in MEANS:
-        return values.mean()
-    # A rank without tokens reports 0, which is no extreme; where no rank has any, 0 stays.
-    nothing = tokens == 0
-    if name.endswith("min"):
-        return values.masked_fill(nothing & ~nothing.all(), torch.inf).amin()
-    if name.endswith("max"):
-        return values.masked_fill(nothing & ~nothing.all(), -torch.inf).amax()
-    return (values * tokens).sum() / tokens.sum().clamp(min=1)

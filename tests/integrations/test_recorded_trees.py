@@ -14,7 +14,8 @@ import torch
 from grpo_fast import LossConfig, linear_grpo_loss
 from grpo_fast.attention import head_of, pack_tree, register
 from grpo_fast.data import load_traces, read_traces
-from grpo_fast.integrations import verifiers
+from grpo_fast.examples import verifiers_traces
+from grpo_fast.examples.verifiers_traces import pack_traces
 from grpo_fast.integrations.trl import trees as trl_trees
 from tests.tiny import tiny_model
 
@@ -69,9 +70,9 @@ def close(names, expected):
 def test_traces_of_verifiers():
     model, advantages = tiny_model("llama"), [1.0, -1.0, -0.5, 0.5]
     given = {"model": model, "traces": records(), "advantages": advantages}
-    names = run_example(verifiers, NAMES | given | {"pack_traces": verifiers.pack_traces})
+    names = run_example(verifiers_traces, NAMES | given | {"pack_traces": pack_traces})
     names["found"] = [p.grad.clone() for p in model.parameters()]
-    pack = names["batch"].pack
+    pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
     # Equal questions stand once, with the start of the answer; last tokens predict nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
@@ -89,6 +90,8 @@ def test_traces_of_verifiers():
             samples.append((ids, mask))
             worth += [advantage] * sum(mask)
     close(names, flattened(model, samples, torch.tensor(worth), torch.tensor(old)))
+    with pytest.raises(ValueError, match="advantages: expected 4 numbers, got 2"):
+        pack_traces(records(), [1, 2])
 
 
 def wire(values, dtype):
@@ -97,33 +100,33 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """Beside a mask the loss is over its tokens; other experts tell equal ids apart."""
+    """With a mask the loss is over its tokens; equal ids with different experts stay apart."""
     traces, model = records()[:2], tiny_model("llama")
-    plain = verifiers.pack_traces(traces, advantages=[1, -1])
-    assert plain.support is None
+    plain, inputs = pack_traces(traces, [1, -1])
+    assert inputs["support"] is None
     node = traces[1]["nodes"][3]
     sampled = [t for t, m in zip(node["token_ids"], node["mask"], strict=True) if m]
     sets = [sorted({t, 7, 9}) for t in sampled]
     ids, sizes = sum(sets, []), [len(s) for s in sets]
     node["sampling_mask"] = {"ids": wire(ids, "int32"), "counts": wire(sizes, "int32")}
-    batch = verifiers.pack_traces(traces, advantages=[1, -1])
-    counts = batch.support.offsets.diff().tolist()
+    pack, inputs = pack_traces(traces, [1, -1])
+    counts = inputs["support"].offsets.diff().tolist()
     of_node = [n for n in counts if n]
-    assert of_node == sizes and len(counts) == len(batch.pack.target_ids)
+    assert of_node == sizes and len(counts) == len(pack.target_ids)
     place = counts.index(of_node[0])
-    assert batch.pack.target_ids[place : place + len(sampled)].tolist() == sampled
-    assert batch.support.ids.tolist() == ids
+    assert pack.target_ids[place : place + len(sampled)].tolist() == sampled
+    assert inputs["support"].ids.tolist() == ids
     model.set_attn_implementation(register())
-    hidden = model.model(**batch.pack.model_inputs).last_hidden_state[0]
+    hidden = model.model(**pack.model_inputs).last_hidden_state[0]
     config = LossConfig()
-    out = linear_grpo_loss(hidden, head_of(model).weight, config=config, **batch.loss_inputs)
+    out = linear_grpo_loss(hidden, head_of(model).weight, config=config, **inputs)
     assert torch.isfinite(out.loss)
     for trace, first in zip(traces, (1, 2), strict=True):
         experts = np.zeros((12, 2, 1), dtype=np.uint8)
         experts[-3:] = first
         trace["nodes"][0]["routed_experts"] = wire(experts, "uint8")
-    apart = verifiers.pack_traces(traces, advantages=[1, -1]).pack
-    assert apart.layout.total == plain.pack.layout.total + 13
+    apart, _ = pack_traces(traces, [1, -1])
+    assert apart.layout.total == plain.layout.total + 13
 
 
 def broken(change):
@@ -187,7 +190,7 @@ def broken(change):
 )  # fmt: skip
 def test_bad_traces_are_refused_by_node(change, message):
     with pytest.raises(ValueError, match=re.escape(f"traces[1]{message}")):
-        verifiers.pack_traces(broken(change), advantages=[1, -1])
+        read_traces(broken(change))
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
@@ -228,10 +231,6 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert len(again) == 4  # one that comes twice is read once
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
-    with pytest.raises(ValueError, match=r"traces\[0\]: expected advantages in its nodes"):
-        verifiers.pack_traces(records())
-    with pytest.raises(ValueError, match="advantages: expected 4 numbers, got 2"):
-        verifiers.pack_traces(records(), advantages=[1, 2])
 
     # Credit in the nodes; an agent that is not trained; a compaction that nobody went on from.
     def credit(nodes, trace):

@@ -121,6 +121,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     "two_sided": {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.28},
     "temperature": {"loss_type": "dapo", "temperature": 0.7, "beta": 0.02},
+    # Logps are over the full vocabulary, whatever the sampler keeps.
+    **{
+        f"truncated_to_{name}": {"loss_type": "dapo", "beta": 0.05, name: value}
+        for name, value in (("top_k", 5), ("top_p", 0.6), ("min_p", 0.2))
+    },
+    "compiled": {
+        "torch_compile": True, "torch_compile_backend": "eager", "beta": 0.02,
+        "forward": "TRL's: torch_compile", "loss": "TRL's: torch_compile",
+    },
     "on_policy": {"num_iterations": 1, "max_steps": 2},
     "one_generation_for_four_steps": {
         "gradient_accumulation_steps": 1, "steps_per_generation": 4, "num_iterations": 1,

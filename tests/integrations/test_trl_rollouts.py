@@ -16,6 +16,7 @@ tools = importlib.import_module("tests.integrations.trl_tools")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
+PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 ENDS = list(range(1, 130))  # half of the vocabulary: completions of all lengths
 HALF = "half of the vocabulary, in completions of several lengths"
@@ -222,13 +223,16 @@ def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
     assert ours.fast_path["rollouts"] == "TRL's: a prompt has no token"
 
 
+REPLAY = {"more": {"replay_support": True}}
+
+
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
-    """A model whose rows we do not pack may be one that our loop samples from."""
+    """Absolute positions are right in our loop; heads and RoPE that it does not know are TRL's."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
     classes = trl.GRPOTrainer, fast.FastGRPOTrainer
     theirs, ours = (run(cls, path, tmp_path, disable_dropout=True, **GREEDY) for cls in classes)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
-    assert ours.fast_path["forward"].startswith("TRL's: model_type gpt2")
+    assert ours.fast_path["forward"] == "packed"
     theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     ours.model = theirs.model
     assert "no plain linear layer" in rollouts.unsuited(ours, ours.model)
@@ -254,6 +258,7 @@ def conversation(cls: type, path: str, output: Any, environment: bool, **options
     given = {"tools": [tools.multiply]}
     if environment:
         given = {"environment_factory": tools.Calculator}
+    given |= options.pop("more", {})
     chats = [{"prompt": tools.QUESTION}] * 4
     sizes = {"max_completion_length": 120, "learning_rate": 1e-3, "num_iterations": 2}
     trainer = cases.trainer(cls, path, output, data=chats, more=given, **{**sizes, **options})
@@ -309,7 +314,7 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
     trainer = build(
         fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
         gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
-        eval_strategy="steps", eval_steps=1, **options,  # between two steps of one batch
+        eval_strategy="steps", eval_steps=1, **options, **REPLAY,  # between steps of one batch
     )  # fmt: skip
     seen, inner = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda x: seen.append(inner(x)) or seen[-1]
@@ -331,7 +336,7 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
 
 
 def test_replay_through_turns(caller, tmp_path):
-    options = {"top_k": 3, "temperature": 0.5, "learning_rate": 0.0}
+    options = {"top_k": 3, "temperature": 0.5, "learning_rate": 0.0, **REPLAY}
     trainer = conversation(fast.FastGRPOTrainer, caller, tmp_path, False, **options)
     assert trainer.fast_path["support"] == "the sampler's"
     log = trainer.state.log_history[0]
@@ -345,18 +350,46 @@ def test_replay_through_turns(caller, tmp_path):
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
-def test_without_replay_the_objective_is_trls(model_path, tmp_path):
-    """The same completions, as they come from greedy choice after top_k."""
+# Truncation that leaves one token: what is sampled does not depend on random numbers.
+ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
+
+
+@pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
+def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
+    """Every log key: over the whole vocabulary, although the sampler had one token."""
     runs = []
-    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
-        name = {"replay_support": False} if cls is fast.FastGRPOTrainer else {}
-        made = type(cls.__name__, (cls,), name)
-        completions = cases.Injected(260)
-        runs.append(cases.trainer(made, model_path, tmp_path, completions=completions, top_k=5))
-        runs[-1].train()
-    cases.compare_logs(*(trainer.state.log_history for trainer in runs), 1e-4, 1e-6)
-    off = build(type("Off", (fast.FastGRPOTrainer,), {"replay_support": False}), model_path,
-                tmp_path, top_k=5, max_steps=1)  # fmt: skip
-    off.train()
-    assert off.fast_path["support"] == "the vocabulary" and off.fast_path["rollouts"] == "ours"
-    assert not any("sampling/" in key for key in off.state.log_history[0])
+    more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
+    with caplog.at_level(logging.WARNING):
+        for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+            runs.append(run(cls, model_path, tmp_path, evaluation=True, **more, **options))
+    theirs, ours = runs
+    assert ours.fast_path == {**PACKED, "rollouts": "ours", "support": "the vocabulary"}
+    assert ours.drawn == theirs.drawn
+    assert theirs.state.log_history[0]["entropy"] > 1
+    cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
+    said = [r.getMessage() for r in caplog.records if "full vocabulary" in r.getMessage()]
+    assert len(said) == 1 and "as in TRL; replay_support=True" in said[0]
+    assert all(
+        f"{name}={value:g}" in said[0] for name, value in options.items() if name != "temperature"
+    )
+
+
+def test_what_is_said_of_replay(model_path, tmp_path, caplog):
+    def said(**options: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer = run(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
+        lines = [r.getMessage() for r in caplog.records if "grpo_fast" in r.name]
+        assert trainer.replay_support == ("more" in options)
+        return "\n".join(lines)
+
+    assert said() == "" and said(**REPLAY) == ""  # nothing is truncated
+    assert "over the tokens that the sampler kept; TRL's are" in said(top_k=5, **REPLAY)
+    noisy = said(top_k=5, neftune_noise_alpha=0.1, **REPLAY)
+    assert "replay_support=True has no effect, because the forward pass is TRL's: neft" in noisy
+    penalised = said(top_k=5, repetition_penalty=1.1, **REPLAY)
+    assert (
+        "repetition_penalty=1.1" in penalised and "replay_support=True has no effect" in penalised
+    )
+    with pytest.raises(ValueError, match="replay_support: expected True or False, got 'no'"):
+        build(fast.FastGRPOTrainer, model_path, tmp_path, more={"replay_support": "no"})

@@ -204,9 +204,9 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     ("family", "changes", "reason"),
     [
         ("llama", {"rope_parameters": DYNAMIC}, "rope_type"),
-        ("gpt2", {**GPT2, **NO_DROPOUT}, "gpt2: packed logps differ"),
+        ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "not on transformers' interf"),
     ],
-    ids=["rope", "positions"],
+    ids=["rope", "attention"],
 )
 def test_models_that_packing_would_change(tmp_path, family, changes, reason):
     path = cases.folder(tmp_path / "model", family, **changes)
@@ -214,6 +214,82 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
     assert reason in trainer.fast_path["forward"], trainer.fast_path
     theirs = build(path, tmp_path, trl.GRPOTrainer)
     same_gradients(gradients(trainer, micro_batch()), gradients(theirs, micro_batch()))
+
+
+class RightPositions:
+    """TRL's padded forward with the positions that the padding does not shift."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *rest, **more):
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        hook = model.register_forward_pre_hook(
+            lambda _, args, options: (args, {**options, "position_ids": positions}),
+            with_kwargs=True,
+        )
+        try:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, *rest, **more
+            )
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type):
+    """TRL's numbers of left-padded GPT-2 rows are wrong; ours are those of the right positions."""
+    path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1.0)
+    with caplog.at_level(logging.WARNING):
+        ours = build(path, tmp_path, loss_type=loss_type)
+    assert ours.fast_path["forward"] == "packed"
+    assert "gpt2: TRL's logps of left-padded rows differ by" in caplog.text
+    assert "packs rows without padding, which is right" in caplog.text
+    batch = micro_batch(ref_per_token_logps=torch.full((4, 6), -4.0))
+    right = type("Right", (RightPositions, trl.GRPOTrainer), {})
+    expected = gradients(build(path, tmp_path, right, loss_type=loss_type), batch)
+    same_gradients(gradients(ours, batch), expected)
+    wrong = gradients(build(path, tmp_path, trl.GRPOTrainer, loss_type=loss_type), batch)
+    gap = max((wrong[1][name] - right).abs().max() for name, right in expected[1].items())
+    assert gap > 1e-2
+
+
+def test_without_padding_absolute_positions_are_trls(tmp_path, caplog):
+    """And where TRL's forward is used, the message says that its padded rows are wrong."""
+    path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, initializer_range=1.0)
+    batch = micro_batch()
+    batch["prompt_mask"][:] = 1
+    pair = [build(path, tmp_path, cls, disable_dropout=True)
+            for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]  # fmt: skip
+    assert pair[1].fast_path["forward"] == "packed"
+    same_gradients(*(gradients(one, batch) for one in reversed(pair)))
+    with caplog.at_level(logging.WARNING):
+        assert "attention dropout" in build(path, tmp_path).fast_path["forward"]
+    assert "TRL's forward is used here, too: use prompts of one length" in caplog.text
+
+
+def test_rope_is_not_blamed(model_path, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        build(model_path, tmp_path)
+    assert "left-padded" not in caplog.text
+
+
+@pytest.mark.parametrize("frozen", ["model", "adapter"])
+def test_a_model_without_trainable_parameters_is_refused(model_path, tmp_path, frozen):
+    options = {"loading": {}}
+    if frozen == "adapter":
+        peft = importlib.import_module("peft")
+        auto = importlib.import_module("transformers").AutoModelForCausalLM
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        plain = auto.from_pretrained(model_path)
+        peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+        loaded = peft.PeftModel.from_pretrained(
+            auto.from_pretrained(model_path), tmp_path / "adapter"
+        )
+        trainer = build(model_path, tmp_path, more={"model": loaded}, gradient_checkpointing=True)
+    else:
+        trainer = build(model_path, tmp_path, evaluation=True, **options)
+        trainer.model.requires_grad_(False)
+        trainer.evaluate()  # works without a trainable parameter
+    with pytest.raises(ValueError, match="model: expected at least one parameter that requires gr"):
+        trainer.train()
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):

@@ -21,7 +21,6 @@ trl_cases = importlib.import_module("tests.integrations.trl_cases")
 two_trl = importlib.import_module("tests.integrations.two_trl")
 two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
-two_openrlhf = importlib.import_module("tests.integrations.two_openrlhf")
 two_ranks = importlib.import_module("tests.integrations.two_ranks")
 
 # Relative, of what is logged; absolute, of the weights.
@@ -32,7 +31,6 @@ SINGLE = {
 TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.HEADS, *two_trl.SAMPLED]
 PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
-OTHERS += [f"openrlhf-{name}" for name in two_openrlhf.OPTIONS]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
 # What TRL's own resumed run dies of on the oldest versions, before ours is begun: transformers 5.17
@@ -142,6 +140,6 @@ def test_their_own_code_gives_the_same_with_our_loss(ranks, case):
     results = both(ranks, case)
     assert len({result["tokens"] for result in results}) == 2
     for result in results:
-        assert result["wrapped"].startswith("FSDP" if "verl" in case else "Distributed")
+        assert result["wrapped"].startswith("FSDP")
         logs = ([{"step": 0} | row for row in log] for log in result["logs"])
         trl_cases.compare_logs(*logs, LOGS, 1e-6)

@@ -120,12 +120,13 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
     data = Dataset.from_list(rows or [{"prompt": prompt} for prompt in prompts(8)])
-    made = cls(
-        model=model, reward_funcs=reward, args=GRPOConfig(**settings),
-        train_dataset=data, eval_dataset=data.select(range(2)) if evaluation else None,
-        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-        peft_config=peft_config, **more,
-    )  # fmt: skip
+    fields = {
+        "model": model, "reward_funcs": reward, "args": GRPOConfig(**settings),
+        "train_dataset": data, "eval_dataset": data.select(range(2)) if evaluation else None,
+        "processing_class": AutoTokenizer.from_pretrained(path, padding_side="left"),
+        "peft_config": peft_config,
+    }  # fmt: skip
+    made = cls(**{**fields, **more})
     made.remove_callback(__import__("transformers").PrinterCallback)
     made._generate_single_turn = completions or Injected(model.config.vocab_size)
     return made

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.integrations import two_openrlhf, two_plain, two_trl, two_verl
+from tests.integrations import two_plain, two_trl, two_verl
 
 # One that is not installed has no results. Lightning is the last: once it is imported, verl takes
 # every module for an abstract class.
-SECTIONS = (two_trl, two_verl, two_openrlhf, two_plain)
+SECTIONS = (two_trl, two_verl, two_plain)
 
 
 def main(folder: Path) -> None:

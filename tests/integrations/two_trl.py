@@ -45,10 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
+REPLAY = {"replay_support": True}
 # Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
-    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8},  # a group on two ranks
+    # a group on two ranks
+    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8, "more": REPLAY},
 }
 Result = dict[str, Any]
 

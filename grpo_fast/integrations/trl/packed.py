@@ -42,17 +42,22 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: Any) -> None:
-    """Prepare this model (and no other) for `packed_forward`: its attention, and its own forward
-    and its head's, which run ours inside.
+    """Prepare this model object for `packed_forward`: its attention, its forward and its LM head's.
+
+    Raises:
+        ValueError: The attention of this model cannot be replaced.
     """
+    before = model.config._attn_implementation
+    if not before.startswith(PREFIX):
+        model.set_attn_implementation(_register_over(before))
+    if not model.config._attn_implementation.startswith(PREFIX):
+        kind = model.config.model_type
+        raise ValueError(f"model_type {kind}: its attention is not on transformers' interface")
     fused = model.forward.__func__
     run_inside(model)
     # `use_fast_head` looks for TRL's closure there.
     model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
     run_inside(model.get_output_embeddings())
-    before = model.config._attn_implementation
-    if not before.startswith(PREFIX):
-        model.set_attn_implementation(_register_over(before))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Rollouts of `FastGRPOTrainer`: our loop draws where TRL would call transformers' `generate`.
+"""Rollouts of `FastGRPOTrainer`: our loop samples where TRL would call transformers' `generate`.
 
-What is drawn is what `GRPOConfig`, `generation_kwargs` and the model's generation config say
-together; a setting that our sampler does not read leaves the rollout with TRL.
+The sampling settings are read from `GRPOConfig`, `generation_kwargs` and the model's generation
+config, as `generate` reads them. TRL samples if a setting, a replaced function or a hook changes
+tokens in a way that our sampler does not know.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast.integrations.trl.options import unusual_model
+from grpo_fast.integrations.trl.originals import foreign_hooks, replaced_part
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
@@ -31,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forgetful(Sampling):
-    """Sampling for a loss over the whole vocabulary: no engine reports the tokens that it kept."""
+    """Sampling settings under which no engine reports the tokens that truncation kept."""
 
     @property
     def wants_kept(self) -> bool:
@@ -39,19 +41,26 @@ class Forgetful(Sampling):
 
 
 class OwnRollouts:
-    """A mixin that lets our loop draw the text of a TRL trainer; it stands first among the bases.
+    """Mixin that samples the completions of a TRL trainer with our loop. It is the first base.
 
-    `fast_rollouts = False` leaves the sampling to TRL; `replay_support = False` the loss over the
-    whole vocabulary. Completions are drawn without dropout, as vLLM's are.
+    Completions are sampled without dropout, as in vLLM.
+
+    Attributes:
+        fast_rollouts: False leaves the sampling to TRL.
+        replay_support: True computes logps, entropy and KL over the tokens that the sampler kept
+            (top_k, top_p, min_p); False over the full vocabulary, as TRL does.
     """
 
-    fast_rollouts = replay_support = True
+    fast_rollouts = True
+    replay_support = False
     fast_path: dict[str, str]
-    _packs = False  # rows in which a token's support finds its place
+    _packs = False  # the support of a token is looked up by its place in a packed row
+    _reported_truncation = False
 
     def _start_rollouts(self: Any, lm: Any) -> None:
         self._lm, self._replay = lm, {mode: Replay() for mode in ("train", "eval")}
-        self._drawn_at, self._replayed_logps, self._truncates = None, None, False
+        self._drawn_at, self._replayed_logps, self._keeps = None, None, False
+        self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)
         if self._unsuited is None:
@@ -69,7 +78,9 @@ class OwnRollouts:
     def _say_rollouts(self, reason: str) -> None:
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
-            log.warning("%s: rollouts by TRL's own way: %s", type(self).__name__, reason)
+            effect = "; replay_support=True has no effect" if self.replay_support else ""
+            who = type(self).__name__
+            log.warning("%s: TRL samples the completions: %s%s", who, reason, effect)
 
     @property
     def _mode(self: Any) -> str:
@@ -79,15 +90,35 @@ class OwnRollouts:
     def replays(self) -> bool:
         return self.replay_support and self._packs
 
+    def _report_truncation(self: Any, sampling: Sampling) -> None:
+        """Log once which tokens the log-probabilities of a truncating run are normalised over."""
+        if self._reported_truncation or not sampling.truncates:
+            return
+        self._reported_truncation = True
+        over = "over the full vocabulary, as in TRL; replay_support=True"
+        if self.replays:
+            over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
+        elif self.replay_support:
+            over += f" has no effect, because the forward pass is {self.fast_path['forward']}"
+        else:
+            over += " computes them over the tokens that the sampler kept, which makes the ratio "
+            over += "to the sampler 1 at equal weights"
+        usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = {name: getattr(sampling, name) for name in usual}
+        settings = ", ".join(f"{n}={x:g}" for n, x in given.items() if x != usual[n])
+        who = f"{type(self).__name__}, {settings}"
+        if self.accelerator.is_main_process:
+            log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
+
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        """As TRL's; forgets what the batch before was drawn from."""
+        """As TRL's; forgets the supports of the previous batch."""
         self._replay[self._mode] = Replay()
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # Of the settings alone: all processes log, or none does.
-        self._truncates = isinstance(sampling, Sampling) and sampling.wants_kept
+        # This depends on the settings alone: either all processes log, or none does.
+        self._keeps = isinstance(sampling, Sampling) and sampling.wants_kept
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
@@ -96,6 +127,7 @@ class OwnRollouts:
             self._say_rollouts(sampling)
             return super()._generate_single_turn(prompt_ids, *others, **more)  # type: ignore[misc]
         self.fast_path["rollouts"] = "ours"
+        self._report_truncation(sampling)
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
         drawn = self._engine.generate(prompt_ids, sampling, group_size=1, seed=self._seed())
         self._replay[self._mode].remember(prompt_ids, drawn)
@@ -106,6 +138,11 @@ class OwnRollouts:
             return OFF
         if self._unsuited is not None:
             return str(self._unsuited)
+        model = self.accelerator.unwrap_model(self.model)
+        if (part := replaced_part(model, self._lm)) is not None:
+            return f"{part} is not transformers' own"
+        if any(hook not in self._tried_hooks for _, hook in foreign_hooks(model)):
+            return "a forward hook was added after the trainer was built"
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
@@ -126,9 +163,9 @@ class OwnRollouts:
         return known
 
     def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
-        """As TRL's; logs how far the sampler is from the policy where it left tokens out."""
+        """As TRL's; with replayed supports, log the ratio of the policy to the sampler."""
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
-        if self._truncates:
+        if self._keeps:
             self._log_replay()
         self._replayed_logps = None
         return loss
@@ -163,15 +200,8 @@ def unsuited(trainer: Any, lm: Any) -> str | None:
 
 
 def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
-    """How completions are drawn, or the name of a setting that our sampler does not read."""
-    from transformers.generation import GenerationMixin
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if any("generate" in vars(x) for x in (model, lm)) or (
-        type(lm).generate is not GenerationMixin.generate
-    ):
-        return "model.generate is not transformers' own"
-    # As `generate` does: what is None in the trainer's config is the model's own.
+    """Return the sampling settings, or the name of a setting that our sampler does not read."""
+    # As in `generate`, the model's config supplies the values that are None in the trainer's.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)

@@ -2,15 +2,15 @@
 
     from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
 
-Rewards, tools, advantages, metrics, logging and checkpoints are TRL's own code. What is replaced:
+Rewards, tools, advantages, metrics, logging and checkpoints are TRL's own code. Three parts are
+replaced:
 
-- Text is sampled by our loop (rollouts.py). Where the sampler left tokens out, loss and logps are
-  over those that it kept.
-- The padded forward becomes a packed one: no padding, shared prompts once, the head on completion
-  tokens only. It runs inside the wrapped module's forward, so DDP and FSDP hooks fire.
-- Where a token's gradient follows from that token alone, loss and gradient come from one pass over
-  the logits; TRL's `_compute_loss` then runs on the logps for its metrics. Elsewhere `linear_logps`
-  gives TRL's own objective differentiable logps and entropies.
+- Our loop samples the completions (rollouts.py).
+- The padded forward becomes a packed one: no padding, each shared prompt once, and the LM head on
+  completion tokens only. It runs inside the wrapped module's forward, so DDP and FSDP hooks fire.
+- Where the gradient of a token depends on that token alone, loss and gradient come from one pass
+  over the logits; TRL's `_compute_loss` then runs on the logps for its metrics. For the other
+  objectives `linear_logps` gives TRL's own code differentiable logps and entropies.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import check_tolerance, fast_layers, small_windows
-from grpo_fast.integrations.fast_head import reshard
-from grpo_fast.integrations.trl import options
+from grpo_fast.attention import fast_layers
+from grpo_fast.errors import require
+from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl.packed import (
     PackedCall,
@@ -44,19 +44,30 @@ AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as co
 
 
 class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
-    """TRL's `GRPOTrainer`, the same constructor and the same numbers, faster; see this module.
+    """TRL's `GRPOTrainer` with the same constructor and the same numbers, but faster.
+
+    Args:
+        replay_support: True computes logps, entropy and KL over the tokens that a truncating
+            sampler (top_k, top_p, min_p) kept, which makes the ratio to the sampler 1 at equal
+            weights. False, the default, computes them over the full vocabulary, as TRL does.
 
     Attributes:
         fast_path: {"forward": "packed" or "TRL's: <reason>",
             "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
             "rollouts": "ours" or "TRL's: <reason>",
-            "support": "the sampler's" or "the vocabulary"};
-            of the last micro-batch, and before the first one what is planned.
-        fast_rollouts, replay_support: see `OwnRollouts`.
+            "support": "the sampler's" or "the vocabulary"}.
+            It describes the last micro-batch, and before the first one the plan.
+        fast_rollouts: False leaves the sampling to TRL.
+
+    Raises:
+        ValueError: `train` was called, and no parameter of the model requires grad.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, replay_support: bool = False, **kwargs: Any) -> None:
+        is_bool = isinstance(replay_support, bool)
+        require(is_bool, "replay_support", "True or False", repr(replay_support))
+        self.replay_support = replay_support
         super().__init__(*args, **kwargs)
         # Finished logps and entropies, for TRL's metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
@@ -66,17 +77,24 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         lm = base_model(self.accelerator.unwrap_model(self.model))
         self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
-        reason = options.forward_reason(self, lm) or self._prepare_models(lm)
+        reason = self._prepare_models(lm, options.forward_reason(self, lm))
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
             self._packs = self._in_one_pass = False
             log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
-        use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
+        use_fast_head(self)  # for the micro-batches whose forward stays TRL's
         self._start_rollouts(lm)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, but refuse a model without trainable parameters."""
+        learns = any(parameter.requires_grad for parameter in self.model.parameters())
+        hint = "none; load a trained adapter with PeftModel.from_pretrained(..., is_trainable=True)"
+        require(learns, "model", "at least one parameter that requires grad", hint)
+        return super().train(*args, **kwargs)
 
     def _their_objective(self, reason: str) -> None:
         self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
@@ -84,51 +102,60 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # ----------------------------------------------------------------------------------------------
     # set-up
 
-    def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; returns why not, where that changes logps."""
-        take_packed_rows(lm)
-        self._head = fused_head(lm)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        reason = None if sharded else self._self_check(lm)
-        if reason is not None:
-            lm.set_attn_implementation(self._own_attention)
-        elif self.ref_model is not None:
+    def _prepare_models(self, lm: Any, reason: str | None) -> str | None:
+        """Let policy and reference take packed rows, unless there is a reason against it.
+
+        Returns:
+            The reason, or how the packed logps differ from those of unpacked rows, or None.
+        """
+        if reason is None:
+            self._head = fused_head(lm)
+            try:
+                take_packed_rows(lm)
+            except ValueError as error:
+                reason = str(error)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            difference = self._self_check(lm, packs=reason is None)
+            if reason is None and difference is not None:
+                lm.set_attn_implementation(self._own_attention)
+                return difference
+        if reason is None and self.ref_model is not None:
             take_packed_rows(base_model(self.accelerator.unwrap_model(self.ref_model)))
         return reason
 
-    @torch.no_grad()
-    def _self_check(self, lm: Any) -> str | None:
-        """Returns how the packed forward differs from TRL's own on two short sequences, or None.
+    def _self_check(self, lm: Any, packs: bool) -> str | None:
+        """Compare packed and padded rows with rows alone; warn if TRL's padded rows are wrong.
 
-        Finds attention sinks, positions that are not RoPE's, a head with an unknown rule.
+        Returns:
+            How the packed logps differ from TRL's of the same rows without padding, or None.
         """
-        weight = lm.get_output_embeddings().weight
-        device, vocabulary = weight.device, weight.shape[0]
-        first = torch.tensor([[3], [3]], device=device)
-        ids = (torch.arange(12, device=device) * 7 + first) % vocabulary
-        ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
-        real = torch.ones_like(ids)
-        real[:, :2] = real[1, 10:] = 0
-        modes = [(module, module.training) for module in lm.modules()]
-        lm.eval()
+        score = super()._get_per_token_logps_and_entropies
+
+        def padded(lm: Any, ids: Tensor, real: Tensor) -> Tensor:
+            return score(lm, ids, real, selfcheck.SCORED)[0]
+
+        def packed(lm: Any, ids: Tensor, real: Tensor) -> Tensor:
+            pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
+            return pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+
         try:
-            with small_windows(lm):
-                theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
-                pack = pack_padded(ids, real, real[:, -5:])
-                ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+            gaps = selfcheck.measure_gaps(lm, padded, packed if packs else None)
         except (ValueError, TypeError, AttributeError) as error:
             return str(error)
-        finally:
-            for module, training in modes:
-                module.training = training
-            reshard(lm)
-        difference = float((ours - theirs).abs().max())
-        dtypes = {parameter.dtype for parameter in lm.parameters()}  # the narrowest decides
-        if self.accelerator.mixed_precision in ("bf16", "fp16"):
-            dtypes = {torch.bfloat16}
-        if not difference <= max(map(check_tolerance, dtypes)):
-            kind = lm.config.model_type
-            return f"model_type {kind}: packed logps differ from TRL's by {difference:.2g} nats"
+        kind = f"model_type {lm.config.model_type}"
+        most = selfcheck.tolerance(lm, self.accelerator.mixed_precision)
+        is_right = gaps.packed <= most
+        if not gaps.padded <= most:
+            ours = "TRL's forward is used here, too: use prompts of one length"
+            if packs and is_right:
+                ours = "FastGRPOTrainer packs rows without padding, which is right"
+            log.warning(
+                "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same "
+                "rows without padding. TRL passes no position_ids, so absolute positions count "
+                "the padding. %s", kind, gaps.padded, ours,
+            )  # fmt: skip
+        if not is_right:
+            return f"{kind}: packed logps differ from TRL's by {gaps.packed:.2g} nats"
         return None
 
     # ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Samples of TRL's asynchronous GRPO (1.16, `trl.experimental.async_grpo`) as one row in which
-every distinct prefix stands once.
+"""Samples of TRL's asynchronous GRPO (1.16, `trl.experimental.async_grpo`) as one packed row.
+
+Every distinct prefix is computed once.
 
     model.set_attn_implementation(register())  # of grpo_fast.attention
     batch = pack_samples(samples, device=model.device)  # of the rollout queue, or TreeRow.samples
@@ -13,24 +14,42 @@ every distinct prefix stands once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from grpo_fast.attention import pack_tree
+from grpo_fast.attention import PackedTree, pack_tree
 from grpo_fast.errors import require
-from grpo_fast.integrations.trees import TreeBatch
+
+
+class TreeBatch(NamedTuple):
+    """B samples in one row, with R trained tokens."""
+
+    pack: PackedTree
+    advantages: Tensor  # (B,) fp32
+    old_logps: Tensor  # (R,) fp32, of the sampler
+
+    @property
+    def loss_inputs(self) -> dict[str, Tensor]:
+        """The keywords of `linear_grpo_loss` that come from the samples."""
+        return {
+            "target_ids": self.pack.target_ids, "hidden_rows": self.pack.predicting,
+            "cu_seqlens": self.pack.cu_seqlens, "advantages": self.advantages,
+            "old_logps": self.old_logps,
+        }  # fmt: skip
 
 
 def pack_samples(
     samples: Sequence[Mapping[str, Any]], *, device: torch.device | str = "cpu"
 ) -> TreeBatch:
-    """Pack samples for `linear_grpo_loss`; each trained token counts for every sample that has it.
+    """Pack samples for `linear_grpo_loss`; a trained token counts for every sample that has it.
 
     Args:
-        samples: with `input_ids` (n,), `completion_mask` (n,), `old_log_probs` (n,), `advantage`.
+        samples: With `input_ids` (n,), `completion_mask` (n,), `old_log_probs` (n,), `advantage`.
 
-    Raises ValueError, which names the sample, where lengths differ or no token can be trained.
+    Raises:
+        ValueError: Lengths differ, or no token can be trained; the message names the sample.
     """
     pack = pack_tree([(s["input_ids"], s["completion_mask"]) for s in samples], device=device)
     logps = []

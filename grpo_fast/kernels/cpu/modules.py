@@ -125,7 +125,13 @@ def _turned_by_ours(forward: Any) -> Callable[..., Any] | None:
     names = {**forward.__globals__, ROTARY: turn}
     ours = types.FunctionType(code, names, code.co_name, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+
+    def attention(module: Any, *args: Any, **options: Any) -> Any:
+        # torch.compile cannot guard a function whose globals belong to no module.
+        run = forward if torch.compiler.is_compiling() else ours
+        return run(module, *args, **options)
+
+    return attention
 
 
 @torch.no_grad()

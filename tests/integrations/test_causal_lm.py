@@ -1,21 +1,17 @@
-"""The examples run, and each update equals a tutorial's in plain torch: `grpo_reference`."""
+"""The loss of a transformers causal LM against all logits in plain torch: `grpo_reference`."""
 
 import copy
 import functools
-import importlib
-import inspect
 
 import pytest
 import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.integrations import causal_lm
-from grpo_fast.integrations.examples import plain_loop
 from tests import grpo_reference
 from tests.tiny import FAMILIES, tiny_model
 
 
-# ---------------------------------------------------------------------------------------- causal_lm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
     """Loss, metrics and gradients against all logits: softcaps, head scales, tied heads."""
@@ -149,136 +145,3 @@ def test_models_that_fsdp2_shards(one_process):
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="lm_head: expected .* got FSDPLinear .*with FSDP2"):
         causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
-
-
-# --------------------------------------------------------------------------------------- plain loop
-def reward(completions: torch.Tensor) -> torch.Tensor:
-    """The share of even ids: something to climb."""
-    kept = completions >= 0
-    return ((completions % 2 == 0) & kept).sum(1) / kept.sum(1).clamp(min=1)
-
-
-def test_plain_loop_is_forty_lines():
-    """Of code: the docstring and the signature apart."""
-    lines = inspect.getsource(plain_loop.train).split('"""')[2].strip().splitlines()
-    assert len(lines) <= 40
-
-
-def reference_loop(
-    model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
-):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    history = []
-    for _ in range(steps):
-        model.eval()
-        repeated = prompts.repeat_interleave(group_size, 0)
-        ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
-        labels = ids.clone()
-        labels[:, : prompts.shape[1]] = -100
-        for row in labels:
-            ends = (row == model.config.eos_token_id).nonzero()
-            if len(ends):
-                row[int(ends[0]) + 1 :] = -100
-        rewards = reward(labels[:, prompts.shape[1] :])
-        advantages = grpo_reference.group_advantages(rewards, group_size)
-        model.train()
-        batch = {"input_ids": ids, "labels": labels}
-        with torch.no_grad():
-            old = grpo_reference.token_logps(model, batch)[0]
-        for _ in range(inner_iterations):
-            loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, None)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            metrics["reward"] = rewards.mean()
-            history.append({name: float(value) for name, value in metrics.items()})
-    return history
-
-
-def test_plain_loop_equals_the_tutorial():
-    model = tiny_model("qwen2", vocab_size=31)
-    twin = copy.deepcopy(model)
-    options = dict(steps=2, group_size=4, inner_iterations=2, max_new_tokens=8, learning_rate=1e-2)
-    prompts = torch.tensor([[3, 4, 5], [7, 8, 9]])
-    config = LossConfig(loss_type="grpo", compute_entropy=True)
-    torch.manual_seed(5)
-    history = plain_loop.train(model, prompts, reward, config, **options)
-    torch.manual_seed(5)
-    expected = reference_loop(twin, prompts, config, **options)
-    assert len(history) == len(expected) == 4
-    for mine, theirs in zip(history, expected, strict=True):
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    assert max(h["clip_ratio/region_mean"] for h in history) > 0
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        # AdamW turns a gradient near 0 into a step of its sign: rounding may show there.
-        assert ((a - b).abs() > 1e-4).float().mean() < 0.01
-
-
-# --------------------------------------------------------------------------------------- HF Trainer
-@pytest.fixture(scope="module")
-def hf_trainer():
-    return importlib.import_module("grpo_fast.integrations.examples.hf_trainer").PolicyTrainer
-
-
-def arguments(folder, **changes):
-    from transformers import TrainingArguments
-
-    options = dict(
-        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        max_steps=2, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant",
-        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
-        remove_unused_columns=False, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    return TrainingArguments(**{**options, **changes})
-
-
-def examples(model) -> list[dict[str, torch.Tensor]]:
-    batch = grpo_reference.rows(8, vocabulary=61)
-    # The first micro-batch of a step has far fewer tokens than the second.
-    batch["labels"][[0, 1, 4, 5], 8:] = -100
-    advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
-    with torch.no_grad():
-        old = grpo_reference.token_logps(model, batch)[0]
-    old = old + 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
-    batch |= {"advantages": advantages, "old_logps": old}
-    return [{name: column[i] for name, column in batch.items()} for i in range(8)]
-
-
-def tutorial_step(model, rows) -> torch.Tensor:
-    """A step of SGD on these rows; the loss, the gradients kept."""
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    given = batch["advantages"], batch["old_logps"], None
-    loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
-    model.zero_grad()
-    loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.05 * p.grad
-    return loss
-
-
-def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Two optimizer steps of two micro-batches: the weights of one pass over the step's tokens."""
-    model = tiny_model("qwen2", num_hidden_layers=1)
-    twin, data = copy.deepcopy(model), examples(model)
-    # As some models say of themselves; the loss is not theirs here.
-    model.accepts_loss_kwargs = False
-    config = LossConfig(loss_type="dapo", compute_entropy=True)
-    rows = {"train_dataset": data, "eval_dataset": data[:2]}
-    trainer = hf_trainer(model, arguments(tmp_path), loss_config=config, **rows)
-    order = list(range(8))
-    trainer._get_train_sampler = lambda *_: order
-    trainer.train()
-    for step in (data[:4], data[4:]):
-        tutorial_step(twin, step)
-    for x, y in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
-    logs = trainer.state.log_history[0]
-    assert logs["clip_ratio/region_mean"] > 0 and "entropy" in logs and "loss" in logs
-    assert "eval_loss" in trainer.evaluate()
-    model = tiny_model("qwen2", num_hidden_layers=1)
-    with pytest.raises(ValueError, match="aggregation: expected 'token_mean_global'"):
-        hf_trainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))
-    with pytest.raises(ValueError, match="remove_unused_columns: expected False"):
-        hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())

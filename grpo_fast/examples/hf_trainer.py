@@ -1,4 +1,4 @@
-"""GRPO in transformers' `Trainer`, by its `compute_loss`: rows as for SFT, an advantage each."""
+"""GRPO in transformers' `Trainer`: rows as for supervised fine-tuning, with an advantage each."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from transformers import Trainer
 
 from grpo_fast import LossConfig
 from grpo_fast.errors import require
-from grpo_fast.integrations.causal_lm import check_head, metrics_of_ranks, policy_loss
+from grpo_fast.integrations.causal_lm import check_head, policy_loss
 
 
 class PolicyTrainer(Trainer):
-    """`Trainer` on rows of input_ids, attention_mask, labels (L,), advantages () and, where given,
-    old_logps and ref_logps (L-1,).
+    """`Trainer` on rows of token ids, labels and advantages.
 
-    The loss divides by the tokens of the whole step as `Trainer` counts them: `aggregation` is
-    "token_mean_global". `args.remove_unused_columns` must be False.
+    A row has input_ids, attention_mask and labels of shape (L,), advantages of shape () and, where
+    given, old_logps and ref_logps of shape (L-1,). The loss is divided by the tokens of the
+    whole step, as `Trainer` counts them over accumulation steps and ranks.
+
+    Args:
+        loss_config: The loss; its `aggregation` is "token_mean_global".
+        args: `remove_unused_columns` must be False, because `Trainer` would remove the advantages.
     """
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         by = loss_config.aggregation
         require(by == "token_mean_global", "aggregation", "'token_mean_global'", repr(by))
-        keeps, came = not self.args.remove_unused_columns, "True (it would remove the advantages)"
-        require(keeps, "remove_unused_columns", "False", came)
+        came = "True (it would remove the advantages)"
+        require(not self.args.remove_unused_columns, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
-        # The loss is normalised for the whole step: Trainer divides no more.
+        # Trainer then passes the tokens of the whole step, and does not divide the loss again.
         self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -48,14 +52,14 @@ class PolicyTrainer(Trainer):
         )  # fmt: skip
         for name, value in output.metrics.items():
             self.seen[name].append(value)
-        # num_items_in_batch then counts the tokens of all ranks, and their gradients are averaged.
-        summed = num_items_in_batch is not None and self.args.average_tokens_across_devices
-        loss = output.loss * self.accelerator.num_processes if summed else output.loss
+        loss = output.loss
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # The count is that of all ranks, and DDP averages the gradients.
+            loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        means = {name: torch.stack(values).mean() for name, values in self.seen.items()}
+        """Add the means of the loss's metrics over this rank's micro-batches."""
+        means = {name: float(torch.stack(values).mean()) for name, values in self.seen.items()}
         self.seen.clear()
-        if means and self.accelerator.num_processes > 1:
-            means = metrics_of_ranks(means, lambda values: self.accelerator.gather(values[None]))
-        super().log({**{n: float(x) for n, x in means.items()}, **logs}, *args, **kwargs)
+        super().log({**means, **logs}, *args, **kwargs)

@@ -1,0 +1,120 @@
+"""A LightningModule that trains a causal LM with GRPO.
+
+    config = LossConfig(loss_type="grpo")
+    module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
+    lightning.Trainer(max_steps=100).fit(module, prompts)  # counts updates: 50 batches here
+
+Under DDP the loss is divided by the tokens or completions of all ranks. A group is on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from grpo_fast import LossConfig, group_advantages
+from grpo_fast.errors import require
+from grpo_fast.integrations.causal_lm import check_head, policy_logps, policy_loss
+
+Batch = dict[str, Tensor]
+
+
+class GRPOModule(LightningModule):
+    """GRPO with Lightning's manual optimization.
+
+    Args:
+        model: A transformers causal LM.
+        config: The loss; with `beta != 0` it needs `reference`.
+        group_size: Completions of a prompt; they follow each other in a batch.
+        inner_iterations: Updates on one batch of completions.
+        rollout: Function from a batch of the data loader to input_ids, attention_mask and labels
+            (B, L), and rewards (B,). Labels are -100 where there is no completion token. None: the
+            data loader gives these batches.
+        reference: The frozen model of the KL term.
+        learning_rate: Of AdamW.
+        max_grad_norm: The gradient is clipped to this norm.
+
+    Raises:
+        ValueError: The LM head is not linear, or `reference` and `beta` do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LossConfig,
+        *,
+        group_size: int,
+        inner_iterations: int = 1,
+        rollout: Callable[[Any], Batch] | None = None,
+        reference: nn.Module | None = None,
+        learning_rate: float = 1e-6,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        super().__init__()
+        expected = f"{'a model' if config.uses_reference else None} with beta = {config.beta}"
+        fits = config.uses_reference == (reference is not None)
+        require(fits, "reference", expected, type(reference).__name__)
+        check_head(model)
+        self.automatic_optimization = False
+        self.model = model
+        self.config = config
+        self.group_size = group_size
+        self.inner_iterations = inner_iterations
+        self.rollout = rollout
+        self.reference = None if reference is None else reference.requires_grad_(False).eval()
+        self.learning_rate = learning_rate
+        self.max_grad_norm = max_grad_norm
+
+    def on_fit_start(self) -> None:
+        """Refuse a sharded LM head, and gradients that are scaled for fp16."""
+        strategy = type(self.trainer.strategy).__name__
+        is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
+        require(not is_sharded, "strategy", "one that does not shard the head (ddp)", strategy)
+        precision = str(self.trainer.precision)
+        expected = "32-true, bf16-true or bf16-mixed"
+        require(not precision.startswith("16"), "precision", expected, precision)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Update several times on one batch; log the means of the metrics."""
+        # 1. Completions, their advantages, and the reference's logps.
+        if self.rollout is not None:
+            with torch.no_grad():
+                batch = self.rollout(batch)
+        advantages = group_advantages(batch["rewards"].float(), group_size=self.group_size)
+        ref_logps = None
+        if self.reference is not None:
+            ref_logps = policy_logps(self.reference, batch, self.config.temperature)
+        # 2. What the loss is divided by: the mean over ranks, because DDP averages gradients.
+        scored = batch["labels"][:, 1:] != -100
+        counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
+        tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
+        totals = {
+            "num_items_in_batch": tokens.clamp(min=1),
+            "num_completions_in_batch": completions,
+        }
+        # 3. Updates; the first update's logps are the old ones of the others.
+        optimizer = self.optimizers()
+        old_logps, seen = None, []
+        for _ in range(self.inner_iterations):
+            output = policy_loss(
+                self.model, batch, advantages, self.config, old_logps=old_logps,
+                ref_logps=ref_logps, **totals,
+            )  # fmt: skip
+            optimizer.zero_grad()
+            self.manual_backward(output.loss)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            optimizer.step()
+            if old_logps is None:
+                old_logps = output.logps
+            seen.append({**output.metrics, "loss": output.loss.detach(), "grad_norm": norm})
+        # 4. Means over updates and ranks.
+        metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
+        self.log_dict({**metrics, "reward": batch["rewards"].float().mean()}, sync_dist=True)

@@ -1,0 +1,143 @@
+"""OpenRLHF's `PolicyLoss` (openrlhf 0.11) on our kernels: the same call and the same result.
+
+    trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
+
+Three differences are intended. Masked slots are inert, whatever they hold. A batch without an
+active token gives loss 0, not NaN. The ratio of a completion (gspo) is bounded by e^20.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.errors import require
+
+LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
+OPTIONS = {
+    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
+    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
+}  # fmt: skip
+LEVELS = {"ppo": "token", "gspo": "sequence"}  # where the importance ratio is computed
+# (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
+Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class PolicyLoss(nn.Module):
+    """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO.
+
+    Args:
+        theirs: OpenRLHF's own `PolicyLoss`, whose options are taken over.
+
+    Raises:
+        ValueError: It has other options than those of openrlhf 0.11.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        options = {n: x for n, x in vars(theirs).items() if n[0] != "_" and n != "training"}
+        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
+        require(options.keys() == OPTIONS, "PolicyLoss", expected, sorted(options))
+        vars(self).update(options)
+        level = LEVELS[self.policy_loss_type]
+        self.by_sequence = level == "sequence"
+        self.token_level_loss = self.token_level_loss and not self.by_sequence
+        dual: dict[str, Any] = {"loss_type": "dapo"}
+        if self.dual_clip is not None:
+            dual = {"loss_type": "dual_clip", "dual_clip_c": float(self.dual_clip)}
+        self.config = LossConfig(
+            epsilon_low=self.clip_eps_low, epsilon_high=self.clip_eps_high,
+            importance_sampling_level=level,
+            aggregation="token_mean_global" if self.token_level_loss else "sequence_mean", **dual,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        log_probs: Tensor,  # (B, L)
+        old_log_probs: Tensor,  # (B, L)
+        advantages: Tensor,  # (B, L)
+        action_mask: Tensor | None = None,  # (B, L) bool or 0/1
+        rollout_log_probs: Tensor | None = None,  # (B, L)
+        dp_size: int = 1,
+        batch_num_tokens: float | Tensor | None = None,
+        global_batch_size: float | Tensor | None = None,
+    ) -> Returned:
+        """Return OpenRLHF's five 0-d values; the last two are None without a correction.
+
+        `batch_num_tokens` and `global_batch_size` count the batch of all ranks. Without the one
+        that the reduction needs, the count of this call is used.
+        """
+        keep = torch.ones_like(log_probs).bool() if action_mask is None else action_mask.bool()
+        behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
+        if self.is_correction_level != "off" and self.by_sequence:
+            behaviour = rollout_log_probs  # the ratio of a sequence is to the rollout's policy
+        elif self.is_correction_level != "off":
+            with torch.no_grad():
+                coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
+                weighted = advantages * coefficient
+                vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
+        if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
+            is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
+            log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
+        tokens, completions = keep.sum().clamp(min=1), keep.any(-1).sum().clamp(min=1)
+        if batch_num_tokens is not None:
+            tokens = batch_num_tokens / dp_size
+        if global_batch_size is not None:
+            completions = global_batch_size / dp_size
+        loss = grpo_loss(
+            log_probs, weighted, self.config, completion_mask=keep, old_logps=behaviour,
+            num_items_in_batch=tokens if self.token_level_loss else None,
+            num_completions_in_batch=None if self.token_level_loss else completions,
+        ).loss  # fmt: skip
+        with torch.no_grad():
+            clip_ratio = _mean(self._clipped(log_probs - behaviour, advantages, keep), keep)
+            ppo_kl = _mean(old_log_probs - log_probs, keep)
+        return loss, clip_ratio, ppo_kl, vllm_kl, filtered
+
+    def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
+        """Return where the clipped surrogate is the smaller one, (B, L) bool."""
+        if self.by_sequence:
+            log_ratio = _row_mean(log_ratio, keep)
+        ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
+        return ((advantages > 0) & high) | ((advantages < 0) & low)
+
+    def _correction(
+        self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token's loss, and the share of tokens or sequences outside."""
+        low, high = self.is_correction_threshold
+        per_sequence = self.is_correction_level == "seq"
+        log_ratio = old_log_probs - rollout_log_probs
+        statistic = log_ratio
+        if self.is_correction_gating != "ratio":
+            p = rollout_log_probs.exp().clamp(1e-6, 1 - 1e-6)
+            q = old_log_probs.exp().clamp(1e-6, 1 - 1e-6)
+            statistic = (p - q).abs()
+            if self.is_correction_gating == "binary_kl":
+                statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        if per_sequence:
+            statistic = _row_mean(statistic, keep)
+        if self.is_correction_gating == "ratio":
+            statistic = statistic.exp()
+        inside = (statistic >= low) & (statistic <= high)
+        if per_sequence:  # OpenRLHF's statistic of an empty completion is NaN: outside
+            inside = inside & keep.any(-1, keepdim=True)
+        if self.is_correction_mode == "clip":
+            coefficient = statistic.clamp(low, high)
+        else:
+            coefficient = torch.where(inside, log_ratio.exp(), 0.0)
+        return coefficient, (~inside).float().mean() if per_sequence else _mean(~inside, keep)
+
+
+def _mean(x: Tensor, keep: Tensor) -> Tensor:
+    terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
+    return terms.sum() / keep.sum().clamp(min=1)
+
+
+def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
+    """Return the mean over each completion's tokens, (B, 1); 0 for a completion without tokens."""
+    return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

@@ -1,0 +1,61 @@
+"""Train on traces of verifiers (0.4, schema version 1) as one row: each message stands once.
+
+    model.set_attn_implementation(register())  # of grpo_fast.attention
+    pack, inputs = pack_traces(traces, advantages, device=model.device)
+    hidden = model.model(**pack.model_inputs).last_hidden_state[0]
+    head = head_of(model)
+    config = LossConfig(**head.rule)
+    out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
+    out.loss.backward()
+
+Every branch of a trace is a sample. A sampled message that several branches share is trained in
+the first branch only. Prefixes share rows if their ids, and the experts recorded for them, are
+equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from grpo_fast import Support
+from grpo_fast.attention import PackedTree, pack_tree
+from grpo_fast.data import read_traces
+from grpo_fast.errors import require
+
+
+def pack_traces(
+    traces: Iterable[Any], advantages: Sequence[float], *, device: torch.device | str = "cpu"
+) -> tuple[PackedTree, dict[str, Any]]:
+    """Return the packed row and the keywords of `linear_grpo_loss`.
+
+    Args:
+        traces: `Trace` objects, or their records as dictionaries. Sampling masks and routes are in
+            objects and in the records of the wire, not in those on disk.
+        advantages: One for each trace.
+
+    Raises:
+        ValueError: A trace cannot be trained on; the message names the trace and the node.
+    """
+    records = [t if isinstance(t, dict) else t.model_dump(mode="python") for t in traces]
+    recorded = read_traces(records)
+    fits = len(advantages) == len(recorded)
+    require(fits, "advantages", f"{len(recorded)} numbers", len(advantages))
+    branches = []
+    values = []
+    for trace, advantage in zip(recorded, advantages, strict=True):
+        branches += trace.branches
+        values += [advantage] * sum(len(branch.logps) for branch in trace.branches)
+    samples = [(branch.ids, branch.trained) for branch in branches]
+    pack = pack_tree(samples, apart=[branch.routes for branch in branches], device=device)
+    inputs = {
+        "target_ids": pack.target_ids,
+        "hidden_rows": pack.predicting,
+        "cu_seqlens": pack.cu_seqlens,
+        "advantages": torch.tensor(values, dtype=torch.float32, device=device),
+        "old_logps": torch.cat([branch.logps for branch in branches]).to(device),
+        "support": Support.join([branch.kept for branch in branches], pack.lengths, device),
+    }
+    return pack, inputs

@@ -1,1 +1,0 @@
-"""Whole programs, small enough to read; tests/integrations/ runs them."""

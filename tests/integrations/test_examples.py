@@ -1,0 +1,251 @@
+"""Each script of grpo_fast/examples/ against plain torch, or against the trainer's own code.
+
+Lightning's is in test_two_processes.py, verifiers' in test_recorded_trees.py.
+"""
+
+import copy
+import importlib
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig
+from grpo_fast.examples import openrlhf_loss, plain_loop, prime_rl_loss
+from tests import grpo_reference
+from tests.command_line import ROOT
+from tests.integrations import trainer_packages
+from tests.tiny import tiny_model
+
+
+# --------------------------------------------------------------------------------------- plain loop
+def reference_loop(
+    model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
+):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    history = []
+    for _ in range(steps):
+        model.eval()
+        repeated = prompts.repeat_interleave(group_size, 0)
+        ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
+        labels = ids.clone()
+        labels[:, : prompts.shape[1]] = -100
+        for row in labels:
+            ends = (row == model.config.eos_token_id).nonzero()
+            if len(ends):
+                row[int(ends[0]) + 1 :] = -100
+        rewards = plain_loop.even_ids(labels[:, prompts.shape[1] :])
+        advantages = grpo_reference.group_advantages(rewards, group_size)
+        model.train()
+        batch = {"input_ids": ids, "labels": labels}
+        with torch.no_grad():
+            old = grpo_reference.token_logps(model, batch)[0]
+        for _ in range(inner_iterations):
+            loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, None)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            metrics["reward"] = rewards.mean()
+            history.append({name: float(value) for name, value in metrics.items()})
+    return history
+
+
+def test_plain_loop_equals_the_tutorial():
+    model = tiny_model("qwen2", vocab_size=31)
+    twin = copy.deepcopy(model)
+    options = dict(steps=2, group_size=4, inner_iterations=2, max_new_tokens=8, learning_rate=1e-2)
+    prompts = torch.tensor([[3, 4, 5], [7, 8, 9]])
+    config = LossConfig(loss_type="grpo", compute_entropy=True)
+    torch.manual_seed(5)
+    history = plain_loop.train(model, prompts, plain_loop.even_ids, config, **options)
+    torch.manual_seed(5)
+    expected = reference_loop(twin, prompts, config, **options)
+    assert len(history) == len(expected) == 4
+    for mine, theirs in zip(history, expected, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert max(h["clip_ratio/region_mean"] for h in history) > 0
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        # AdamW turns a gradient near 0 into a step of its sign: rounding may show there.
+        assert ((a - b).abs() > 1e-4).float().mean() < 0.01
+
+
+def test_plain_loop_as_a_script():
+    command = [sys.executable, "-m", "grpo_fast.examples.plain_loop"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = r"update \d+: loss [+-]\d\.\d{4}, reward (\d\.\d{3})"
+    rewards = [float(re.fullmatch(line, x)[1]) for x in done.stdout.splitlines()]
+    assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.05
+
+
+# --------------------------------------------------------------------------------------- HF Trainer
+@pytest.fixture(scope="module")
+def hf_trainer():
+    return importlib.import_module("grpo_fast.examples.hf_trainer").PolicyTrainer
+
+
+def arguments(folder, **changes):
+    from transformers import TrainingArguments
+
+    options = dict(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        max_steps=2, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant",
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
+        remove_unused_columns=False, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(**{**options, **changes})
+
+
+def examples(model) -> list[dict[str, torch.Tensor]]:
+    batch = grpo_reference.rows(8, vocabulary=61)
+    # The first micro-batch of a step has far fewer tokens than the second.
+    batch["labels"][[0, 1, 4, 5], 8:] = -100
+    advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
+    with torch.no_grad():
+        old = grpo_reference.token_logps(model, batch)[0]
+    old = old + 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
+    batch |= {"advantages": advantages, "old_logps": old}
+    return [{name: column[i] for name, column in batch.items()} for i in range(8)]
+
+
+def tutorial_step(model, rows) -> torch.Tensor:
+    """A step of SGD on these rows; the loss, the gradients kept."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    given = batch["advantages"], batch["old_logps"], None
+    loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.05 * p.grad
+    return loss
+
+
+def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
+    """Two optimizer steps of two micro-batches: the weights of one pass over the step's tokens."""
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    twin, data = copy.deepcopy(model), examples(model)
+    # As some models say of themselves; the loss is not theirs here.
+    model.accepts_loss_kwargs = False
+    config = LossConfig(loss_type="dapo", compute_entropy=True)
+    rows = {"train_dataset": data, "eval_dataset": data[:2]}
+    trainer = hf_trainer(model, arguments(tmp_path), loss_config=config, **rows)
+    order = list(range(8))
+    trainer._get_train_sampler = lambda *_: order
+    trainer.train()
+    for step in (data[:4], data[4:]):
+        tutorial_step(twin, step)
+    for x, y in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+    logs = trainer.state.log_history[0]
+    assert logs["clip_ratio/region_mean"] > 0 and "entropy" in logs and "loss" in logs
+    assert "eval_loss" in trainer.evaluate()
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="aggregation: expected 'token_mean_global'"):
+        hf_trainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))
+    with pytest.raises(ValueError, match="remove_unused_columns: expected False"):
+        hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
+
+
+# --------------------------------------------------------------------------------------- OpenRLHF
+# Every correction that OpenRLHF allows, with a band that keeps some units and drops some.
+BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
+CORRECTIONS = [{"is_correction_level": "off"}]
+CORRECTIONS += [
+    {"is_correction_level": level, "is_correction_gating": gating, "is_correction_threshold": band}
+    for level in ("token", "seq") for gating, band in BANDS.items()
+]  # fmt: skip
+CORRECTIONS += [{**CORRECTIONS[1], "is_correction_mode": "clip"}]
+
+
+def openrlhf_batch(step: float) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    old = -2.5 * torch.rand(6, 9, generator=random) - 0.01
+    mask = torch.rand(6, 9, generator=random) > 0.25
+    mask[2] = False
+    return {
+        "log_probs": (old + step * torch.randn(6, 9, generator=random)).clamp(max=-1e-3),
+        "old_log_probs": old,
+        "advantages": torch.randn(6, 9, generator=random),
+        "action_mask": mask,
+        "rollout_log_probs": (old + 0.3 * torch.randn(6, 9, generator=random)).clamp(max=-1e-3),
+    }
+
+
+def of_policy_loss(loss, data: dict, **counts) -> tuple:
+    log_probs = data["log_probs"].clone().requires_grad_()
+    results = loss(**{**data, "log_probs": log_probs}, **counts)
+    results[0].backward()
+    return *(x if x is None else x.detach() for x in results), log_probs.grad
+
+
+def test_openrlhfs_loss():
+    """Every correction, by token and sequence, small and large steps, both kinds of counts."""
+    theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
+    counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
+    for correction, kind, dual_clip, by_token, step, given in itertools.product(
+        CORRECTIONS, ("ppo", "gspo"), (None, 1.5), (True, False), (0.4, 3.0), ({}, counts)
+    ):
+        loss = theirs(
+            clip_eps_low=0.1, clip_eps_high=0.25, dual_clip=dual_clip, token_level_loss=by_token,
+            policy_loss_type=kind, **correction,
+        )  # fmt: skip
+        data = openrlhf_batch(step)
+        expected = of_policy_loss(loss, data, **given)
+        found = of_policy_loss(openrlhf_loss.PolicyLoss(loss), data, **given)
+        for mine, value in zip(found, expected, strict=True):
+            assert (mine is None) == (value is None)
+            if value is not None:
+                torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+    loss.unknown_option = 1
+    with pytest.raises(ValueError, match="unknown_option"):
+        openrlhf_loss.PolicyLoss(loss)
+
+
+# --------------------------------------------------------------------------------------- prime-rl
+@dataclass
+class LossInputs:
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    teacher_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+
+
+@dataclass
+class LossOutputs:
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_prime_rls_documented_loss(beta):
+    """The documented example of a custom loss (PPO clip), written out, with a KL to the teacher."""
+    random = torch.Generator().manual_seed(0)
+    old = -2 * torch.rand(11, generator=random)
+    new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()
+    mask = torch.rand(11, generator=random) > 0.3
+    advantages = torch.randn(11, generator=random)
+    x = LossInputs(new, old, old - 0.2 if beta else None, advantages, mask)
+    out = prime_rl_loss.policy_loss(x, loss_type="grpo", epsilon_low=0.2, beta=beta)
+    (gradient,) = torch.autograd.grad(out.loss, new)
+    ratio = torch.exp(new - old)
+    terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if beta:
+        d = x.teacher_logprobs - new
+        terms = terms + beta * (d.exp() - d - 1)
+    expected = terms[mask].sum()
+    assert isinstance(out, LossOutputs)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
+    (wanted,) = torch.autograd.grad(expected, new)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+    assert all(isinstance(v, Tensor) and v.dim() == 0 for v in out.metrics.values())
+    x.teacher_logprobs = None if beta else old
+    with pytest.raises(ValueError, match="teacher_logprobs: expected"):
+        prime_rl_loss.policy_loss(x, loss_type="grpo", beta=beta)

@@ -1,0 +1,201 @@
+"""Replaced parts of transformers' generate, at any level: TRL samples, and the reason is named."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+peft = importlib.import_module("peft")
+transformers = importlib.import_module("transformers")
+trl = importlib.import_module("trl")
+utils = importlib.import_module("transformers.generation.utils")
+cases = importlib.import_module("tests.integrations.trl_cases")
+fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
+originals = importlib.import_module("grpo_fast.integrations.trl.originals")
+
+Mixin = utils.GenerationMixin
+Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
+
+
+def wrapped(function: Any) -> Callable[..., Any]:
+    """A wrapper that has the name and the module of the function, and calls it."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    return wrapper
+
+
+def copied_source(name: str) -> Any:
+    """A method from its edited source, run among the globals of its own module."""
+    method = inspect.unwrap(vars(Mixin)[name])
+    scope: dict[str, Any] = {}
+    exec(textwrap.dedent(inspect.getsource(method)), vars(utils), scope)  # noqa: S102
+    return scope[name]
+
+
+# The class, its method, and the name of the part in the reason.
+CLASSES: dict[str, tuple[Any, str, str]] = {
+    "mixin": (Mixin, "generate", "model.generate"),
+    "pretrained_model": (BASE, "generate", "model.generate"),
+    "class": (Llama, "generate", "model.generate"),
+    "sample": (Mixin, "_sample", "model._sample"),
+    "processors": (Mixin, "_get_logits_processor", "model._get_logits_processor"),
+    "criteria": (Mixin, "_get_stopping_criteria", "model._get_stopping_criteria"),
+    "inputs": (Llama, "prepare_inputs_for_generation", "model.prepare_inputs_for_generation"),
+    "static": (Mixin, "_expand_inputs_for_generation", "model._expand_inputs_for_generation"),
+    "update": (Mixin, "_update_model_kwargs_for_generation", "model._update_model_kwargs"),
+    "top_k": (utils.TopKLogitsWarper, "__call__", "transformers.generation.TopKLogitsWarper"),
+    "top_k_made": (utils.TopKLogitsWarper, "__init__", "transformers.generation.TopKLogitsWarper"),
+    "all_warpers": (utils.LogitsProcessorList, "__call__", "generation.LogitsProcessorList"),
+    "end": (utils.EosTokenCriteria, "__call__", "transformers.generation.EosTokenCriteria"),
+}
+
+
+@pytest.fixture(scope="module")
+def trainers(model_path, tmp_path_factory):
+    """Trainers that outlive a test: a plain model, and LoRA in both classes of peft."""
+    out = tmp_path_factory.mktemp("originals")
+    options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
+    return {
+        name: cases.trainer(fast.FastGRPOTrainer, model_path, out, **given)
+        for name, given in options.items()
+    }
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_replaced_method_of_a_class(trainers, monkeypatch, case):
+    cls, name, reason = CLASSES[case]
+    assert not isinstance(trainers["plain"]._sampling(), str)
+    original = getattr(cls, name, None) or getattr(Llama, name)
+    monkeypatch.setattr(cls, name, wrapped(original), raising=False)
+    said = str(trainers["plain"]._sampling())
+    assert reason in said and "is not transformers' own" in said
+
+
+@pytest.mark.parametrize("name", ["generate", "_sample", "forward"])
+def test_what_was_replaced_before_the_trainer_was_built(model_path, tmp_path, monkeypatch, name):
+    """A `forward` that is replaced later is not called by TRL either: it holds the first one."""
+    monkeypatch.setattr(Llama, name, wrapped(getattr(Llama, name)), raising=False)
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path)
+    assert trainer._sampling() == f"model.{name} is not transformers' own"
+
+
+def test_an_edited_copy_of_the_source_is_not_the_original(trainers, monkeypatch):
+    monkeypatch.setattr(Mixin, "generate", torch.no_grad()(copied_source("generate")))
+    assert trainers["plain"]._sampling() == "model.generate is not transformers' own"
+
+
+@pytest.mark.parametrize("name", ["TopPLogitsWarper", "StoppingCriteriaList"])
+def test_another_class_in_the_place_of_a_part(trainers, monkeypatch, name):
+    monkeypatch.setattr(utils, name, type(name, (getattr(utils, name),), {}))
+    assert f"transformers.generation.{name} is not" in trainers["plain"]._sampling()
+
+
+ATTRIBUTES = {
+    "generate": lambda lm, model: (lm, "generate", "model.generate"),
+    "sample": lambda lm, model: (lm, "_sample", "model._sample"),
+    "forward": lambda lm, model: (lm, "forward", "model.forward"),
+    "head": lambda lm, model: (lm.lm_head, "forward", "lm_head.forward"),
+    "outer": lambda lm, model: (model, "generate", "model.generate"),
+    "outer_forward": lambda lm, model: (model, "forward", "model.forward"),
+    "outer_class": lambda lm, model: (type(model), "forward", "model.forward"),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "task"])
+@pytest.mark.parametrize("how", [wrapped, functools.partial])
+@pytest.mark.parametrize("case", ATTRIBUTES)
+def test_a_replaced_attribute(trainers, monkeypatch, case, how, kind):
+    trainer = trainers[kind]
+    owner, name, reason = ATTRIBUTES[case](trainer._lm, trainer.model)
+    if case == "outer_class" and kind == "plain":
+        pytest.skip("TRL holds the forward that the class had")
+    assert not isinstance(trainer._sampling(), str)
+    monkeypatch.setattr(owner, name, how(getattr(owner, name)))
+    assert trainer._sampling() == f"{reason} is not transformers' own"
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "a forward hook of model"),
+        ("lm_head", "a forward hook of lm_head"),
+        ("model.layers.0", "a forward hook was added after the trainer was built"),
+    ],
+)
+def test_a_hook_of_somebody_else(trainers, name, reason, pre):
+    trainer = trainers["plain"]
+    module = trainer._lm.get_submodule(name)
+    register = module.register_forward_pre_hook if pre else module.register_forward_hook
+    with register(lambda *_: None):
+        assert reason in str(trainer._sampling())
+    assert not isinstance(trainer._sampling(), str)
+
+
+def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
+    """TRL's fused head keeps the forward that the model had in a closure."""
+    model = Llama.from_pretrained(model_path)
+    model.forward = wrapped(model.forward)
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, more={"model": model})
+    assert trainer._sampling() == "model.forward is not transformers' own"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"lora": {}}, {"bf16": True}, {"cast_lm_head_to_fp32": True},
+    {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "lora": {}},
+], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
+def test_what_libraries_wrap_is_the_original(model_path, tmp_path, options):
+    """Before, during and after a run; and a bound method that was assigned is the original."""
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
+    trainer._lm.generate = trainer._lm.generate
+    del trainer._generate_single_turn
+    trainer.train()
+    assert trainer.fast_path["rollouts"] == "ours"
+    assert not isinstance(trainer._sampling(), str)
+
+
+def always(token: int) -> Any:
+    def forced(self: Any, input_ids: Any, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
+
+    return forced
+
+
+@pytest.mark.parametrize("case", ["generate", "processors", "forward"])
+def test_the_replacement_decides_the_tokens(model_path, tmp_path, monkeypatch, case):
+    if case == "generate":
+
+        def generate(self: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            return torch.nn.functional.pad(input_ids, (0, 3), value=7)
+
+        monkeypatch.setattr(Mixin, "generate", generate)
+    elif case == "processors":
+        monkeypatch.setattr(utils.LogitsProcessorList, "__call__", always(7))
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1)
+    if case == "forward":
+        inner = trainer._lm.forward
+
+        def forward(*args: Any, **options: Any) -> Any:
+            output = inner(*args, **options)
+            if getattr(output, "logits", None) is not None:
+                output.logits = always(7)(None, None, output.logits.flatten(0, 1))[None].view_as(
+                    output.logits
+                )
+            return output
+
+        trainer._lm.forward = forward
+    del trainer._generate_single_turn
+    drawn, _ = trainer._generate_single_turn([[5, 6, 7], [8, 9]], None, {}, 1)
+    assert {token for ids in drawn for token in ids} == {7}
+    assert trainer.fast_path["rollouts"].startswith("TRL's: ")

@@ -29,12 +29,18 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )  # fmt: skip
 
-    page_size: int = Field(256, ge=4)  # tokens of a page of the cache
-    pages: int | None = Field(None, ge=1)  # None: what the GPU's memory holds
-    max_batch_tokens: int | None = Field(None, ge=1)  # of one pass; None: by the GPU's memory
-    timeout: float = Field(600.0, gt=0, le=1e6)  # seconds without any completion
+    page_size: int = Field(256, ge=4)
+    """Tokens of a page of the cache."""
+    pages: int | None = Field(None, ge=1)
+    """Pages of the cache; null takes what the GPU's memory holds."""
+    max_batch_tokens: int | None = Field(None, ge=1)
+    """Tokens of one forward pass; null is chosen by the GPU's memory."""
+    timeout: float = Field(600.0, gt=0, le=1e6)
+    """Seconds without a finished completion after which the run ends."""
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast recipes`, `train`, `reward-model`, `eval`, `plan`, `plot`, `audit`,
-`export`, `doctor`, `bench`.
+"""The command line: `grpo-fast train`, `reward-model`, `eval`, `export`, `doctor`, `bench`, and the
+commands of `cli_views`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Worded, key_values, refuse, told
+from grpo_fast.cli_views import views
+from grpo_fast.train.report.endings import Debug, Worded, Words, key_values, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -32,20 +33,33 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-Words = list[str] | None
+def _print_lines(*lines: str) -> None:
+    from grpo_fast.data import escape_control  # prompts and completions may hold anything
+
+    for line in lines:
+        typer.echo(escape_control(line))
+
+
 Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)]
 
 
 @app.callback()
-def main(version: Version = False) -> None:
+def main(version: Version = False, debug: Debug = False) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
+
+
+app.add_typer(views)
 
 
 @app.command(cls=Worded)
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl")
+        Words,
+        key_values(
+            "Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl; "
+            "`grpo-fast config` lists all keys."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Write to this folder in the output_dir.")
@@ -75,15 +89,6 @@ def train(
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
-
-
-@app.command()
-def recipes() -> None:
-    """List the recipes: what each trains, its size, its time, what it needs."""
-    from grpo_fast.train.config.recipes import recipe_table
-
-    for command, what, size, time, needs in recipe_table():
-        typer.echo(f"grpo-fast {command}\n    {what}; {size}; {time}; needs {needs}")
 
 
 @app.command(name="reward-model", cls=Worded)
@@ -134,71 +139,13 @@ def evaluate(
         others = [word for word in words or () if is_model(word)]
         settings = parse_settings([word for word in words or () if word not in others[:1]])
         if others:
-            both = command.compare_models(model, others[0], settings, allow_code=allow_code)
+            both = command.compare_models(
+                model, others[0], settings, allow_code=allow_code, say=_print_lines
+            )
             typer.echo(f"A: {model}\nB: {others[0]}\n{command.paired_table(both)}")
         else:
-            results = command.run_eval(model, settings, allow_code=allow_code)
+            results = command.run_eval(model, settings, allow_code=allow_code, say=_print_lines)
             typer.echo(command.table(results))
-
-
-@app.command(cls=Worded)
-def plan(
-    model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
-    settings: Annotated[
-        Words, key_values("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Predict what fits on a GPU: tokens per micro-batch under each option, without weights."""
-    from rich.console import Console
-
-    from grpo_fast.train.planning.plan import plan as predict
-    from grpo_fast.train.planning.plan import render
-
-    with told(debug):
-        Console().print(*render(predict(model, settings or [])), sep="")
-
-
-@app.command(cls=Worded)
-def plot(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN... | losses [NAME,...] [KEY=VALUE]...",
-            help="Folders of runs, or their metrics.jsonl; or loss types, drawn over the ratio: "
-            "losses grpo,cispo,sapo advantage=1,-1 epsilon_low=0.2",
-        ),
-    ],
-    out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Draw the curves of runs in one picture, or value and slope of any losses over the ratio."""
-    with told(debug, OSError, code=USAGE_ERROR):
-        if what[0] == "losses":
-            from grpo_fast.train.report.loss_curves import plot_losses
-
-            path = plot_losses(what[1:], os.path.expanduser(out or "losses.png"))
-        else:
-            from grpo_fast.train.report.curves import plot_runs, usual_picture
-
-            runs = [os.path.expanduser(run) for run in what]
-            path = plot_runs(runs, os.path.expanduser(out) if out else usual_picture(runs))
-        typer.echo(str(path))
-
-
-@app.command()
-def audit(
-    run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
-    debug: Debug = False,
-) -> None:
-    """List how each prompt that a run has drawn ended; status 1 where one was skipped."""
-    from grpo_fast.train.runs.audit import audit as follow
-
-    with told(debug):
-        prompts = follow(os.path.expanduser(run))
-        for line in prompts.lines():
-            typer.echo(line)
-    sys.exit(1 if prompts.problems else 0)
 
 
 @app.command()

@@ -15,6 +15,7 @@ __all__ = [
     "DataSource",
     "DatasetError",
     "Example",
+    "FILES",
     "Prompt",
     "TASKS",
     "TRACES",
@@ -31,7 +32,8 @@ __all__ = [
 GENERATED: dict[str, Any] = {"sort": SortTask, "arithmetic": ArithmeticTask}
 LISTED = ("lecture", "open")
 TRACES = "traces"
-TASKS = (*GENERATED, *LISTED, "gsm8k", "jsonl", TRACES)
+FILES = ("gsm8k", "jsonl")
+TASKS = (*GENERATED, *LISTED, *FILES, TRACES)
 
 
 def load_examples(
@@ -68,7 +70,7 @@ def load_examples(
         return listed_examples(data.task)
     if data.task == TRACES:  # both splits: nobody is asked
         return trace_examples(str(getattr(data, "path", None)))
-    if data.task in ("gsm8k", "jsonl"):
+    if data.task in FILES:
         return load_file_examples(data, split=split, seed=seed, count_tokens=count_tokens)
     raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {data.task!r}")
 

@@ -21,6 +21,7 @@ from grpo_fast.errors import conflict, require
 log = logging.getLogger(__name__)
 
 SPLIT_SEED = "grpo_fast held-out lines"
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 PROMPT_FIELDS = ("prompt", "question", "messages")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")  # as rewards read it, too: ASCII digits only
@@ -68,9 +69,10 @@ _OPTIONS = (
 
 
 def is_local(source: str) -> bool:
-    """Whether a source in one word is a file or folder rather than a hub id."""
-    looks_local = source.startswith((".", "/", "~")) or source.endswith(".jsonl")
-    return looks_local or os.path.exists(source)
+    """Return whether a source in one word is a file or folder rather than a hub id owner/name."""
+    owner, _, name = source.partition("/")
+    is_id = name and "/" not in name and not owner.startswith((".", "~")) and owner
+    return not is_id or source.endswith(FORMATS) or os.path.exists(source)
 
 
 def read_examples(

@@ -53,6 +53,13 @@ class Form(NamedTuple):
         return example._replace(prompt=[*messages, {"role": "user", "content": text}])
 
 
+def in_chat(example: Example) -> Example:
+    """Return the example with a prompt of plain text as a user's message."""
+    if not isinstance(example.prompt, str):
+        return example
+    return example._replace(prompt=[{"role": "user", "content": example.prompt}])
+
+
 class ShotPrompts(Made[Example]):
     """Examples whose prompts begin with worked examples, which are drawn when one is read.
 

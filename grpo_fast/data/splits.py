@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.data import TRACES, Example, load_examples, task_symbols
-from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.data import FILES, TRACES, Example, load_examples, task_symbols
+from grpo_fast.data.prompts import in_chat
+from grpo_fast.data.tokenizer import has_chat_template, token_counter
 
 MADE = 256  # of examples that are made when asked for, so many stand for all
 
@@ -29,6 +31,19 @@ class Splits:
             load_examples(data, split=split, seed=seed, count_tokens=counted)
             for split in ("train", "test")
         )
+
+    def asked_of(self, tokenizer: Any) -> Splits:
+        """Return the splits in the form in which this tokenizer's model is asked.
+
+        Questions of a file become chat messages if the tokenizer has a chat template, unless
+        `data.chat` is set.
+        """
+        splits = copy.copy(self)
+        splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
+        if splits.data.chat and not self.data.chat:
+            splits.train = [in_chat(example) for example in self.train]
+            splits.test = [in_chat(example) for example in self.test]
+        return splits
 
     def with_shots(self, tokenizer: Any) -> Splits:
         """The splits with `shots_tokens` of worked examples in front of each question."""
@@ -50,6 +65,13 @@ class Splits:
     def fingerprints(self) -> dict[str, str]:
         """A hash of the questions, answers and fields of each split: `data.train`, `data.test`."""
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
+
+
+def asks_in_chat(data: Any, tokenizer: Any) -> bool:
+    """Return whether questions are sent as chat messages: `data.chat`, or by the tokenizer."""
+    if data.chat is None:
+        return data.task in FILES and has_chat_template(tokenizer)
+    return bool(data.chat)
 
 
 def _fingerprint(examples: Sequence[Example]) -> str:

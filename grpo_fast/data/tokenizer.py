@@ -62,6 +62,11 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     return _wrap(tokenizer)
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has a chat template, other than the stand-in of this module."""
+    return getattr(tokenizer, "chat_template", None) not in (None, PLAIN_CHAT_TEMPLATE)
+
+
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -15,7 +15,7 @@ from grpo_fast.rewards.columns import SAMPLED, check_examples, score
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
-from grpo_fast.rewards.rules import Scorer, scorer_for
+from grpo_fast.rewards.scoring import Scorer, scorer_for
 
 __all__ = [
     "REWARDS",

@@ -1,14 +1,12 @@
-"""Rewards by rules: right and wrong, the form of a completion; and how an evaluation judges."""
+"""Rewards by rules: right and wrong answers, and the form of a completion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from decimal import Decimal
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from grpo_fast.data import TASKS
+from grpo_fast.data.answers import extract_strict
 from grpo_fast.errors import require
-from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
+from grpo_fast.rewards.scoring import answer_scorer
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -16,32 +14,22 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 # ------------------------------------------------------------------------------- numbers (GSM8K)
 def gsm8k_correct(*, completions: Texts, answers: Texts) -> list[float]:
-    """1 where the answer in the required format is the gold number (the format is part of it)."""
-    return _correct(extract_strict, completions, answers)
+    """Return 1 where the answer behind `####` or in `<answer>` is the gold answer, else 0."""
+    scorers = map(answer_scorer, answers)
+    pairs = zip(scorers, completions, strict=True)
+    return [float(scorer.is_right(scorer.strict(text))) for scorer, text in pairs]
 
 
 def gsm8k_correct_lenient(*, completions: Texts, answers: Texts) -> list[float]:
-    """1 where the final number of the completion, in any format, is the gold number."""
-    return _correct(extract_lenient, completions, answers)
+    """Return 1 where the final answer of the completion, in any format, is the gold answer."""
+    scorers = map(answer_scorer, answers)
+    pairs = zip(scorers, completions, strict=True)
+    return [float(scorer.is_right(scorer.lenient(text))) for scorer, text in pairs]
 
 
 def gsm8k_format(*, completions: Texts) -> list[float]:
-    """1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
+    """Return 1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
     return [float(extract_strict(text) is not None) for text in completions]
-
-
-def gold_number(answer: str) -> Decimal:
-    """The gold answer as a number. Raises ValueError for any other text: a fault of the data."""
-    number = parse_number(answer)
-    require(number is not None, "answers", "a number of at most 32 digits", repr(answer[:60]))
-    return number
-
-
-def _correct(
-    extract: Callable[[str], Decimal | None], completions: Texts, answers: Texts
-) -> list[float]:
-    pairs = zip(completions, answers, strict=True)
-    return [float(extract(text) == gold_number(gold)) for text, gold in pairs]
 
 
 # -------------------------------------------------- symbols separated by blanks (CS336's lecture)
@@ -136,41 +124,3 @@ def _tag_count(text: str, tags: Texts, number: bool) -> int:
     if number:
         return len(places) + (extract_strict(text) is not None)
     return len(places) + (len(places) == len(tags) and places == sorted(places))
-
-
-# ------------------------------------------------------------------------------------ evaluation
-class Scorer(NamedTuple):
-    """How a task's answers are read in an evaluation; None: there is no answer in the text."""
-
-    strict: Callable[[str], Hashable | None]  # reads an answer out of a completion
-    lenient: Callable[[str], Hashable | None]
-    gold: Callable[[str], Hashable | None]  # reads the right one
-
-
-def scorer_for(task: str, answers: Texts = ()) -> Scorer:
-    """The scorer of a task of `grpo_fast.data.TASKS`.
-
-    gsm8k, and jsonl where all `answers` are numbers: strict needs `####` or `<answer>`, lenient
-    takes the final number of the text. Generated tasks: the symbols must agree one by one. Other
-    jsonl: the whole completion (strict) or its last non-empty line (lenient), blanks normalised.
-    """
-    require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
-    if task in ("sort", "arithmetic", "lecture"):
-        return Scorer(_symbols, _symbols, _symbols)
-    is_text = not answers or any(parse_number(answer) is None for answer in answers)
-    if task == "open" or (task == "jsonl" and is_text):
-        return Scorer(_normal, _last_line, _normal)
-    return Scorer(extract_strict, extract_lenient, gold_number)
-
-
-def _symbols(text: str) -> tuple[str, ...] | None:
-    return tuple(text.split()) or None
-
-
-def _normal(text: str) -> str | None:
-    return " ".join(text.split()) or None
-
-
-def _last_line(text: str) -> str | None:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return _normal(lines[-1]) if lines else None

@@ -20,14 +20,22 @@ COLDEST = 1e-6
 class Sampling(BaseModel):
     """How completions are drawn."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )  # fmt: skip
 
     max_new_tokens: int = Field(256, ge=1, le=1 << 20)
-    temperature: float = Field(1.0, ge=0)  # 0: greedy
+    """Most tokens of a completion."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)  # 0: off
-    min_p: float = Field(0.0, ge=0, le=1)  # of the likeliest token's probability; 0: off
-    batch_size: int | None = Field(None, ge=1)  # completions at a time; None: all at once
+    """Sample from the likeliest tokens that hold this probability; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many likeliest tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens less likely than this times the likeliest token; 0 keeps all."""
+    batch_size: int | None = Field(None, ge=1)
+    """Completions at a time; null samples all at once."""
 
     @property
     def truncates(self) -> bool:

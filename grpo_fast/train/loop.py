@@ -17,6 +17,7 @@ from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
@@ -79,8 +80,8 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
     return rewards, splits, prints
 
 
-def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """The policy, and the reference where that is another model."""
+def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None, Splits]:
+    """Return the policy, a reference model of its own or None, and the questions as it is asked."""
     is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -88,7 +89,14 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
         another = load_another(config.reference, config.model, policy)
     if not config.is_sharded:
         distributed.align([policy.model])
-    return policy, another
+    return policy, another, questions.asked_of(policy.tokenizer)
+
+
+def _kernels(policy: Policy) -> dict[str, Any]:
+    return {
+        "backend": route.head_route("auto", policy.head.weight).backend,
+        "backend_fallback": route.fallback_reason(policy.device.type),
+    }
 
 
 def _train(start: Start) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def _train(start: Start) -> dict[str, Any]:
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
     rewards, questions, prints = _load_inputs(start)
-    policy, another = _load_models(config, questions)
+    policy, another, questions = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
@@ -124,11 +132,9 @@ def _train(start: Start) -> dict[str, Any]:
             run.load(start.checkpoint)
             start.enter_folder(report)  # cuts logs back: only now, so a failed start cuts none
             report.note(f"goes on from {start.checkpoint}")
-        kernels = {
-            "backend": route.head_route("auto", policy.head.weight).backend,
-            "backend_fallback": route.fallback_reason(policy.device.type),
-        }
+        kernels = _kernels(policy)
         report.note(*opening_lines(config.rollout, kernels, engine.fallback))
+        report.note(*asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt))
         with run.saved_when_it_ends():
             for step in run.steps():
                 make_step(step, collector, trainer, run.rest)

@@ -1,6 +1,7 @@
 """What a run wrote and what it was worth: rows, their parquet files, and the page of a run."""
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -92,7 +93,7 @@ def rows_with(advantages, count=4, answered=True, by_token=None):
     if by_token is not None:
         batch.set("token_advantages", list(map(torch.tensor, by_token)))
     examples = examples if answered else [e._replace(answer=None) for e in examples]
-    scorer = scorer_for("sort" if answered else "jsonl")
+    scorer = functools.partial(scorer_for, "sort" if answered else "jsonl")
     used = batch.used_advantages()
     return rows_of(step, used, examples, tokenizer, scorer, count=count, group_size=2)
 
@@ -129,7 +130,8 @@ def test_strict_and_lenient_answers_are_told_apart():
     examples = [Example("q", "1080", None)] * 3
     step = Collected(rollout, RewardResult(torch.zeros(3), {}, {}), torch.zeros(3), {}, 9, [])
     used = [torch.zeros(len(i)) for i in ids]
-    rows = rows_of(step, used, examples, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
+    scorer = functools.partial(scorer_for, "gsm8k")
+    rows = rows_of(step, used, examples, tokenizer, scorer, count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
     shown = Walk(step_html(rows, 10**6)).text

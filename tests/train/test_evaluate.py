@@ -1,5 +1,6 @@
 """Evaluation: accuracies, errors, pass@k and maj@k by hand; two models on the same questions."""
 
+import functools
 import itertools
 import math
 import random
@@ -15,7 +16,7 @@ from grpo_fast.train.evaluation import statistics as module
 from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
 from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
 
-NUMBERS = scorer_for("gsm8k")
+NUMBERS = functools.partial(scorer_for, "gsm8k")
 
 
 def asked(replies):

@@ -117,7 +117,7 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
-    monkeypatch.setattr("grpo_fast.train.update.budget._host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.update.budget.host_memory", lambda: 8 << 30)
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [

@@ -233,7 +233,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     )]  # fmt: skip
     assert most == sorted(set(most))
     text = shown(found)
-    assert "494M parameters on 141 GB" in text and "16,368" in text and "139,248" in text
+    assert "494M parameters in 141 GB" in text and "16,368" in text and "139,248" in text
     assert len(found.cases) == len(CASES)  # the wanted one is among them
     # The head's workspace is that of the GPU in question, not of the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 48 >> 20 << 20}
@@ -254,7 +254,8 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
-        ("sort", [], "gpu: expected gpu=<GB"),
+        ("sort", ["gpu=Q100"], "gpu: expected the GB of the GPU's memory (gpu=80), or one of A10,"),
+        ("sort", ["gpu=TB"], "gpu: expected the GB"),
     ],
 )
 def test_plans_that_are_refused(model, settings, message, monkeypatch):
@@ -262,6 +263,36 @@ def test_plans_that_are_refused(model, settings, message, monkeypatch):
     with pytest.raises(ValueError, match="(?s).*") as error:
         plan(model, settings)
     assert message in str(error.value)
+
+
+def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("grpo_fast.train.planning.plan.host_memory", lambda: 64 * 10**9)
+    found = plan("sort", [])
+    assert (found.device, found.gb, found.usable) == ("cpu", 64.0, 32e9)
+    assert found.memory[0][1] == predict_run(found.shape, load_recipe("sort"), "cpu", 64 * 10**9)
+    assert "64 GB of this machine, which has no GPU" in " ".join(shown(found).split())
+
+
+@pytest.mark.parametrize(
+    ("word", "gb"),
+    [("H100", 80), ("h100", 80), ("'NVIDIA H200'", 141), ("A100-40GB", 40), ("RTX 4090", 24),
+     ("80GB", 80), ("80", 80), ("24.5", 24.5)],
+)  # fmt: skip
+def test_a_gpu_by_its_name(word, gb):
+    assert plan("sort", [f"gpu={word}"]).gb == gb
+
+
+def test_what_fits_comes_first_and_a_sentence_last():
+    small, large, none = (plan("qwen2.5-7b", [f"gpu={gb}"]) for gb in (80, 1000, 4))
+    labels = [label for label, _ in small.ranked]
+    assert labels[0] == "checkpointing, LoRA r=16" and set(labels) == {name for name, _ in OPTIONS}
+    assert labels[2] == "as configured"
+    sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
+    assert small.verdict.startswith(sentence) and render(small)[-1] == small.verdict
+    assert large.verdict.startswith("qwen2.5-7b fits as configured: ")
+    assert none.verdict.startswith("No set of options holds a prompt of 8,192 tokens with 16 ")
+    assert none.verdict.endswith(" GB are needed, 3.6 GB are planned with.")
 
 
 @pytest.mark.parametrize("shared", [True, False])

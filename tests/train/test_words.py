@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
-from grpo_fast.train.config.words import close_to, own_words, quoted
+from grpo_fast.train.config.words import ELSEWHERE, close_to, dotted_keys, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -30,13 +31,23 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         # the nearest key: in its own section, of another trainer's name, in other sections
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
-        ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
-        ("train", "rollout.num_generations=1", "unknown key; nearest: group_size"),
-        ("train", "num_generations=1", "unknown key; nearest: rollout.group_size"),
+        ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
+        ("train", "rollout.num_generations=1", "unknown key; here it is rollout.group_size"),
+        ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
+        ("train", "max_new_token=1", "unknown key; nearest: rollout.max_new_tokens"),
+        ("reward-model", "learning_rate=1", "learning_rate: unknown key; here it is optim.lr"),
+        ("reward-model", "num_generations=1", "num_generations: unknown key; known: seed"),
+        ("eval", "max_completion_length=1", "unknown key; nearest: max_new_tokens"),
+        ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be less than or eq"),
+        ("train", "rollout.group_size=1e6 rollout.prompts_per_step=1e6",
+         "rollout.group_size: expected at most 1048576 completions in a step"),
+        ("train", "eval.samples=1e9", "eval.samples: Input should be less than or equal to"),
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
         ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
         ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
+        *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
+          for theirs, ours in ELSEWHERE.items()),
         ("reward-model", "centre=1", "centre: unknown key; nearest: center"),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
         # the nearest value
@@ -234,6 +245,86 @@ def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
     if reader == "train":
         save_config(config, tmp_path / "config.yaml")
         assert load_recipe(str(tmp_path / "config.yaml")) == config
+
+
+def test_every_key_of_another_library_points_to_a_key_that_exists():
+    keys = set(dotted_keys(RunConfig))
+    assert not set(ELSEWHERE) & {key for key in keys if "." not in key}
+    for ours in ELSEWHERE.values():
+        assert ours.partition("=")[0] in keys, ours
+
+
+def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
+    said = invoke("config").output.splitlines()
+    keys = [line.partition(":")[0] for line in said[::2]]
+    assert keys == list(dotted_keys(RunConfig))
+    # `checkpoint.…` has its sentences in comments.
+    silent = [key for key, text in zip(keys, said[1::2], strict=True) if not text.strip()]
+    assert all(key.startswith("checkpoint.") for key in silent), silent
+    lines = invoke("config", "optim").output.splitlines()
+    assert "optim.lr: number = 1e-06" in lines and lines[0] == "optim: section"
+    assert 'optim.schedule: constant | linear | cosine = "constant"' in lines
+    assert "    Learning rate." in lines and not any(x.startswith("model") for x in lines)
+    assert invoke("config", "rollout.group_size").output.splitlines()[0].endswith("integer = 8")
+    assert "data.task: sort | arithmetic" in invoke("config", "data").output
+    assert refused(invoke("config", "optm"), "config: no key or section 'optm'; nearest: optim")
+    assert "grpo-fast config" in invoke("train", "--help").output
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("mine.py:short", ["mine.py:short"]), ("exact_match", ["exact_match"]),
+        ("[exact_match, 'mine.py:short']", ["exact_match", "mine.py:short"]),
+        ("[mine.py:short]", ["mine.py:short"]), ("{name: exact_match}", ["exact_match"]),
+        ("[{name: exact_match, weight: 2}, package.module:f]", ["exact_match", "package.module:f"]),
+    ],
+)  # fmt: skip
+def test_rewards_by_their_names_alone(value, names):
+    assert [reward.name for reward in load_recipe("sort", [f"rewards={value}"]).rewards] == names
+
+
+def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "recipes"
+    (folder / "weights").mkdir(parents=True)
+    for name in ("q.jsonl", "mine.py", "own.py"):
+        (folder / name).write_text("")
+    (tmp_path / "own.py").write_text("")  # the recipe's folder comes first
+    (folder / "r.yaml").write_text(
+        "model: {path: weights}\ndata: {task: jsonl, path: q.jsonl}\noutput_dir: out\n"
+        "reference: {kind: frozen, path: owner/name}\nloss: {beta: 0.1}\n"
+        "rewards: [mine.py:f, {name: 'own.py:g'}, gsm8k_format, other.py:h,\n"
+        "  {name: reward_model, path: weights}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_recipe("recipes/r.yaml", ["data.n_test=3"])
+    assert config.data.path == "recipes/q.jsonl" and config.model.path == "recipes/weights"
+    assert config.output_dir == "out" and config.reference.path == "owner/name"
+    names = ["recipes/mine.py:f", "recipes/own.py:g", "gsm8k_format", "other.py:h", "reward_model"]
+    assert [reward.name for reward in config.rewards] == names
+    assert config.rewards[-1].path == "recipes/weights"
+    # Words of the command line are relative to the working folder.
+    assert load_recipe("recipes/r.yaml", ["data=own.py"]).data.path == "own.py"
+    monkeypatch.chdir(folder)
+    assert load_recipe("r.yaml").data.path == "q.jsonl"
+
+
+def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.data.hub.is_offline", lambda: pytest.fail("a hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    for recipe in ("nofile.yaml", "folder/nofile", "no.yml"):
+        assert refused(invoke("train", recipe), f"recipe: no such file: '{recipe}'")
+    for data in ("nofile", "nofile.jsonl", "a/b.jsonl", "a/b.parquet", "a/b/c", "./a", "~/none/x"):
+        result = invoke("train", "gsm8k-tiny", f"data={data}", f"output_dir={tmp_path / 'r'}")
+        assert refused(result, "data.path: ", "found nothing at", data.rpartition("/")[2])
+    assert not (tmp_path / "r").exists()
+
+
+def test_debug_in_front_of_the_command():
+    result = invoke("--debug", "train", "sort", "steps=x")
+    assert result.exit_code == 2 and "Traceback" in result.stderr
+    assert "--debug" not in result.stderr.splitlines()[-1]
+    assert "Traceback" not in invoke("train", "sort", "steps=x").stderr
 
 
 def test_numbers_are_those_of_yaml_1_2():

@@ -16,18 +16,22 @@ LOOPBACK = ip_address("127.0.0.1")
 
 
 class VLLMOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
-    # vllm: arguments of its class LLM, as {gpu_memory_utilization: 0.4}
     options: dict[str, Any] = Field(default_factory=dict)
-    # vllm-server: where the servers are, http://host:port
+    """Arguments of vLLM's class LLM for engine: vllm, for example {gpu_memory_utilization: 0.4}."""
     urls: list[str] = Field(default_factory=list)
-    # how weights reach them; auto: nccl from a GPU, else gloo
+    """Servers of engine: vllm-server, each as http://host:port."""
     transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    # of this machine, as the servers reach it
+    """How weights reach the servers; auto takes nccl from a GPU, else gloo."""
     address: str = Field("127.0.0.1", min_length=1)
-    timeout: float = Field(600.0, gt=0, le=1e6)  # seconds for the answers of a batch, or a transfer
-    patience: float = Field(300.0, ge=0, le=1e6)  # seconds a server that is gone is waited for
+    """Address of this machine at which the servers reach it."""
+    timeout: float = Field(600.0, gt=0, le=1e6)
+    """Seconds that the answers of a batch, or a weight transfer, may take."""
+    patience: float = Field(300.0, ge=0, le=1e6)
+    """Seconds to wait for a server that does not answer."""
 
     @model_validator(mode="before")
     @classmethod

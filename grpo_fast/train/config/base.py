@@ -24,21 +24,27 @@ UserPath = Annotated[str, AfterValidator(home_path)]
 LIMIT = 1 << 53  # JSON's readers agree on the integers below
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory before a run begins
+Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of something that is held in memory at once
 # For a choice of words: YAML takes this one for false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 Decay = Annotated[float, Field(ge=0, lt=1)]
+# One entry of a list may be written without the list: rewards=myreward.py:reward
+Listed = BeforeValidator(lambda came: [came] if isinstance(came, (str, dict)) else came)
 CommaList = BeforeValidator(  # k=1,4,8
     lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
 )
 
 
 class Section(BaseModel):
-    """A part of the configuration: no unknown keys, finite numbers, checks on assignment too."""
+    """A part of the configuration: no unknown keys, finite numbers, checks on assignment too.
+
+    The docstring below a field is what `grpo-fast config` prints about the field.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
-    )
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -16,18 +16,29 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 class DataConfig(Section):
     task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
-    # jsonl file, or a folder with train.jsonl and test.jsonl; traces: of recorded rollouts
+    """Generated prompts, listed prompts, GSM8K, questions of a file, or recorded rollouts."""
     path: UserPath | None = None
-    name: str | None = None  # hub id, for example openai/gsm8k
-    prompt_template: str | None = None  # text with {question}, or a name of PROMPT_TEMPLATES
+    """A file, or a folder with a training and a test split."""
+    name: str | None = None
+    """Hub id of a dataset, for example openai/gsm8k, or owner/name:config."""
+    prompt_template: str | None = None
+    """Text with {question} in it, or plain, hash or answer_tag."""
     system_prompt: str | None = None
-    chat: bool = False  # send the prompt through the tokenizer's chat template
-    shots: Count = 0  # worked examples before the question, the same ones for all
-    shots_tokens: Positive | None = None  # instead: as many as fit, others for each question
-    n_train: Positive | None = None  # None: all
+    """System message in front of every question."""
+    chat: bool | None = None
+    """Ask through the chat template; null does so if the model's tokenizer has a template."""
+    shots: Count = 0
+    """Worked examples in front of each question, the same ones for all questions."""
+    shots_tokens: Positive | None = None
+    """Tokens to fill with worked examples, drawn for each question; instead of `shots`."""
+    n_train: Positive | None = None
+    """Training examples; null means all."""
     n_test: Size | None = None
-    digits: int = Field(5, ge=1, le=4096)  # generated tasks: length of a prompt
-    symbols: int = Field(10, ge=2, le=1 << 20)  # sort: how many different symbols
+    """Test examples; null means all, or a tenth of a single file."""
+    digits: int = Field(5, ge=1, le=4096)
+    """Length of a generated prompt."""
+    symbols: int = Field(10, ge=2, le=1 << 20)
+    """Number of different symbols of task: sort."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -50,13 +61,25 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    name: str  # a built-in one's, package.module:function or file.py:function
-    label: str | None = None  # its name in the metrics; None: the function's
-    weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
+    name: str
+    """A built-in reward, package.module:function or file.py:function."""
+    label: str | None = None
+    """Name in the metrics; null means the function's name."""
+    weight: float = Field(1.0, ge=-1e30, le=1e30)
+    """Weight in the sum of the rewards."""
     options: dict[str, Any] = Field(default_factory=dict)
-    path: UserPath | None = None  # reward_model: hub id or local folder
-    timeout: float = Field(60.0, gt=0, le=1e6)  # seconds a call in a worker process may take
-    in_process: bool = False  # own functions: no worker, so that what they do they do to the run
+    """Keyword arguments of the function."""
+    path: UserPath | None = None
+    """Hub id or local folder of a reward_model."""
+    timeout: float = Field(60.0, gt=0, le=1e6)
+    """Seconds that a call in a worker process may take."""
+    in_process: bool = False
+    """Call your function in the trainer's process instead of a worker process."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, settings: Any) -> Any:
+        return {"name": settings} if isinstance(settings, str) else settings
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
@@ -72,23 +95,33 @@ class RewardConfig(Section):
 class DynamicSamplingConfig(Section):
     """Groups whose rewards are all alike teach nothing: they are dropped, other prompts asked."""
 
-    rounds: Positive = 4  # of asking for others; then the batch is filled with dropped groups
-    judged_by: str | None = None  # the reward whose spread counts; None: the weighted sum
+    rounds: Positive = 4
+    """Times that further prompts are sampled before dropped groups fill the batch."""
+    judged_by: str | None = None
+    """The reward whose spread counts; null means the weighted sum."""
 
 
 class RolloutConfig(Section, Sampling):
-    engine: EngineName = "transformers"  # who samples
+    engine: EngineName = "transformers"
+    """The engine that samples completions."""
     temperature: float = Field(1.0, gt=0)
-    group_size: Positive = 8  # G completions per prompt
-    prompts_per_step: Positive = 8
-    mask_truncated: bool = False  # a completion without an EOS does not count in the loss
-    correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
-    # 1: a step's completions are sampled during the step before, with the weights it began with
+    """Sampling temperature."""
+    group_size: Size = 8
+    """Completions per prompt (G)."""
+    prompts_per_step: Size = 8
+    """Prompts per step."""
+    mask_truncated: bool = False
+    """Leave completions without an EOS out of the loss."""
+    correct_sampling: bool = False
+    """Correct the loss by the ratio of the trainer's probabilities to the sampler's."""
     ahead: int = Field(0, ge=0, le=1)
-    dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
-    # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
+    """1 samples a step's completions during the step before, with the weights of its start."""
+    dynamic: DynamicSamplingConfig | None = None
+    """Drop groups of equal rewards and sample further prompts."""
     replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
-    vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
+    """With top_p or top_k, auto computes the loss over the tokens that the sampler kept."""
+    vllm: VLLMOptions = Field(default_factory=VLLMOptions)
+    """Options of the engines vllm and vllm-server."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,9 +148,12 @@ class RolloutConfig(Section, Sampling):
 
 
 class HeldOut(Section, Sampling):
-    n: Positive | None = None  # prompts; None: all
-    samples: Positive = 1  # per prompt
-    max_new_tokens: Size | None = None  # None: the rollout's
+    n: Positive | None = None
+    """Held-out questions; null means all."""
+    samples: Size = 1
+    """Completions per question."""
+    max_new_tokens: Size | None = None
+    """Most tokens of a completion; null means the rollout's."""
 
     @property
     def wants_kept(self) -> bool:
@@ -126,7 +162,11 @@ class HeldOut(Section, Sampling):
 
 
 class EvalConfig(HeldOut):
-    every: Count = 0  # steps; 0: only before and after
-    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    every: Count = 0
+    """Steps between evaluations; 0 evaluates only before and after the run."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     batch_size: Positive = 256
-    k: list[Positive] = Field(default_factory=list)  # pass@k, maj@k; ≤ samples
+    """Completions at a time."""
+    k: list[Positive] = Field(default_factory=list)
+    """Values of pass@k and maj@k, at most `samples`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
@@ -19,6 +19,45 @@ OLD_WORDS = {
     f"{old}_{kind}": {"kind": kind, "level": level}
     for old, level in (("token", "token"), ("sequence", "product"))
     for kind in ("truncate", "mask")
+}
+
+
+# What `grpo-fast config loss` prints; formulas are in objective/README.md.
+SENTENCES = {
+    "loss_type": "The objective: grpo, dapo, cispo, gspo, and so on.",
+    "epsilon_low": "The ratio is clipped below 1 - epsilon_low.",
+    "epsilon_high": "The ratio is clipped above 1 + epsilon_high; null means epsilon_low.",
+    "delta": "Upper bound of the unclipped ratio (INTELLECT-2).",
+    "beta": "Weight of the KL to the reference.",
+    "kl_estimator": "Estimator of the KL to the reference.",
+    "kl_times_ratio": "Multiply the KL by the importance ratio.",
+    "temperature": "Temperature of the log-probabilities; null means rollout.temperature.",
+    "softcap": "Softcap of the logits; the trainer takes the model's.",
+    "logit_scale": "Scale of the logits; the trainer takes the model's.",
+    "importance_sampling_level": "One ratio per token, or one per completion.",
+    "aggregation": "How token losses are averaged; null takes the loss type's.",
+    "max_completion_length": "Divisor of fixed_length; null means rollout.max_new_tokens.",
+    "entropy_coef": "Weight of the entropy bonus.",
+    "top_entropy_quantile": "Train on this fraction of the tokens, those of the highest entropy.",
+    "sapo_temperature_pos": "SAPO's temperature for positive advantages.",
+    "sapo_temperature_neg": "SAPO's temperature for negative advantages.",
+    "vespo_k_pos": "VESPO's exponent for positive advantages.",
+    "vespo_lambda_pos": "VESPO's rate for positive advantages.",
+    "vespo_k_neg": "VESPO's exponent for negative advantages.",
+    "vespo_lambda_neg": "VESPO's rate for negative advantages.",
+    "compute_entropy": "Log the entropy even without an entropy bonus.",
+    "dual_clip_c": "Upper bound of the ratio at negative advantages (dual clip).",
+    "cispo_bound": "Whether CISPO reads epsilon_high as the bound itself or as an offset from 1.",
+    "corrections": "Corrections of the loss by the sampler's log-probabilities.",
+    "kl_clamp": "The KL of a token is clamped to this range.",
+    "kl_input_clamp": "The log ratio in the KL is clamped to this range.",
+    "entropy_over": "Entropy over the tokens that the sampler kept, or over the vocabulary.",
+    "kind": "Truncate the ratio, mask its weight outside the bounds, or reject those tokens.",
+    "low": "Lower bound of the ratio.",
+    "high": "Upper bound of the ratio.",
+    "level": "The ratio of a token, or of a completion.",
+    "ratio": "Which two policies the ratio compares.",
+    "advantages": "Correct all tokens, or only those with a negative advantage.",
 }
 
 
@@ -63,7 +102,11 @@ def _settings(name: str, kind: Any, base: Any, words: Mapping[str, Any], **own: 
     hints |= {name: Literal[(*choices, *([None] if name in NULLABLE else []))]
               for name, choices in words.items()}  # fmt: skip
     fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind)} | own
-    return create_model(name, __base__=base, **{k: v for k, v in fields.items() if v is not None})
+    described: Any = {
+        key: (Annotated[field[0], Field(description=SENTENCES[key])], field[1])
+        for key, field in fields.items() if field is not None
+    }  # fmt: skip
+    return create_model(name, __base__=base, **described)
 
 
 CorrectionSettings = _settings("CorrectionSettings", Correction, Section, WORDS)

@@ -15,10 +15,14 @@ from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, U
 class Origin(Section):
     """Where a model comes from: it is loaded (`path`), or a random start (`config`)."""
 
-    path: UserPath | None = None  # hub id or local folder
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
+    path: UserPath | None = None
+    """Hub id or local folder of the model."""
+    config: dict[str, Any] | None = None
+    """model_type and other fields of a transformers config, for a model with random weights."""
+    tokenizer: Literal["bpe", "symbols"] | None = None
+    """A tokenizer that is built from the data; null loads the tokenizer of `path`."""
+    vocab_size: Size = 2048
+    """Vocabulary size of the tokenizer `bpe`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -38,21 +42,34 @@ class LoraConfig(Section):
     """Low-rank adapters through peft; the reference is then the model without its adapter."""
 
     r: Positive = 16
+    """Rank of the adapter matrices."""
     alpha: Positive = 32
+    """Scale of the adapter: its output is multiplied by alpha / r."""
     target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter, as peft names them."""
 
 
 class ModelConfig(Origin):
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
-    autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
-    attn: str = "auto"  # attention of the rollout; training always uses the packed attention
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Dtype in which the layers compute over fp32 weights; null computes in `dtype`."""
+    attn: str = "auto"
+    """Attention of the rollout; training always uses the packed attention."""
     device: str = "auto"
+    """Torch device; auto takes a GPU if one exists."""
     lora: LoraConfig | None = None
-    gradient_checkpointing: bool = False  # recompute each layer in the backward pass
-    checkpoint_offload: bool = False  # what checkpointed layers keep lies in host memory
-    tiled_mlp: Positive | None = None  # MLPs run this many rows at a time, say 2048
-    frozen: list[str] = Field(default_factory=list)  # not trained: patterns as "*embed_tokens*"
+    """Train a low-rank adapter instead of the weights."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass, which needs less memory."""
+    checkpoint_offload: bool = False
+    """Store the inputs of checkpointed layers in host memory."""
+    tiled_mlp: Positive | None = None
+    """Rows that an MLP computes at a time, for example 2048; null computes all rows at once."""
+    frozen: list[str] = Field(default_factory=list)
+    """Parameters that are not trained, as patterns such as *embed_tokens*."""
     trust_remote_code: bool = False
+    """Run the model's Python code from the hub or the folder."""
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:
@@ -64,23 +81,34 @@ class ModelConfig(Origin):
 
 class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0)
+    """Learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Count = 0  # optimizer steps, of which a batch may see several
+    """How the learning rate changes after the warm-up; linear and cosine end at 0."""
+    warmup: Count = 0
+    """Optimizer steps of the warm-up; a batch may take several."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of Adam's two moments."""
     eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)  # .inf: no clipping
-    states: Literal["full", "8bit", "offload"] = "full"  # moments: weights' dtype, 8 bits, on host
+    """Adam's epsilon."""
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Norm to which gradients are clipped; .inf switches clipping off."""
+    states: Literal["full", "8bit", "offload"] = "full"
+    """How Adam's moments are stored: in the dtype of the weights, in 8 bits, or in host memory."""
 
 
 class ReferenceConfig(Section):
     """The model the KL term pulls towards."""
 
     kind: Literal["none", "frozen", "synced"] = "none"
-    path: UserPath | None = None  # frozen: another model of the policy's vocabulary, not its start
-    # synced: every `sync_every` steps reference = mixing·policy + (1 − mixing)·reference
+    """No reference, the policy at the start of the run, or a copy that follows the policy."""
+    path: UserPath | None = None
+    """A different model with the policy's vocabulary; only for kind: frozen."""
     sync_every: Positive = 64
+    """Steps between updates of a synced reference."""
     mixing: float = Field(0.6, gt=0, le=1)
+    """Weight m of a sync: reference = m * policy + (1 - m) * reference."""
 
     @model_validator(mode="after")
     def _path_is_frozen(self) -> ReferenceConfig:
@@ -93,22 +121,31 @@ class ReferenceConfig(Section):
 class KLConfig(Section):
     """Where the KL to the reference enters (`loss.beta`, `loss.kl_estimator`), and how much."""
 
-    into: Literal["loss", "reward"] = "loss"  # reward: −beta·kl of each token, before GAE
-    target: float | None = Field(None, gt=0)  # beta is led towards this mean kl of a token
-    horizon: float = Field(10_000.0, gt=0)  # a step of n completions moves beta by ≤ 20%·n/horizon
+    into: Literal["loss", "reward"] = "loss"
+    """Add beta * KL to the loss, or subtract it from the reward of each token before GAE."""
+    target: float | None = Field(None, gt=0)
+    """Mean KL per token that beta is adapted to; null keeps beta constant."""
+    horizon: float = Field(10_000.0, gt=0)
+    """A step of n completions changes beta by at most 20% * n / horizon."""
 
 
 class DistillConfig(Section):
     """A teacher's distribution at the policy's own samples: on-policy distillation."""
 
-    # stands for reference: {kind: frozen, path: it}; or a vLLM server, http://host:port
     teacher: UserPath | None = None
-    topk: Positive | None = None  # ids that a server says at every token (form: loss); None: 20
-    form: Literal["loss", "advantage"] = "loss"  # every token's exact gradient, or its advantage
+    """A model's folder or hub id (then it is the frozen reference), or a vLLM server's URL."""
+    topk: Positive | None = None
+    """Token ids per position that a server reports with form: loss; null means 20."""
+    form: Literal["loss", "advantage"] = "loss"
+    """Add the divergence to the loss, or log q - log p of the sampled token to its advantage."""
     kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
-    beta: float = Field(0.5, gt=0, lt=1)  # jsd: the teacher's share in the mixture
-    coef: float = Field(1.0, ge=0)  # weight of the divergence, or of log q − log p as an advantage
-    task: float = Field(1.0, ge=0)  # weight of the rewards' advantages; 0: the teacher alone
+    """The divergence between teacher and policy."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """The teacher's share in the mixture of kind: jsd."""
+    coef: float = Field(1.0, ge=0)
+    """Weight of the teacher."""
+    task: float = Field(1.0, ge=0)
+    """Weight of the advantages from the rewards; 0 learns from the teacher alone."""
 
     @property
     def asked(self) -> tuple[str, int] | None:
@@ -135,19 +172,32 @@ class DistillConfig(Section):
 class CriticConfig(Section):
     """PPO's value function, and the advantages it gives (`advantages: gae`)."""
 
-    kind: Literal["shared", "model"] = "shared"  # a head on the policy's trunk, or a model
-    path: UserPath | None = None  # of that model; None: a copy of the policy
-    lr: float | None = Field(None, gt=0)  # None: optim.lr
+    kind: Literal["shared", "model"] = "shared"
+    """A value head on the policy's layers, or a separate model."""
+    path: UserPath | None = None
+    """Folder or hub id of the separate model; null copies the policy."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic; null means optim.lr."""
     gamma: float = Field(1.0, ge=0, le=1)
+    """Discount factor of GAE."""
     lam: float = Field(0.95, ge=0, le=1)
-    lam_returns: float | None = Field(None, ge=0, le=1)  # of the values' targets; None: lam
-    lam_alpha: float | None = Field(None, gt=0)  # λ of the advantages = 1 − 1/(this·length) (VAPO)
-    bootstrap: bool = True  # a completion that was cut off would have gone on: its end has a value
-    whiten: bool = True  # advantages get mean 0 and deviation 1 over the step's tokens
+    """Lambda of GAE."""
+    lam_returns: float | None = Field(None, ge=0, le=1)
+    """Lambda of the value targets; null means `lam`."""
+    lam_alpha: float | None = Field(None, gt=0)
+    """VAPO: lambda of the advantages is 1 - 1 / (lam_alpha * length)."""
+    bootstrap: bool = True
+    """Use the value at the end of a truncated completion; false uses 0."""
+    whiten: bool = True
+    """Scale the advantages of a step to mean 0 and standard deviation 1."""
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
-    epsilon: float = Field(0.2, gt=0)  # of the clipped loss
-    delta: float = Field(1.0, gt=0)  # of Huber's
-    coef: float = Field(0.5, ge=0)  # weight of the value loss
+    """The value loss."""
+    epsilon: float = Field(0.2, gt=0)
+    """Clip range of loss: clipped."""
+    delta: float = Field(1.0, gt=0)
+    """Threshold of loss: huber."""
+    coef: float = Field(0.5, ge=0)
+    """Weight of the value loss."""
 
     @model_validator(mode="after")
     def _consistent(self) -> CriticConfig:
@@ -161,6 +211,10 @@ class WarmStartConfig(Section):
     """A short supervised start on the gold solutions, before the first rollout."""
 
     steps: Positive = 200
+    """Optimizer steps of the supervised start."""
     batch_size: Positive = 32
+    """Solutions per step."""
     lr: float = Field(1e-3, gt=0)
+    """Learning rate."""
     warmup: Count = 20
+    """Steps of the learning rate's warm-up."""

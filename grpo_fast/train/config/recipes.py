@@ -16,6 +16,7 @@ from grpo_fast.train.config.words import Config, close_to, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
 REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
+CONVENTIONS = ("trl", "verl", "openrlhf")  # keys of a reward section that hold a function
 
 
 def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
@@ -60,12 +61,35 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
-        settings = read_yaml_file(name_or_path, where)
+        folder = os.path.dirname(name_or_path)
+        settings = _resolved(read_yaml_file(name_or_path, where), folder)
+    elif name_or_path.endswith((".yaml", ".yml")) or (
+        os.sep in name_or_path and not os.path.exists(name_or_path)
+    ):
+        raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")
     else:
         came = f"{quoted(name_or_path)}{_nearest_recipe(name_or_path, names)}"
         raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, got {came}")
     require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings
+
+
+def _resolved(value: Any, folder: str, key: str = "") -> Any:
+    """Return settings whose paths to files in the recipe's folder begin with that folder.
+
+    A path that does not exist there stays as it is: it may be a hub id, or relative to the
+    working folder.
+    """
+    if isinstance(value, dict):
+        return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item, folder, key) for item in value]
+    is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
+    if not isinstance(value, str) or not (is_code or key in ("path", "teacher", "resume")):
+        return value
+    path, colon, function = value.rpartition(":") if is_code else (value, "", "")
+    inside = os.path.join(folder, os.path.expanduser(path))
+    return inside + colon + function if os.path.exists(inside) else value
 
 
 def _shipped() -> list[str]:

@@ -25,14 +25,23 @@ class RewardModelConfig(Section):
     """Saved resolved as config.yaml beside the model."""
 
     seed: int = Field(0, ge=0, lt=1 << 32)
+    """Seed of all random numbers."""
     output_dir: UserPath = "runs/reward-model"
+    """Folder of the results."""
     model: ScorerConfig
-    data: DataConfig  # jsonl with chosen and rejected, or a task whose answers are spoiled
+    """The model that learns to score."""
+    data: DataConfig
+    """A file with the fields chosen and rejected, or a task whose answers are spoiled."""
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """The optimizer, AdamW."""
     steps: Positive = 1000
-    batch_size: Positive = 64  # pairs per step, and at a time in the evaluation
-    center: float = Field(0.0, ge=0)  # times mean((r_chosen + r_rejected)²): keeps scores near 0
-    progress: bool = True  # a line now and then
+    """Optimizer steps."""
+    batch_size: Positive = 64
+    """Pairs per step, and at a time in the evaluation."""
+    center: float = Field(0.0, ge=0)
+    """Weight of mean((r_chosen + r_rejected)^2), which keeps scores near 0."""
+    progress: bool = True
+    """Print a line of metrics now and then."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardModelConfig:

@@ -14,7 +14,7 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rollout.vllm.options import plain_url
-from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in
+from grpo_fast.train.config.base import Count, Listed, Off, Positive, Section, UserPath, named_in
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
@@ -29,18 +29,27 @@ from grpo_fast.train.config.model import (
 
 Errors = Iterator[Exception]  # of settings that do not fit; the first one is raised
 NOT_SAMPLED = "recorded rollouts are not sampled"
+MOST_COMPLETIONS = 1 << 20
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
 class LogConfig(Section):
-    completions_every: Count = 10  # steps between tables of completions; 0: none
-    completions: Positive = 8  # how many in each at least: groups are whole
-    page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
-    every_update: bool = False  # a row of metrics for every optimizer update, beside a step's
+    completions_every: Count = 10
+    """Steps between tables of completions; 0 writes none."""
+    completions: Positive = 8
+    """Completions in each table, rounded up to complete groups."""
+    page_megabytes: int = Field(8, ge=1, le=1024)
+    """Largest size of completions.html in MiB; beyond it the page holds fewer steps."""
+    every_update: bool = False
+    """Also write a row of metrics for every optimizer update."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    progress: bool = True  # live progress bar
+    """Experiment trackers that receive the metrics."""
+    progress: bool = True
+    """Show progress while the run goes on."""
     save_model: bool = True
-    grad_variance: bool = False  # the gradient's variance over groups; as costly as an update
+    """Write the trained model to output_dir/model."""
+    grad_variance: bool = False
+    """Log the gradient's variance over groups, which costs as much as an update."""
 
 
 class CheckpointConfig(Section):
@@ -55,43 +64,69 @@ class RunConfig(Section):
     """Everything a run depends on; saved resolved as config.yaml beside its results."""
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
+    """Seed of all random numbers."""
     output_dir: UserPath = "runs/default"
+    """Folder of the run's results."""
     model: ModelConfig
+    """The policy."""
     data: DataConfig
+    """Prompts and answers."""
     loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
+    """The options of LossConfig."""
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
+    """How rewards become advantages."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    rewards: list[RewardConfig] = Field(default_factory=list)  # none beside data.task: traces
-    max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
+    """Options of `advantages`, for example {eps: 1e-4}."""
+    rewards: Annotated[list[RewardConfig], Listed] = Field(default_factory=list)
+    """Reward functions: names, file.py:function, or sections."""
+    max_reward_failures: float = Field(0.5, ge=0, le=1)
+    """Largest share of samples without a reward; a larger share ends the run."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """How completions are sampled."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer, AdamW."""
     steps: Count = 100
-    inner_iterations: Positive = 1  # μ: passes over one batch of completions
-    minibatches: Positive = 1  # optimizer steps per pass
-    tokens_per_microbatch: Positive | None = None  # None: what the memory model finds room for
-    # what is dealt to the minibatches anew in every pass; off: completions in their order
+    """Steps of the run; each samples completions and trains on them."""
+    inner_iterations: Positive = 1
+    """Passes over the completions of a step (mu)."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass."""
+    tokens_per_microbatch: Positive | None = None
+    """Tokens of a forward and backward pass; null takes what fits into memory."""
     shuffle: Annotated[Literal["off", "groups", "completions"], Off] = "off"
-    shared_prompt: bool = True  # the completions of a group share one copy of their prompt
-    # These end the inner passes of a batch early, by the mean over a whole pass.
-    max_approx_kl: float | None = Field(None, gt=0)  # to the policy that sampled the batch
-    max_ref_kl: float | None = Field(None, gt=0)  # to the reference
+    """What is shuffled before each pass is split into minibatches."""
+    shared_prompt: bool = True
+    """Compute the prompt of a group once for all its completions."""
+    max_approx_kl: float | None = Field(None, gt=0)
+    """End the passes over a batch when a pass's mean KL to the sampling policy exceeds this."""
+    max_ref_kl: float | None = Field(None, gt=0)
+    """End the passes over a batch when a pass's mean KL to the reference exceeds this."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    """The reference model of the KL term."""
     kl: KLConfig = Field(default_factory=KLConfig)
+    """Where the KL to the reference enters, and an adaptive weight."""
     distill: DistillConfig | None = None
+    """A teacher, for on-policy distillation."""
     critic: CriticConfig | None = None
+    """PPO's value function, for advantages: gae."""
     warm_start: WarmStartConfig | None = None
+    """Supervised training on the solutions before the first rollout."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Evaluation on held-out questions."""
     log: LogConfig = Field(default_factory=LogConfig)
+    """What the run logs and writes."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    # of the processes that torchrun starts: all with the weights, all with a shard of them, or
-    # `distributed_replicas` groups of processes with shards
+    """When checkpoints are written, and how many are kept."""
     distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
-    distributed_replicas: Positive | None = None  # hsdp
-    distributed_timeout: float = Field(1800, gt=0, le=1e6)  # seconds that one waits for another
-    # auto: the newest whole checkpoint of output_dir, or the beginning; else a run or a checkpoint
+    """How the processes of torchrun share the model: copies, shards, or copies of shards."""
+    distributed_replicas: Positive | None = None
+    """Number of copies for distributed: hsdp."""
+    distributed_timeout: float = Field(1800, gt=0, le=1e6)
+    """Seconds that a process waits for the others."""
     resume: UserPath | None = None
-    # what may have changed since the run that goes on was left, and is taken as it is now
+    """auto (the newest checkpoint of output_dir, or a new run), a run, or a checkpoint."""
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
+    """What may differ from the run that is resumed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,6 +331,9 @@ class RunConfig(Section):
         if completions % self.minibatches:
             expected = f"a number that divides the {completions} completions of a step"
             yield wrong("minibatches", expected, self.minibatches)
+        if completions > MOST_COMPLETIONS:
+            expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
+            yield wrong("rollout.group_size", expected, completions)
 
     @property
     def is_sharded(self) -> bool:

@@ -19,8 +19,62 @@ DEEPEST_KEY = 16  # parts of a dotted key
 
 Config = TypeVar("Config", bound=BaseModel)
 
-# Other trainers' names whose letters lead elsewhere (learning_rate is most like weight_decay).
-ELSEWHERE = {"learning_rate": "lr", "num_generations": "group_size"}
+# Keys of TRL, verl, OpenRLHF and transformers, and our keys for the same setting.
+ELSEWHERE = {
+    "actor_rollout_ref": "rollout",
+    "bf16": "model.autocast=bfloat16",
+    "dataset": "data.path",
+    "dataset_name": "data.name",
+    "epsilon": "loss.epsilon_low",
+    "eval_every": "eval.every",
+    "eval_steps": "eval.every",
+    "eval_strategy": "eval.every",
+    "fp16": "model.autocast=float16",
+    "gradient_accumulation_steps": "rollout.prompts_per_step",
+    "init_kl_coef": "loss.beta",
+    "kl_coef": "loss.beta",
+    "learning_rate": "optim.lr",
+    "logging_dir": "output_dir",
+    "logging_steps": "log.completions_every",
+    "lora_alpha": "model.lora.alpha",
+    "lora_r": "model.lora.r",
+    "lora_rank": "model.lora.r",
+    "lr_scheduler_type": "optim.schedule",
+    "mask_truncated_completions": "rollout.mask_truncated",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_steps": "steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "micro_train_batch_size": "tokens_per_microbatch",
+    "mini_batch_size": "minibatches",
+    "model_name_or_path": "model.path",
+    "n_samples_per_prompt": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "inner_iterations",
+    "num_train_epochs": "steps",
+    "per_device_train_batch_size": "rollout.prompts_per_step",
+    "ppo_epochs": "inner_iterations",
+    "ppo_micro_batch_size_per_gpu": "tokens_per_microbatch",
+    "ppo_mini_batch_size": "minibatches",
+    "ref_model_mixup_alpha": "reference.mixing",
+    "ref_model_sync_steps": "reference.sync_every",
+    "report_to": "log.trackers",
+    "reward_funcs": "rewards",
+    "reward_function": "rewards",
+    "reward_weights": "rewards.0.weight",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "advantages",
+    "steps_per_generation": "minibatches",
+    "sync_ref_model": "reference.kind",
+    "tensorboard": "log.trackers=[tensorboard]",
+    "trackio": "log.trackers=[trackio]",
+    "train_batch_size": "rollout.prompts_per_step",
+    "use_peft": "model.lora",
+    "use_vllm": "rollout.engine=vllm",
+    "wandb": "log.trackers=[wandb]",
+    "warmup_steps": "optim.warmup",
+}
 
 
 # ----------------------------------------------------------------------------------------- words
@@ -114,7 +168,7 @@ def validated(
 
 def _refuse_truths(value: Any, annotation: Any, where: str) -> None:
     """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
-    section, types = _section(annotation), list(members(annotation))
+    section, types = section_of(annotation), list(members(annotation))
     if isinstance(value, bool) and (int in types or float in types) and bool not in types:
         raise ValueError(f"{where}: expected a number, got {str(value).lower()}")
     for index, item in enumerate(value if isinstance(value, list) else ()):
@@ -129,7 +183,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     path: list[str] = []
     section, annotation = None, kind
     for part in error["loc"]:
-        section = _section(annotation)
+        section = section_of(annotation)
         if isinstance(part, int):
             path.append(str(part))
         elif section is not None:  # else it is pydantic's name for a member of a union
@@ -143,7 +197,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     if error["type"] == "missing":
         return f"{where}: is missing"
     message, came = error["msg"].removeprefix("Value error, "), error["input"]
-    if error["type"] == "value_error" and _section(annotation) is not None:
+    if error["type"] == "value_error" and section_of(annotation) is not None:
         return f"{where}.{message}" if where else message  # a section's check names its field
     if error["type"] == "model_type":
         message = "expected a section of keys"
@@ -159,13 +213,13 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
 def dotted_keys(kind: type[BaseModel], above: str = "") -> Iterator[str]:
     for name, field in kind.model_fields.items():
         yield above + name
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section is not None:
             first = "0." if get_origin(field.annotation) is list else ""
             yield from dotted_keys(section, f"{above}{name}.{first}")
 
 
-def _section(annotation: Any) -> Any:
+def section_of(annotation: Any) -> Any:
     """The section in an annotation such as `Section | None` or `list[Section]`, or None."""
     types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
     return next((x for x in types if issubclass(x, BaseModel)), None)
@@ -178,25 +232,35 @@ def _choices(annotation: Any) -> list[str]:
     return [word for word in types if isinstance(word, str)] + more
 
 
-def nearest(key: str, known: Sequence[str], dotted: Iterable[str] = ()) -> str:
-    """The end of a refusal: the name most like `key`, those of other sections, or all of them."""
-    name = ELSEWHERE.get(key, key)
-    others = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-    close = ", ".join(others) or close_to(key, known, cutoff=0.4)
+def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
+    """Return the end of a refusal: our key for another library's, the nearest keys, or all keys.
+
+    Args:
+        known: the keys beside the unknown one.
+        dotted: all keys of the configuration.
+    """
+    ours = ELSEWHERE.get(key.casefold(), "")
+    if ours.partition("=")[0] in dotted:
+        return f"; here it is {ours}"
+    for name in (ours.rpartition(".")[2], key):
+        here = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
+        if here:
+            return f"; nearest: {', '.join(here)}"
+    close = close_to(key, [*known, *dotted], cutoff=0.7)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
 
 
 def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like a word, whatever its case; None where none is."""
+    """Return the known name that is most like a word, ignoring case; None if none is similar."""
     letters = word[:QUOTED].casefold()
 
-    def likeness(name: str) -> tuple[float, bool]:
-        other = name.casefold()
+    def likeness(name: str) -> tuple[bool, float]:
+        last = name.casefold().rpartition(".")[2]
         # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
-        return SequenceMatcher(None, other, letters).ratio(), sorted(other) == sorted(letters)
+        return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
 
     best = max(known, key=likeness, default=None)
-    return best if best is not None and likeness(best)[0] >= cutoff else None
+    return best if best is not None and max(likeness(best)) >= cutoff else None
 
 
 def quoted(value: Any, show: Any = repr) -> str:

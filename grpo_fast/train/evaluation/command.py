@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import Example, load_examples, read_examples
+from grpo_fast.data.prompts import in_chat
+from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import build_rewards, check_examples, scorer_for
 from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, require
+from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, policy_generate
 from grpo_fast.train.evaluation.settings import (
     DEFAULT_REWARDS,
@@ -26,37 +30,45 @@ from grpo_fast.train.evaluation.statistics import Paired, paired
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models import loading
 
+Say = Callable[..., Any]  # takes lines
+
 RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
 
 
+def nobody(*lines: str) -> None:
+    """Drop the lines."""
+
+
 def run_eval(
-    model: str, settings: EvalSettings, *, allow_code: bool = False
+    model: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = nobody
 ) -> dict[str, dict[str, float]]:
     """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter where asked for.
 
     Args:
         model: a model's folder or hub id, or the folder of a finished run.
         allow_code: run code that such a folder brings along: rewards by import path, and the
-        model's own classes (of a run, if its configuration says `trust_remote_code`).
+            model's own classes (of a run, if its configuration says `trust_remote_code`).
+        say: receives lines on how the questions are asked, the time, and the first sample.
 
-    Raises ValueError for data or a model that cannot be loaded, or code that was not allowed;
-    OSError, with the results, where `settings.out` cannot be written after all.
+    Raises:
+        ValueError: data or a model that cannot be loaded, or code that was not allowed.
+        OSError: `settings.out` cannot be written; the message holds the results.
     """
-    passes = _asked([model], settings, allow_code)
+    passes = _asked([model], settings, allow_code, say)
     metrics = {mode: results[0].metrics for mode, results in passes.items()}
     _save(metrics, settings.out, table(metrics))
     return metrics
 
 
 def compare_models(
-    first: str, second: str, settings: EvalSettings, *, allow_code: bool = False
+    first: str, second: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = nobody
 ) -> dict[str, dict[str, Paired]]:
     """Ask two models the same questions, with the same random numbers, and compare them in pairs.
 
     Returns {"greedy": {metric: its values and their difference}, "sampled": …}; the rest is as in
     `run_eval`. A run as `first` says how both are asked.
     """
-    passes = _asked([first, second], settings, allow_code)
+    passes = _asked([first, second], settings, allow_code, say)
     compared = {
         mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
         for mode, (a, b) in passes.items()
@@ -67,7 +79,7 @@ def compare_models(
 
 
 def _asked(
-    models: Sequence[str], settings: EvalSettings, allow_code: bool
+    models: Sequence[str], settings: EvalSettings, allow_code: bool, say: Say
 ) -> dict[str, list[EvalResult]]:
     """Load and evaluate the models one by one; returns the results of each, by pass."""
     _check_out(settings.out)
@@ -82,16 +94,22 @@ def _asked(
     usual = [RewardConfig(name=name) for name in DEFAULT_REWARDS.get(data.task, ())]
     rewards = build_rewards(recipe.rewards if recipe is not None else usual)
     check_examples(rewards, examples, "test")
-    scorer = scorer_for(data.task, [e.answer for e in examples if e.answer])
+    scorer = functools.partial(scorer_for, data.task)
     modes: dict[str, dict[str, Any]] = {"greedy": {}}
     if asked.is_sampled:
         k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
         modes["sampled"] = {"samples": asked.samples, "temperature": asked.temperature, "k": k}
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
-    for config in configs:
-        generate = policy_generate(loading.load_policy(config), asked)
+    for source, config in zip(sources, configs, strict=True):
+        policy = loading.load_policy(config)
+        asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
+        questions = [in_chat(e) for e in examples] if asked_as.chat else examples
+        first = questions[0].prompt
+        say(f"{source.name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
+        generate = policy_generate(policy, asked)
         for mode, options in modes.items():
-            result = evaluate(generate, examples, rewards, scorer, seed=asked.seed, **options)
+            result = evaluate(generate, questions, rewards, scorer, seed=asked.seed, **options)
+            say(*(f"{mode}: {line}" for line in result.lines))
             passes[mode].append(result)
     return passes
 

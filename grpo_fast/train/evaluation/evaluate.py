@@ -5,7 +5,9 @@ The samples of a question are not independent: a standard error is that of the m
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +16,12 @@ from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
+from grpo_fast.rewards.scoring import shown_answer
 from grpo_fast.rollout import Engine, Rollout, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
+SHOWN_SAMPLE = 200  # characters of a completion
 # (prompts, *, samples, temperature, seed) → the samples, those of a prompt side by side.
 Generate = Callable[..., Rollout]
 
@@ -27,13 +31,14 @@ class EvalResult(NamedTuple):
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     per_question: dict[str, list[float]]  # NaN: does not count
+    lines: list[str]  # time, tokens per second, and the first sample with its score
 
 
 def evaluate(
     generate: Generate,
     examples: Sequence[Example],
     rewards: RewardSet | None,
-    scorer: Scorer,
+    scorer: Callable[[Example], Scorer],
     *,
     samples: int = 1,
     temperature: float = 0.0,
@@ -45,6 +50,7 @@ def evaluate(
 
     Args:
         rewards: also report their mean; samples that a reward failed on do not count in it.
+        scorer: how the completions of an example are judged.
         samples: completions per question; at temperature 0 all samples of a question are equal.
         k: values for pass@k and maj@k, each at most `samples`.
         batch_size: completions per call of `generate` (at least one question); None: one call.
@@ -58,14 +64,19 @@ def evaluate(
     require(len(examples), "examples", "at least one", "none")
     per_question: dict[str, list[float]] = {}
     accuracies: dict[str, list[float]] = {}
+    seconds = tokens = 0.0
+    first = ""
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
     for start in range(0, len(examples), stride):
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
+        begun = time.perf_counter()
         done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
+        seconds += time.perf_counter() - begun
+        tokens += sum(map(len, done.completion_ids))
         for i, example in enumerate(batch):
             said = done.texts[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(example, said, scorer, k).items():
+            for name, value in _accuracies(scorer(example), said, k).items():
                 accuracies.setdefault(name, []).append(value)
         if rewards is not None:
             repeated = [e for e in batch for _ in range(samples)]
@@ -74,12 +85,27 @@ def evaluate(
             for name, score in {"reward": result.total, **scores}.items():
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
                 per_question.setdefault(name, []).extend(means)
+        first = first or _sample_line(scorer(batch[0]), done.texts[0])
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
         metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    return EvalResult(metrics, per_question)
+    speed = f"{tokens:.0f} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+    return EvalResult(metrics, per_question, [speed, first])
+
+
+def _sample_line(scorer: Scorer, text: str) -> str:
+    """Return the first sample of an evaluation in one line, with how it was judged."""
+    shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
+    if scorer.gold is None:
+        return f"first sample: {shown!r}"
+    verdicts = []
+    for name, answer in (("strict", scorer.strict(text)), ("lenient", scorer.lenient(text))):
+        read = "no answer" if answer is None else repr(shown_answer(answer))
+        verdicts.append(f"{name}: {read}, {'right' if scorer.is_right(answer) else 'wrong'}")
+    gold = shown_answer(scorer.gold)
+    return f"first sample: {shown!r}; gold answer {gold!r}; {'; '.join(verdicts)}"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -109,24 +135,22 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
     return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
 
 
-def _accuracies(
-    example: Example, texts: list[str], scorer: Scorer, k: Sequence[int]
-) -> dict[str, float]:
+def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
     """Name → value of one question; nothing where it has no answer.
 
     maj@k is how often a vote is right, over the disjoint blocks of k among the samples.
     """
-    if example.answer is None:
+    if scorer.gold is None:
         return {}
-    gold, values = scorer.gold(example.answer), dict[str, float]()
+    values: dict[str, float] = {}
     for ending, read in (("", scorer.strict), ("_lenient", scorer.lenient)):
         answers = [read(text) for text in texts]
-        count = sum(answer is not None and answer == gold for answer in answers)
+        count = sum(map(scorer.is_right, answers))
         values[f"accuracy{ending or '_strict'}"] = count / len(answers)
         for size in k:
             blocks = range(0, len(answers) - size + 1, size)
             votes = [majority(answers[i : i + size]) for i in blocks]
-            right = sum(vote is not None and vote == gold for vote in votes)
+            right = sum(map(scorer.is_right, votes))
             values[f"pass@{size}{ending}"] = pass_at_k(len(answers), count, size)
             values[f"maj@{size}{ending}"] = right / len(votes)
     return values
@@ -157,7 +181,7 @@ def build_evaluation(
         return lambda engine: {}
     examples = splits.test[: asked.n]
     check_examples(rewards, examples, "test")
-    scorer = scorer_for(splits.data.task, [e.answer for e in examples if e.answer is not None])
+    scorer = functools.partial(scorer_for, splits.data.task)
     length = asked.max_new_tokens or max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.

@@ -217,8 +217,8 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         if damaged:
             raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
         if not Path(path).exists():
-            is_folder = Path(path).is_absolute()
-            why = "no such folder" if is_folder else hub.LOCAL if hub.is_offline() else why
+            on_the_hub = f" here, and {hub.LOCAL if hub.is_offline() else why}"
+            why = "no such folder" + ("" if Path(path).is_absolute() else on_the_hub)
         if "custom code" in why:
             why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
         raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error

@@ -22,6 +22,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SMALL = 1_000_000  # parameters
 USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
+USABLE_CPU = 0.5  # fraction of the host's memory: the rest is rollouts and other processes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
@@ -161,6 +164,14 @@ def predict(
         working_per_token=working,
         working=tile,
     )
+
+
+def host_memory() -> int:
+    """Return the bytes of this machine's memory, or of its container's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
+    return min(total, int(text)) if text.isdigit() else total
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:

@@ -13,9 +13,18 @@ import typer
 from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR = 2, 1
+Words = list[str] | None  # of a command
 LONGEST_MESSAGE = 4000  # characters: a message may quote a file
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+def _or_the_parents(ctx: typer.Context, value: bool) -> bool:
+    """Let `grpo-fast --debug train` mean `grpo-fast train --debug`."""
+    return value or bool(ctx.parent and ctx.parent.params.get("debug"))
+
+
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_or_the_parents)
+]
 
 
 def key_values(example: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import Scorer
+from grpo_fast.rewards.scoring import shown_answer
 from grpo_fast.train.collect.collector import Collected
 
 
@@ -19,7 +20,7 @@ def rows_of(
     advantages: Sequence[Tensor],  # of the tokens of each completion
     examples: Sequence[Example],  # of each completion
     tokenizer: Any,
-    scorer: Scorer,
+    scorer: Callable[[Example], Scorer],
     *,
     count: int,
     group_size: int,
@@ -33,12 +34,13 @@ def rows_of(
     for i in range(shown):
         of_tokens = advantages[i].float().cpu()
         ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
-        strict, gold = scorer.strict(text), scorer.gold(answer) if answer else None
-        correct = strict is not None and strict == gold if answer else None
+        judge = scorer(examples[i])
+        strict = judge.strict(text)
+        correct = judge.is_right(strict) if answer else None
         rows.append({
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
-            "extracted_lenient": shown_answer(scorer.lenient(text)),
+            "extracted_lenient": shown_answer(judge.lenient(text)),
             "correct": correct, "reward": float(scores.total[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
             "advantage": float(of_tokens.mean()), "truncated": rollout.truncated[i],
@@ -61,12 +63,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     if texts and whole.startswith(streamed):  # a last character may lack bytes
         texts[-1] += whole[len(streamed) :]
     return texts
-
-
-def shown_answer(answer: Hashable | None) -> str | None:
-    if answer is None:
-        return None
-    return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
 
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path) -> None:

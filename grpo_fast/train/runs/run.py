@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -115,10 +116,9 @@ class Run:
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
         examples = self.collector.examples_of(step.collected)
-        answers = [example.answer for example in examples if example.answer]
         return rows_of(
             step.collected, step.batch.used_advantages(), examples, self.trainer.policy.tokenizer,
-            scorer_for(self.config.data.task, answers),
+            functools.partial(scorer_for, self.config.data.task),
             count=self.config.log.completions, group_size=self.config.rollout.group_size,
         )  # fmt: skip
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory
+from grpo_fast.train.planning.memory_model import USABLE_CPU, USABLE_GPU, Memory, host_memory
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-USABLE_CPU = 0.5  # fraction of all memory: the rest is rollouts, other processes
 UNLIMITED = 1 << 40
 GIB = 2**30
 
@@ -133,14 +130,7 @@ def usable_memory(device: torch.device) -> float:
     """Bytes a run may plan with: the same whatever else runs, and with it the packing."""
     if device.type == "cuda":
         return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
-    return USABLE_CPU * _host_memory()
-
-
-def _host_memory() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
-    return min(total, int(text)) if text.isdigit() else total
+    return USABLE_CPU * host_memory()
 
 
 def host_peak() -> int:

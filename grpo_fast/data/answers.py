@@ -1,0 +1,133 @@
+r"""Read the answer out of a text: no eval, no float(), every step linear in the text's length.
+
+An answer is marked by `#### 18` (to the end of the line), `<answer>18</answer>` or `\boxed{18}`.
+The last mark counts. A thought (`<think>…</think>`, or one that never ended) holds no answer.
+
+A number is ASCII digits, at most 32, grouped by commas in threes or not at all, with a sign,
+decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or `=` in
+front and a full stop at the end are dropped. Equal are 18, 18.0, $18, +18 and `18.`; 1,080 and
+1080; 1/2 and 0.5; the minus sign and U+2212.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from decimal import Decimal
+from fractions import Fraction
+
+HASHES, TAG, BOXED = "####", "<answer>", "\\boxed"
+MARKS = (HASHES, TAG, BOXED)
+USUAL_MARKS = (HASHES, TAG)  # of GSM8K: either counts where one of them is asked for
+MAX_DIGITS = 32  # of a number
+
+Number = Decimal | Fraction
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
+_NUMBER = re.compile(
+    rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
+)
+# In running text a minus belongs to the number where nothing stands before it: "10-18" ends in 18.
+_NUMBER_IN_TEXT = re.compile(
+    rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
+    rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
+)
+_ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # dropped at both ends only: 5*3 is not 53
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
+          (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),
+          )  # fmt: skip
+_WRAPPER = re.compile(r"\\(?:boxed|fbox|text|mathrm)\s*\{(.*)\}", re.S)
+_OPEN_TAG, _CLOSE_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+
+
+def parse_number(text: str) -> Number | None:
+    """Return the number that a text is, decorations aside; None for any other text."""
+    bare = text.replace("\u2212", "-")
+    for latex, plain in _LATEX:
+        bare = bare.replace(latex, plain)
+    bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
+    if wrapped := _WRAPPER.fullmatch(bare):
+        bare = wrapped[1].strip(_ENDS)
+    if fraction := _FRACTION.fullmatch(bare):
+        bare = "{}{}/{}".format(*fraction.groups())
+    if bare[:1] in ("-", "+"):
+        bare = bare[0] + bare[1:].lstrip(_ENDS)
+    return _to_number(bare)
+
+
+def final_part(text: str) -> str:
+    """Return what follows the thoughts of a text; a thought that never ended is left out."""
+    end = text.rfind("</think>")
+    if (start := text.rfind("<think>")) > end:
+        text = text[:start]
+    return text[end + len("</think>") :] if end >= 0 else text
+
+
+def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
+    """Return the content of the last of these marks in a text; None without any."""
+    found: list[tuple[int, str]] = []
+    if HASHES in marks and (place := text.rfind(HASHES)) >= 0:
+        line = text[place + len(HASHES) :].lstrip(" \t\u00a0").partition("\n")[0]
+        found.append((place, _CLOSE_TAG.split(line, maxsplit=1)[0]))
+    if TAG in marks:
+        close = max((tag.start() for tag in _CLOSE_TAG.finditer(text)), default=0)
+        place = max((tag.start() for tag in _OPEN_TAG.finditer(text, 0, close)), default=-1)
+        if place >= 0:
+            found.append((place, text[place + len(TAG) : close]))
+    if BOXED in marks and (boxed := _last_box(text)) is not None:
+        found.append(boxed)
+    return max(found)[1] if found else None
+
+
+def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
+    """Return the number in the required format, nothing else beside it; None without one.
+
+    Args:
+        text: a completion.
+        marks: marks that the format allows; empty: the text itself is the answer.
+    """
+    final = final_part(text)
+    content = marked_content(final, marks) if marks else final
+    return None if content is None else parse_number(content)
+
+
+def extract_lenient(text: str) -> Number | None:
+    """Return the number that the last mark begins with, else the last number of the text."""
+    final = final_part(text)
+    content = marked_content(final)
+    if content is not None:
+        if (whole := parse_number(content)) is not None:
+            return whole
+        first = _NUMBER_IN_TEXT.match(content.replace("\u2212", "-").lstrip(_ENDS))
+        if first is not None:
+            return _to_number(first[0])
+    numbers = _NUMBER_IN_TEXT.findall(final.replace("\u2212", "-"))
+    return _to_number(numbers[-1]) if numbers else None
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    r"""Return the place and the content of the last \boxed{…} whose braces are closed."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    opened: list[int] = []  # places of open braces; of a plain brace −1
+    last = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(-1 if brace[0] == "{" else brace.start())
+        elif opened and (place := opened.pop()) >= 0:
+            last = place, brace.start()
+    return last and (last[0], text[text.index("{", last[0]) + 1 : last[1]])
+
+
+def _to_number(text: str) -> Number | None:
+    text = "".join(c for c in text if c not in "$€£¥")
+    parts = _NUMBER.fullmatch(text)
+    if parts is None or sum(c.isdigit() for c in text) > MAX_DIGITS:
+        return None
+    sign, above, below, plain = (part and part.replace(",", "") for part in parts.groups())
+    if plain is not None:
+        return Decimal(sign + plain)
+    return Fraction(int(sign + above), int(below)) if int(below) else None

@@ -1,0 +1,142 @@
+r"""How an evaluation judges completions: each question by the kind of its own gold answer.
+
+| gold answer                | strict: the marked answer …  | lenient                           |
+|----------------------------|------------------------------|-----------------------------------|
+| number: 18, 1,080, 1/2     | is that number, nothing else | the number that the last mark     |
+|                            |                              | begins with, else the last number |
+| expression: x^2, \sqrt{2}  | is equal, by math-verify     | any marked answer, else the last  |
+|                            |                              | line, is equal                    |
+| other text                 | is that text                 | any marked answer, or the last    |
+|                            |                              | line, is that text                |
+| symbols of a generated task| (no marks) the same symbols  | as strict                         |
+
+The marks that count for "strict" are those that the prompt or the data's solutions show. If they
+show none, the whole completion must be the answer. Blanks are normalised in every comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Collection, Hashable
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_fast.data import TASKS, Example
+from grpo_fast.data.answers import (
+    BOXED,
+    USUAL_MARKS,
+    extract_lenient,
+    extract_strict,
+    final_part,
+    marked_content,
+    parse_number,
+)
+from grpo_fast.errors import require
+from grpo_fast.rewards import workers
+from grpo_fast.rewards.calling import RewardFailure
+from grpo_fast.rewards.isolated import IsolatedReward
+
+log = logging.getLogger(__name__)
+
+_WORD = re.compile(r"(?<!\\)(?<![A-Za-z])(?!sqrt|sin|cos|tan|log|exp)[A-Za-z]{3,}")
+_MATHEMATICS = re.compile(r"[\\^]|sqrt|[A-Za-z]\s*[-+*/=]|[-+*/=]\s*[A-Za-z]|^[(\[{].*,.*[)\]}]$")
+
+
+class Scorer(NamedTuple):
+    """How the completions of one question are judged."""
+
+    strict: Callable[[str], Hashable | None]  # reads an answer out of a completion; None: no answer
+    lenient: Callable[[str], Hashable | None]
+    gold: Hashable | None  # None: the question has no answer
+    is_expression: bool = False
+
+    def is_right(self, answer: Hashable | None) -> bool:
+        """Return whether an answer that was read is the gold answer."""
+        if answer is None or self.gold is None:
+            return False
+        return answer == self.gold or (
+            self.is_expression and _are_equal(str(answer), str(self.gold))
+        )
+
+
+def scorer_for(task: str, example: Example) -> Scorer:
+    """Return how completions of a question of a task (`grpo_fast.data.TASKS`) are judged."""
+    require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
+    if task in ("sort", "arithmetic", "lecture"):
+        return Scorer(_symbols, _symbols, example.answer and _symbols(example.answer))
+    return answer_scorer(example.answer, _marks_asked_for(task, example))
+
+
+def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> Scorer:
+    """Return how completions are judged by a gold answer.
+
+    Args:
+        answer: the gold answer; None: answers are read as text, and none is right.
+        marks: marks that a strict answer has; empty: it is the whole completion.
+    """
+    number = None if answer is None else parse_number(answer)
+    if number is not None:
+        return Scorer(lambda text: extract_strict(text, marks), extract_lenient, number)
+
+    def strict(text: str) -> str | None:
+        final = final_part(text)
+        return _normal(marked_content(final, marks) if marks else final)
+
+    def lenient(text: str) -> str | None:
+        final = final_part(text)
+        marked = _normal(marked_content(final))
+        return marked or _normal(next((x for x in final.split("\n")[::-1] if x.strip()), None))
+
+    return Scorer(strict, lenient, _normal(answer), answer is not None and is_expression(answer))
+
+
+def shown_answer(answer: Hashable | None) -> str | None:
+    """Return an answer that was read as a text."""
+    if answer is None:
+        return None
+    return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
+
+
+def is_expression(answer: str) -> bool:
+    """Return whether an answer that is no number reads as mathematics rather than as words."""
+    return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
+
+
+def _marks_asked_for(task: str, example: Example) -> tuple[str, ...]:
+    prompt = example.prompt
+    asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    text = "\n".join([*asked, example.solution or ""]).casefold()
+    usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
+    return (*usual, *([BOXED] if BOXED in text else []))
+
+
+def _symbols(text: str) -> tuple[str, ...] | None:
+    return tuple(text.split()) or None
+
+
+def _normal(text: str | None) -> str | None:
+    return " ".join((text or "").split()) or None
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _are_equal(answer: str, gold: str) -> bool:
+    columns = {"completions": [f"\\boxed{{{answer}}}"], "answers": [gold]}
+    try:
+        return _worker()(**columns) == [1.0]
+    except (RewardFailure, TimeoutError) as error:
+        if "math_verify" in str(error):
+            _say_that_it_is_missing()
+        return False
+
+
+@functools.cache
+def _worker() -> IsolatedReward:
+    path = Path(workers.__file__).with_name("math_answers.py")
+    return IsolatedReward(f"{path}:math_equal", timeout=10.0)
+
+
+@functools.cache
+def _say_that_it_is_missing() -> None:
+    log.warning("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")

@@ -1,0 +1,160 @@
+"""How questions are asked: through the chat template where the tokenizer has one, and said so."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_fast import rollout
+from grpo_fast.data.splits import Splits
+from grpo_fast.data.tokenizer import has_chat_template
+from grpo_fast.train.config import DataConfig
+from grpo_fast.train.evaluation.asking import SHOWN_PROMPT, asking_lines
+from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.evaluation.settings import parse_settings
+from tests.command_line import invoke, refused
+from tests.data.test_data import write_lines
+from tests.tiny import tiny_folder
+
+SYSTEM = {"role": "system", "content": "####"}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model without a chat template of its own, and one with a template."""
+    folder = tmp_path_factory.mktemp("models")
+    plain, chat = (tiny_folder(folder / name, seed=0) for name in ("plain", "chat"))
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chat)
+    return plain, chat
+
+
+@pytest.fixture
+def questions(tmp_path):
+    lines = [{"question": f"{i}+2?", "answer": str(i + 2)} for i in range(4)]
+    return str(write_lines(tmp_path / "q.jsonl", *lines))
+
+
+def test_the_template_is_used_where_the_tokenizer_has_one(models, questions, spied):
+    asked = spied(rollout, "generate")
+    words = [f"data={questions}", "task=jsonl", "max_new_tokens=2"]
+    for model, setting, is_chat in (
+        (0, [], False), (1, [], True), (1, ["chat=false"], False), (0, ["chat=true"], True),
+        (0, ["system_prompt=S"], True),
+    ):  # fmt: skip
+        said = []
+        settings = parse_settings([*words, *setting])
+        run_eval(models[model], settings, say=lambda *lines: said.extend(lines))  # noqa: B023
+        first = asked[-1].args[1][0]
+        assert isinstance(first, list) == is_chat, setting
+        assert ("chat template (chat=false" in said[1]) == is_chat
+    assert "as plain text, although the model has a chat template (chat=true" in " ".join(
+        asking_lines(
+            DataConfig(task="jsonl", path=questions, chat=False),
+            AutoTokenizer.from_pretrained(models[1]),
+            "q",
+            "chat",
+        )  # fmt: skip
+    )
+
+
+def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, questions):
+    result = invoke("eval", models[1], f"data={questions}", "task=jsonl", "max_new_tokens=4")
+    lines = result.output.splitlines()
+    assert lines[0] == f"{models[1]}:" and lines[1].startswith("questions are asked through ")
+    assert lines[2:4] == ["  | [user] 0+2?", "  | [assistant]"]
+    assert " tokens in " in lines[4] and lines[4].endswith("tokens/s")
+    assert "first sample: " in lines[5] and "gold answer '2'; strict: " in lines[5]
+    assert lines[6].startswith("greedy (n=4")
+    both = invoke("eval", *models, f"data={questions}", "task=jsonl", "max_new_tokens=2").output
+    assert "asked as plain text" in both and "asked through the model's chat template" in both
+
+
+def test_training_asks_as_an_evaluation_does(models, questions, tmp_path, spied):
+    asked = spied(rollout, "generate")
+    words = [
+        "data.task=jsonl", f"data={questions}", "data.name=null", "rewards=exact_match", "steps=1",
+        "rollout.max_new_tokens=2", "rollout.group_size=2", "rollout.prompts_per_step=2",
+        "log.progress=false", "warm_start=null", "data.prompt_template=null", "eval.n=2",
+    ]  # fmt: skip
+    for i, model in enumerate(models):
+        run = tmp_path / f"run{i}"
+        result = invoke("train", "gsm8k-tiny", f"model={model}", f"output_dir={run}", *words)
+        assert result.exit_code == 0, result.output
+        assert {type(p) for call in asked for p in call.args[1]} == {(str, list)[i]}
+        way = ("questions are asked as plain text;", "through the model's chat template")[i]
+        assert way in result.output and "+2?" in result.output.partition("first prompt:")[2]
+        asked.clear()
+        assert invoke("eval", str(run), "n=1").exit_code == 0
+        assert isinstance(asked[0].args[1][0], (str, list)[i])
+        asked.clear()
+
+
+def test_only_questions_of_files_are_sent_as_chat(models):
+    tokenizer = AutoTokenizer.from_pretrained(models[1])
+    assert has_chat_template(tokenizer)
+    splits = Splits(DataConfig(task="sort", digits=3), 0).asked_of(tokenizer)
+    assert isinstance(splits.train[0].prompt, str) and not splits.data.chat
+    lines = asking_lines(splits.data, tokenizer, splits.train[0].prompt)
+    assert lines[0] == "questions are asked as plain text; the first prompt:"
+    traces = DataConfig(task="traces", path="x")
+    assert asking_lines(traces, tokenizer, "") == []
+
+
+def test_a_long_prompt_is_shown_without_its_middle(models):
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    text = "a" * 5000 + "b" * 5000
+    (_, line) = asking_lines(DataConfig(task="open"), tokenizer, text)
+    assert len(line) < SHOWN_PROMPT + 20 and " … " in line and line.endswith("b")
+
+
+def test_a_folder_that_does_not_exist_is_named(questions):
+    for model in ("nowhere", "runs/nowhere", "/nowhere"):
+        result = invoke("eval", model, f"data={questions}", "task=jsonl")
+        assert refused(result, f"got '{model}': no such folder")
+
+
+def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
+    """A file of plain numbers asks for no format: a completion that is the number is right."""
+    from grpo_fast.data import Example
+    from grpo_fast.rewards import scorer_for
+
+    def strict(completion, prompt="2+2?", answer="4", solution=None):
+        scorer = scorer_for("jsonl", Example(prompt, answer, solution))
+        return scorer.is_right(scorer.strict(completion))
+
+    for text in ("4", " 4.0\n", "$4", "**4**", "4."):
+        assert strict(text), text
+    for text in ("it is 4", "#### 4", "5", "", "4 4"):
+        assert not strict(text), text
+    for asks in ("End with #### <number>", "use <answer> tags", [SYSTEM]):
+        assert strict("so #### 4", asks) and strict("<answer>4</answer>", asks)
+        assert not strict("4", asks) and not strict("\\boxed{4}", asks)
+    assert strict("so \\boxed{4}", "put it in \\boxed{}") and not strict("4", "use \\boxed{}")
+    assert strict("#### 4", solution="2 + 2 = 4\n#### 4")
+    gsm8k = scorer_for("gsm8k", Example("2+2?", "4", None))
+    assert gsm8k.strict("4") is None and gsm8k.strict("#### 4") == 4
+
+
+def test_the_file_of_plain_numbers_end_to_end(models, tmp_path, monkeypatch):
+    """Completions that match exactly, where strict was 0%."""
+    lines = [{"question": f"{i}?", "answer": i} for i in range(4)]
+    file = write_lines(tmp_path / "q.jsonl", *lines)
+    monkeypatch.setattr(rollout, "generate", lambda *_, **__: _said("0", "1", "it is 2", "9"))
+    out = tmp_path / "e.json"
+    words = ("eval", models[0], f"data={file}", "task=jsonl", f"out={out}")
+    assert invoke(*words).exit_code == 0
+    metrics = json.loads(out.read_text())["greedy"]
+    assert metrics["eval_accuracy_strict"] == 0.5 and metrics["eval_accuracy_lenient"] == 0.75
+    assert metrics["eval_rewards/exact_match"] == 0.5
+
+
+def _said(*texts):
+    from grpo_fast.rollout import Rollout
+
+    return Rollout(prompts=["q"] * len(texts), texts=list(texts))

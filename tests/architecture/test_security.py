@@ -33,7 +33,8 @@ ARGUMENTS = {
 }  # fmt: skip
 # (file, what): why it may stand there
 ALLOWED = {
-    ("grpo_fast/rewards/workers/sandbox.py", "exec"): "an answer's code, below the seccomp filter",
+    ("grpo_fast/rewards/workers/answer.py", "exec"): "an answer's code, in the sandbox",
+    ("grpo_fast/rewards/workers/judge.py", "exec"): "the tests of an answer, in the sandbox",
     ("benchmarks/gpu/loops.py", "exec"): "the shipped kernel's source, with lines of that file",
     ("grpo_fast/train/config/plain.py", "yaml.dump"): "with a SafeDumper that quotes more",
 }

@@ -4,6 +4,7 @@
 import pytest
 
 from grpo_fast.rewards.workers import code_tests as worker
+from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
 SECRET = "4711"  # what f returns; nothing in the process of the answer may lead to it
@@ -219,6 +220,16 @@ def test_a_cheat_scores_nothing(name):
         ("class E(Exception):\n    def __eq__(self, o): return True\ndef f(x): raise E(1)",
          "def check():\n    try:\n        f(1)\n    except Exception as e:\n"
          "        assert e.args == (2,) or e == 2\ncheck()"),
+        ("class np: allclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
+         "assert np.allclose(f(1), 5)"),
+        ("class Fraction:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n"
+         "def f(x): return Fraction()", "assert f(1) == Fraction(1, 2)"),
+        ("Counter = lambda x: 0\ndef f(x): return x", "assert Counter(f('ab')) == Counter('abc')"),
+        ("inf = 5\ndef f(x): return 5", "assert f(1) == inf"),
+        ("isclose = lambda *a: True\ndef f(x): return 0", "assert isclose(f(1), 0.5)"),
+        ("def assert_equal(*a): pass\ndef f(x): return 0", "assert_equal(f(1), 1)\nassert f(2) == 2"),
+        ("class case:\n    def assertEqual(self, *a): pass\ndef f(x): return 0",
+         "case().assertEqual(f(1), 1)\nassert f(2) == 2"),
         ("print('1', end='')\nwhile True: print('x' * 99)", [{"input": "", "output": "1"}]),
         ("print(1)\nimport os\nos._exit(3)", [{"input": "", "output": "1"}]),
         ("print('ready')\nprint(open('/proc/self/cmdline').read())",
@@ -230,6 +241,27 @@ def test_a_cheat_scores_nothing(name):
 )  # fmt: skip
 def test_a_cheat_for_a_form_of_tests_scores_nothing(code, tests):
     assert worker.code_tests(completions=[code], tests=[tests], seconds=1.0) == [0.0]
+
+
+@pytest.mark.skipif(not sandbox.landlock_version(), reason="a kernel without Landlock")
+def test_landlock_leaves_the_libraries_only():
+    code = """
+import os
+def opened(paths):
+    found = []
+    for path in paths:
+        try:
+            os.listdir(path) if os.path.isdir(path) else open(path).read(1)
+            found.append(path)
+        except OSError:
+            pass
+    return found
+"""
+    out_of_reach = ["/", "/proc", "/proc/self/environ", "/proc/1/cmdline", "/etc/passwd", "/home",
+                    "/root", "/tmp", "/sys", "/var", "/usr/bin", __file__,
+                    worker.__file__]  # fmt: skip
+    tests = f"import os\nassert opened({out_of_reach} + [os.__file__]) == [os.__file__]"
+    assert worker.share_of_tests(code, tests, 20.0, 256) == 1
 
 
 def test_the_tests_are_held_by_a_solution():

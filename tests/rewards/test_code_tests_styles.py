@@ -182,6 +182,23 @@ STYLES = {
         "def sum(a, b): return a + b", "def sum(a, b): return 0",
         ["assert sum(10, 15) == 25", "assert sum(1, 2) == 3"],
     ),
+    "names that tests do not import": (
+        "from collections import Counter, deque\nfrom math import inf\n"
+        "def letters(t): return Counter(t)\ndef turn(q):\n    q.rotate(1)\n    return q\n"
+        "def least(xs): return min(xs, default=inf)",
+        "def letters(t): return {}\ndef turn(q): return None\nleast = letters",
+        ["assert letters('aab') == Counter('aba')", "assert turn(deque([1, 2, 3])) == deque([3, 1, 2])",
+         "assert least([]) == inf", "assert itertools.chain and list(letters(string.digits)) == list(string.digits)"],
+    ),
+    "a well-known class as the task": (
+        "class Fraction:\n    def __init__(self, a, b): self.a, self.b = a, b\n"
+        "    def __eq__(self, o): return self.a * o.b == o.a * self.b",
+        "", ["assert Fraction(1, 2) == Fraction(2, 4)", "assert Fraction(3, 4).b == 4"],
+    ),
+    "inputs and outputs as text": (
+        "print(int(input()) + 1)", "print(1)",
+        '{"inputs": ["1", "2"], "outputs": ["2", "3"]}',
+    ),
     "a module's name": (
         "def calendar(n): return n + 1", "def calendar(n): return n",
         ["assert calendar(1) == 2"],

@@ -47,6 +47,7 @@ LIBRARIES = (
     "/dev/null", "/dev/urandom",
 )  # fmt: skip
 READY = b"ready\n"  # a process is confined: the clock begins
+HELD = b"held\n"  # one more test holds
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,10 +73,15 @@ def confine(memory: int, seconds: int) -> None:
     """
     os.chdir("/")
     limit(memory, seconds)
-    _prctl(SET_DUMPABLE, 0)  # others of this user cannot read this process's memory
+    hide_memory()
     _prctl(NO_NEW_PRIVS, 1)
     restrict_files()
     filter_calls()
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory and environment."""
+    _prctl(SET_DUMPABLE, 0)
 
 
 def limit(memory: int, seconds: int) -> None:

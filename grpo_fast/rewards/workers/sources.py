@@ -2,54 +2,91 @@
 
 import ast
 import builtins
+import contextlib
+import importlib
 import symtable
-import sys
 from types import CodeType
 
 ASSERTING = "<asserting>"  # no name that a source can have
 
 
-def tests_of(tree: ast.Module) -> list[ast.stmt]:
-    """Return the statements that are tests; the others prepare.
+# Names that tests use without an import because answers import them as well.
+WELL_KNOWN = {
+    "collections": "Counter OrderedDict defaultdict deque namedtuple",
+    "datetime": "date datetime timedelta",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "math": "inf isclose nan pi tau",
+    "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
+}
+MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
 
-    A test is an assert, or the call of a function that the tests define or whose name begins with
-    assert. A call of the answer alone (`stack.push(1)`) judges nothing.
+
+def statements_of(source: str) -> list[tuple[ast.stmt, bool]]:
+    """Return each statement, and whether it is a test; the others prepare.
+
+    A test is an assert, or the call of a function that the tests define or that is called
+    assert…: `check(f)`, `case.assertEqual(f(1), 2)`. A call of the answer (`stack.push(1)`) judges
+    nothing.
     """
+    tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return [statement for statement in tree.body if _is_test(statement, defined)]
+    answers = free_names(source) - vars(builtins).keys()
+    return [(statement, _is_test(statement, defined, answers)) for statement in tree.body]
 
 
-def _is_test(statement: ast.stmt, defined: set[str]) -> bool:
+def count_tests(source: str) -> int:
+    return sum(is_test for _, is_test in statements_of(source))
+
+
+def _is_test(statement: ast.stmt, defined: set[str], answers: set[str]) -> bool:
     if isinstance(statement, ast.Assert):
         return True
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
-    function = statement.value.func
-    if isinstance(function, ast.Attribute):
-        return function.attr.startswith("assert")
-    return isinstance(function, ast.Name) and (
-        function.id in defined or function.id.startswith("assert")
-    )
+    function = root = statement.value.func
+    while isinstance(root, (ast.Attribute, ast.Call)):
+        root = root.value if isinstance(root, ast.Attribute) else root.func
+    if not isinstance(root, ast.Name) or root.id in answers:
+        return False
+    name = function.attr if isinstance(function, ast.Attribute) else root.id
+    return name.startswith("assert") or (function is root and name in defined)
 
 
 def names_of_answer(source: str) -> set[str]:
     """Return the names that tests take from the answer: those that they do not define.
 
-    Builtins and modules of the standard library are never the answer's, which could define
-    `isinstance` or `math` to suit itself. Two exceptions: a builtin's name that is the only one
-    (`assert sum(10, 15) == 6`), and a module's name that is called.
+    The answer must not define what judges it, such as `isinstance`, `math` or `Counter`. The names
+    of builtins, of modules and of well-known types are therefore the answer's only if the tests
+    name nothing else (`assert sum(10, 15) == 6`).
     """
     free = free_names(source) - modules_of(source)
-    own = free - vars(builtins).keys()
+    known = vars(builtins).keys() | MODULE_OF.keys()
+    own = {name for name in free - known if not name.startswith("assert")}
     return own or (free if len(free) == 1 else set())
 
 
+def borrowed(source: str) -> dict[str, object]:
+    """Return what tests use without an import and is not the answer's: name → module or type."""
+    found = {}
+    wanted = dict.fromkeys(modules_of(source))
+    wanted |= {name: MODULE_OF[name] for name in free_names(source) & MODULE_OF.keys()}
+    for name in wanted.keys() - names_of_answer(source):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(wanted[name] or name)
+            found[name] = getattr(module, name) if wanted[name] else module
+    return found
+
+
 def modules_of(source: str) -> set[str]:
-    """Return the modules of the standard library that tests use without an import."""
+    """Return the names that tests use as modules, `name.attribute` alone.
+
+    A name in CapWords is a class.
+    """
     nodes = list(ast.walk(ast.parse(source)))
-    called = {node.func.id for node in nodes
-              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
-    return (free_names(source) & sys.stdlib_module_names) - called
+    bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
+    others = {n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in bases}
+    return {name for name in free_names(source) - others if not name[0].isupper()}
 
 
 def free_names(source: str) -> set[str]:
@@ -73,7 +110,7 @@ class _Deferred(ast.NodeTransformer):
         return _with(True, [node])
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return _with(True, [node]) if _is_test(node, set()) else node
+        return _with(True, [node]) if _is_test(node, set(), set()) else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)

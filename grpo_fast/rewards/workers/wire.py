@@ -5,6 +5,7 @@ of the standard library from a closed table, never a class that the message name
 are bounded on both sides.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -120,7 +121,7 @@ def decode(tree, resolve, depth=0):
             return NUMBERS[name](*(decode(part, resolve, depth + 1) for part in tree[1:]))
         if name in TEXTS and type(tree[1]) is str:
             module, constructor = TEXTS[name]
-            kind = getattr(__import__(module), name)
+            kind = getattr(importlib.import_module(module), name)
             return getattr(kind, constructor)(tree[1]) if constructor else kind(tree[1])
         return resolve(*tree)
     except Malformed:

@@ -12,12 +12,13 @@ rank raises the same ValueError and none waits for another.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from grpo_fast.errors import require
+from grpo_fast.errors import require, wrong
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
@@ -54,7 +55,7 @@ def gathered(name: str, x: Any) -> Any:
         "whole tensor and reduce its gradient yourself"
     )
     require(fits, name, expected, f"{came}; {advice}")
-    return _Gathered.apply(x)
+    return _gathered(x)
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
@@ -65,8 +66,8 @@ def process_group(group: Any) -> distributed.ProcessGroup:
         require(group.ndim == 1, "group", expected, came)
         group = group.get_group()
     came = str(group if isinstance(group, int | str) else type(group).__name__)
-    is_group = isinstance(group, distributed.ProcessGroup)
-    require(is_group, "group", f"{expected} that this process is in", came)
+    if not isinstance(group, distributed.ProcessGroup):
+        raise wrong("group", f"{expected} that this process is in", came)
     return group
 
 
@@ -94,7 +95,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.mesh, ctx.placements = x.device_mesh, x.placements
-        return x.full_tensor()
+        whole: Tensor = x.full_tensor()
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -105,17 +107,20 @@ class _Gathered(torch.autograd.Function):
         return reduced / ctx.mesh.size()  # gloo has no mean
 
 
+_gathered: Callable[[Any], Tensor] = _Gathered.apply
+
+
 class Agreement:
     """A block in which a call's arguments are checked, on every rank of a group (None: alone)."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: object) -> None:
         self.group = None if group is None else process_group(group)
         self.is_open = self.group is not None  # the other ranks wait for a word of this one
 
     def __enter__(self) -> Agreement:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.is_open and isinstance(error, Exception):
             self._tell(REFUSED, str(error) or type(error).__name__)
 
@@ -137,7 +142,7 @@ class Agreement:
 
     def ready(
         self,
-        tensors: tuple,  # (hidden, weight, bias)
+        tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
         target_ids: Tensor,  # (T,) of the active rows
         wanted: list[bool],
         backend: str,
@@ -147,6 +152,7 @@ class Agreement:
         if self.group is None:
             return
         hidden, weight, bias = tensors
+        assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # which may not run here
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",

@@ -141,7 +141,10 @@ def test_without_a_model_the_self_tests_decide(monkeypatch):
     [
         (["n=0"], ["n:", "greater than or equal to 1"]),
         (["threshold=-1"], ["threshold:"]),
-        (["rollout.temperature=1"], ["model=none conflicts with rollout.temperature=1: it needs a folder, a hub id"]),
+        (
+            ["rollout.temperature=1"],
+            ["model=none conflicts with rollout.temperature=1: it needs a folder, a hub id"],
+        ),
         (["a", "b"], ["model: expected one at most, got a, b"]),
         (["a", "vllm", "transformers"], ["engine: expected one at most"]),
         (["recipe=sortt"], ["recipe: expected one of", "sort"]),

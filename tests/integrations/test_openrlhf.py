@@ -137,7 +137,10 @@ def test_like_takes_every_option_over():
         ({"is_correction_mode": "drop"}, "is_correction_mode: expected one of"),
         ({"is_correction_gating": "kl"}, "is_correction_gating: expected one of"),
         ({"is_correction_mode": "clip", "is_correction_level": "seq"}, "is_correction_mode"),
-        ({"is_correction_level": "token", "is_correction_gating": "tv"}, "threshold=.* conflicts with .*upper"),
+        (
+            {"is_correction_level": "token", "is_correction_gating": "tv"},
+            "threshold=.* conflicts with .*upper",
+        ),
         ({"is_correction_threshold": (1.0,)}, "is_correction_threshold: expected \\(low, high\\)"),
         ({"dual_clip": 1.0}, "dual_clip: expected None or a number > 1"),
         ({"clip_eps_low": -0.1}, "clip_eps_low: expected a number >= 0"),

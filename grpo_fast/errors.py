@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import signal
-from typing import Any
+from collections.abc import Callable, Collection
 
 FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
 # No sampled token and no likeliest id is less likely. vLLM writes -9999 for NaN and for -inf.
@@ -16,13 +16,13 @@ LEAST_LOGP = -1000.0
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
-def wrong(name: str, expected: str, came: Any, kind: type[Exception] = ValueError) -> Exception:
+def wrong(name: str, expected: str, came: object, kind: type[Exception] = ValueError) -> Exception:
     """An error that names an argument, what was expected and what came."""
     return kind(f"{name}: expected {expected}, got {came}")
 
 
 def require(
-    fits: Any, name: str, expected: str, came: Any, kind: type[Exception] = ValueError
+    fits: object, name: str, expected: str, came: object, kind: type[Exception] = ValueError
 ) -> None:
     """Raise what `wrong` makes unless it fits. Where a call may be part of a graph of torch.compile
     `raise wrong(…)`: a text that is made of shapes or numbers beforehand breaks the graph.
@@ -41,21 +41,22 @@ def conflict(a: str, b: str, why: str) -> ValueError:
     return ValueError(f"{a} conflicts with {b}: {why}")
 
 
-def choice(name: str, value: Any, choices: Any) -> None:
+def choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
         raise wrong(name, f"one of {list(choices)}", repr(value))
 
 
-def number(name: str, value: Any, expected: str, holds: Any) -> None:
+def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
-    if not is_number or not abs(value) <= FP32_MAX or not holds(value):
-        raise wrong(name, expected, reprlib.repr(value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # The kernels compute in fp32. The bound refuses NaN, and integers that no float can hold.
+        if abs(value) <= FP32_MAX and holds(value):
+            return
+    raise wrong(name, expected, reprlib.repr(value))
 
 
-def kind_of(x: Any) -> str:
+def kind_of(x: object) -> str:
     return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 

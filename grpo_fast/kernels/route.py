@@ -13,13 +13,14 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.types import POSITIVE16
+from grpo_fast.kernels.types import POSITIVE16, Exponentials, RowLoss, RowStats
 from grpo_fast.objective.coefficients import row_coefficients
 
 logger = logging.getLogger("grpo_fast")
@@ -39,13 +40,15 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 class Kernels(NamedTuple):
     """The doors of one backend (documented in reference.py, cpu/linear.py, gpu/gradients.py)."""
 
-    row_logps: Callable
-    row_grad_: Callable
-    row_loss_: Callable
-    row_coefficients: Callable = row_coefficients
-    head_logps: Callable | None = None  # from hidden
-    head_exponentials: Callable | None = None  # from hidden
-    gradients: Any = None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
+    row_logps: Callable[..., RowStats]
+    row_grad_: Callable[..., Tensor]
+    row_loss_: Callable[..., RowLoss]
+    row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
+    head_logps: Callable[..., RowStats] | None = None  # from hidden
+    head_exponentials: Callable[..., Exponentials] | None = None  # from hidden
+    gradients: ModuleType | None = (
+        None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
+    )
 
 
 class Route(NamedTuple):
@@ -101,7 +104,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 
 @functools.cache
-def doors(rows: str, backend: str) -> Any:
+def doors(rows: str, backend: str) -> ModuleType:
     """The module for "support", rows in a sampler's sets, or for "divergence", rows beside a
     teacher's; <rows>_reference.py documents its doors.
     """
@@ -211,5 +214,5 @@ def _route(
     return route
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"grpo_fast.kernels.{name}")

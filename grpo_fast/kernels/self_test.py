@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
+
+R = TypeVar("R")
 
 
-def apart(test: Callable[[], Any]) -> Any:
+def apart(test: Callable[[], R]) -> R:
     """The result of a test in a thread of its own: autocast, inference mode, default devices,
     dispatch modes and checkpointing's hooks belong to a thread.
     """

@@ -42,8 +42,8 @@ class TeacherTopK(NamedTuple):
     be renormalised over the K ids, and so is the student. The logps belong to the student's
     temperature: a server at 1 beside a student at 0.7 adds 0.1 to 0.2 nats that mean nothing.
 
-    A row of -inf alone knows nothing of the teacher and adds 0, for example at a masked token. Any
-    other row has a largest log-probability of at least -1000, and sums to 1 where K = V.
+    A row of -inf alone knows nothing of the teacher and adds 0, for example at a masked token.
+    Every other row has a largest log-probability of at least -1000, and sums to 1 where K = V.
     """
 
     ids: Tensor  # (N, K) int64; no id twice in a row, but where its log-probability is -inf
@@ -77,7 +77,7 @@ class Divergence(NamedTuple):
     beta: float = 0.5
 
     @property
-    def leaf(self) -> Callable:
+    def leaf(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 

@@ -226,8 +226,13 @@ def detached(x: Tensor) -> Tensor:
 
 
 def vector(x: Tensor | None) -> Tensor | None:
+    """Per-row values as the kernels read them (`dense_vector`); None of None."""
+    return None if x is None else dense_vector(x)
+
+
+def dense_vector(x: Tensor) -> Tensor:
     """Per-row values as the kernels read them: fp32, unit stride."""
-    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
+    if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
 

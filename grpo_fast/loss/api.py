@@ -32,7 +32,7 @@ def linear_logps(
     entropy_over: str = "support",
     hidden_rows: Tensor | None = None,  # the shape of target_ids
     support: Support | None = None,
-    group: Any = None,
+    group: object = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
     """Log-probabilities of the targets, and entropies, from hidden states, without whole logits.
@@ -176,7 +176,7 @@ def linear_grpo_loss(
     support: Support | None = None,
     grad_filter: float | None = None,
     divergence: DivergenceTerm | None = None,
-    group: Any = None,
+    group: object = None,
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:

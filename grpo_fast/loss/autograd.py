@@ -21,7 +21,7 @@ from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
 from grpo_fast.loss.logits import LogitsSweep
-from grpo_fast.loss.passes import Sweep, kernel_precision
+from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -32,6 +32,13 @@ def wants_gradient(*tensors: Tensor | None) -> list[bool]:
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
+
+Context = Any  # of an autograd function: torch sets its attributes, and we set ours
+RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
+Tensors = Sequence[Tensor | None]
+Gradients = list[tuple[Tensor | None, Tensor | None]]
+# The loss, logps, entropy, what grad_filter left out, and divergences.
+FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- losses: gradients are there when the forward ends ----
 
@@ -45,14 +52,16 @@ class Formed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, run, overwrites, *inputs):
+    def forward(
+        ctx: Context, run: Callable[..., LossResult], overwrites: bool, *inputs: Tensor | None
+    ) -> FormedOutputs:
         tensors = tuple(None if x is None else x.detach() for x in inputs)
         result = run(*tensors)
         if not overwrites:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
             # Autograd does not see the kernels write: who saved the logits must hear of it.
-            torch.autograd.graph.increment_version(inputs)
+            torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run, ctx.overwrites = run, overwrites
         ctx.gradients = with_units(tensors, result.gradients, result.units)
@@ -61,8 +70,10 @@ class Formed(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, grad_loss, *unused):
-        def form_again():
+    def backward(
+        ctx: Context, grad_loss: Tensor | None, *unused: None
+    ) -> tuple[Tensor | None, ...]:
+        def form_again() -> Gradients:
             if ctx.overwrites:
                 raise RuntimeError(OVERWRITTEN)
             result = ctx.run(*ctx.saved_tensors)
@@ -71,21 +82,22 @@ class Formed(torch.autograd.Function):
         return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
 
 
-Gradients = list[tuple[Tensor | None, Tensor | None]]
+form_loss: Callable[..., FormedOutputs] = Formed.apply
 
 
-def with_units(tensors: tuple, gradients: tuple, units: Tensor | None) -> Gradients:
+def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """(gradient, unit) of each tensor; None where it was not wanted: a pass returns (0,) there."""
-    has_units = units is not None and units.numel()
-    factors = units.detach().unbind() if has_units else [None] * len(gradients)  # type: ignore[union-attr]
+    factors: Tensors = [None] * len(gradients)
+    if units is not None and units.numel():
+        factors = units.detach().unbind()
     return [
-        (x.detach() if like is not None and x.shape == like.shape else None, unit)
+        (x.detach() if like is not None and x is not None and x.shape == like.shape else None, unit)
         for like, x, unit in zip(tensors, gradients, factors, strict=True)
     ]
 
 
 def scaled_gradients(
-    ctx: Any,
+    ctx: Context,
     grad_loss: Tensor | None,
     needs_grad: tuple[bool, ...],
     form_again: Callable[[], Gradients],
@@ -127,7 +139,7 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
 class RowPass:
     def __init__(
         self,
-        tensors: tuple,
+        tensors: RowTensors,
         options: RowOptions,
         places: TargetRows | None = None,
         *,
@@ -182,7 +194,7 @@ class RowPass:
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
-def find_rows(tensors: tuple, options: RowOptions) -> TargetRows:
+def find_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
     """The active rows of a call; their values are checked here."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
@@ -193,7 +205,13 @@ class Recalled(torch.autograd.Function):
     """Logps whose first backward finds what the workspace still holds."""
 
     @staticmethod
-    def forward(ctx, options, places, wanted, *tensors):
+    def forward(
+        ctx: Context,
+        options: RowOptions,
+        places: TargetRows,
+        wanted: Sequence[bool],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
         work = RowPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
@@ -205,7 +223,9 @@ class Recalled(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, d_logps, d_entropy, unused):
+    def backward(
+        ctx: Context, d_logps: Tensor | None, d_entropy: Tensor | None, unused: None
+    ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         needs = ctx.needs_input_grad[3:]
@@ -228,3 +248,6 @@ class Recalled(torch.autograd.Function):
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
+
+
+recall_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = Recalled.apply

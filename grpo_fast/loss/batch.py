@@ -7,7 +7,7 @@ its metrics are computed when somebody reads them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class TokenBatch(NamedTuple):
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
-            temperature = places.owned(temperature)
+            temperature = places.picked(temperature, torch.float32)
         values.numbers(
             validate, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
@@ -79,7 +79,7 @@ def rows_of_targets(
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
-        temperatures = places.owned(rule.temperature)
+        temperatures = places.picked(rule.temperature, torch.float32)
         values.numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
@@ -105,7 +105,7 @@ class _Places(NamedTuple):
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
-    def owned(self, x: Any) -> Any:
+    def owned(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.picked(x, torch.float32)
 
     def rows(
@@ -192,7 +192,7 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
-        per_token = places.owned(advantages)
+        per_token = places.picked(advantages, torch.float32)
     return Tokens(
         per_token, weights, share, places.lengths, places.segments, places.owned(inputs.old_logps),
         places.owned(inputs.ref_logps), places.owned(inputs.sampling_logps),

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
                     expected = f"{parameters[name].default} in a graph of torch.compile"
                     raise wrong(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
-                    return untraced(function)(*args, **keywords)
+                    outside: Callable[P, R] = untraced(function)
+                    return outside(*args, **keywords)
             return function(*args, **keywords)
 
         return door
@@ -49,7 +50,11 @@ def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorate
 
 
-untraced = functools.cache(torch.compiler.disable)
+@functools.cache
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """The function as torch.compile leaves it alone; made once."""
+    disabled: Callable[P, R] = torch.compiler.disable(function)
+    return disabled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +108,7 @@ def loss(
     checks.tokens(config, inputs, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
+        count = 0  # a graph has no divergences
     else:
         known = operators.LOSSES[name]
         batch = operators.build(known, tensors, options, config, inputs)
@@ -112,26 +118,29 @@ def loss(
             numbers += repr(shared)
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
-        outputs = autograd.Formed.apply(run, options.inplace, *tensors)
+        outputs = autograd.form_loss(run, options.inplace, *tensors)
         metrics = batch.metrics
-    (value, logps, entropy, filtered, *others), like = outputs, inputs.like
-    divergence, more = (others[0] if others else None), {}
+        count = len(batch.rows.target_ids)
+    value, logps, entropy, filtered, divergence = outputs
+    like = inputs.like
+    more: dict[str, Tensor] = {}
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
         total = divergence.detach().sum(dtype=torch.float64).float()
-        more["divergence"] = total / max(len(batch.rows.target_ids), 1)
-    logps, entropy, divergence = (
-        None if x is None else _shaped(detached(x), like) for x in (logps, entropy, divergence)
+        more["divergence"] = total / max(count, 1)
+    shaped = _shaped(detached(logps), like)
+    entropy, divergence = (
+        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
     )
-    return LossOutput(value, logps, entropy, divergence, metrics, more)
+    return LossOutput(value, shaped, entropy, divergence, metrics, more)
 
 
 def logps(
     tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
     options: RowOptions,
     ranks: Agreement = ALONE,
-) -> Any:  # logps, or (logps, entropy)
+) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:
@@ -142,7 +151,7 @@ def logps(
         )  # fmt: skip
         numbers = repr(shared) if options.shard else ""
         ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        flat, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
+        flat, entropy, _ = autograd.recall_logps(options, rows, wanted, *tensors)
     like = options.target_ids
     shaped = _shaped(flat, like)
     return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped

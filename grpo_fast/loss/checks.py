@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,7 +39,7 @@ CONSTANTS = (
 
 def tensor(
     name: str,
-    x: Any,
+    x: object,
     kind: str = FLOATING,
     shape: tuple[int, ...] | None = None,
     meaning: str = "",
@@ -71,7 +69,7 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
 
 
-def constant(name: str, x: Any) -> None:
+def constant(name: str, x: object) -> None:
     """Refuse a tensor that requires grad in a place from which no gradient flows back to it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
@@ -144,7 +142,7 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def rule(softcap: Any, logit_scale: Any, entropy_over: str, backend: str) -> None:
+def rule(softcap: float | None, logit_scale: float, entropy_over: str, backend: str) -> None:
     """The plain options of `linear_logps` and `logits_logps`."""
     choice("backend", backend, BACKENDS)
     choice("entropy_over", entropy_over, CHOICES["entropy_over"])
@@ -153,7 +151,7 @@ def rule(softcap: Any, logit_scale: Any, entropy_over: str, backend: str) -> Non
         number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
 
 
-def temperatures(target_ids: Tensor, temperature: Any) -> tuple[Tensor | None, float]:
+def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor | None, float]:
     """(a temperature for each target, 1.0), or (None, one temperature for all)."""
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
@@ -163,7 +161,7 @@ def temperatures(target_ids: Tensor, temperature: Any) -> tuple[Tensor | None, f
     return None, float(temperature)
 
 
-def prompt_items(value: Any, count: int, config: LossConfig) -> None:
+def prompt_items(value: object, count: int, config: LossConfig) -> None:
     what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
         raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
@@ -231,7 +229,7 @@ def options(
 
 
 def support(
-    sets: Any, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
+    sets: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
     """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
     if sets is None:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, choice, conflict, number, require
+from grpo_fast.errors import LEAST_LOGP, choice, conflict, number, require, wrong
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
+from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
@@ -45,7 +46,7 @@ def linear_divergence(
     logit_scale: float = 1.0,
     hidden_rows: Tensor | None = None,  # (N,) or (B, L)
     support: Support | None = None,
-    group: Any = None,
+    group: object = None,
     backend: str = "auto",
 ) -> DivergenceOutput:
     """The divergence of a student from its teacher in every row, over the whole vocabulary, and the
@@ -101,7 +102,7 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
-        loss, each, *_ = autograd.Formed.apply(run, False, *tensors)
+        loss, each, *_ = autograd.form_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
@@ -116,7 +117,7 @@ def divergence_loss(
     weights: Tensor,  # (T,)
     wanted: Wanted,
     backend: str,
-    shard: Any,
+    shard: VocabularyShard | None,
 ) -> LossResult:
     """hidden → Σ weights·D; gradients are (dH, dW, db), and the logps' place holds the values."""
     is_half = any(wanted) and needs_range(hidden.dtype)
@@ -139,7 +140,7 @@ def divergence_loss(
 
 
 def checked_term(
-    term: Any,
+    term: object,
     weight: Tensor,  # (V, H)
     target_ids: Tensor,
     ranks: Agreement,
@@ -149,8 +150,8 @@ def checked_term(
     """The divergence term of a loss, checked, with a flat teacher; None of None."""
     if term is None:
         return None
-    is_term = isinstance(term, DivergenceTerm)
-    require(is_term, "divergence", "None or a DivergenceTerm", type(term).__name__)
+    if not isinstance(term, DivergenceTerm):
+        raise wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
     if grad_filter is not None:
         why = "the gradient of a divergence has no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "divergence", why)
@@ -158,7 +159,7 @@ def checked_term(
     number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
     has_support = support is not None
     teacher = checked_teacher(term.teacher, weight, target_ids, ranks, has_support=has_support)
-    return term._replace(teacher=teacher)
+    return DivergenceTerm(teacher, term.kind, term.coef, term.beta)
 
 
 def checked_kind(kind: str, beta: float) -> Divergence:
@@ -168,7 +169,7 @@ def checked_kind(kind: str, beta: float) -> Divergence:
 
 
 def checked_teacher(
-    teacher: Any, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
+    teacher: object, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
 ) -> Teacher:
     """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
     is_shard = ranks.group is not None
@@ -178,8 +179,8 @@ def checked_teacher(
             why = "only a TeacherHead gives the logits of every id"
             raise conflict("teacher, a TeacherTopK", other, why)
         return _checked_topk(teacher, weight.shape[0], like)
-    is_head, expected = isinstance(teacher, TeacherHead), "a TeacherHead or a TeacherTopK"
-    require(is_head, "teacher", expected, type(teacher).__name__)
+    if not isinstance(teacher, TeacherHead):
+        raise wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
@@ -236,7 +237,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     return teacher._replace(ids=ids, logps=logps)
 
 
-def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
+def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     checks.tensor(name, x, kind, beside=("hidden", like))
     fits, expected = x.shape[:-1] == like.shape, "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))

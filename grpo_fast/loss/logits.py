@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class LogitsSweep:
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
-    def _active(self, parts: list, has_entropy: bool) -> tuple:
+    def _active(self, parts: Sequence[tuple[Any, ...]], has_entropy: bool) -> tuple[Any, ...]:
         fields = concat_chunks(parts, self.logits)
         if not has_entropy:
             fields = (*fields[:2], None, *fields[3:])
@@ -82,7 +83,8 @@ class LogitsSweep:
         wants = {"return_entropy": return_entropy}
         places = ((self.logits[b], self.targets[b], self.rule.rows(b)) for b in self._blocks())
         parts = [self.kernels.row_logps(*rows, **wants) for rows in places]
-        return self._active(parts, return_entropy)  # type: ignore[return-value]
+        lse, logps, entropy = self._active(parts, return_entropy)
+        return lse, logps, entropy
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted

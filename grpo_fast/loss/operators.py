@@ -16,9 +16,19 @@ from grpo_fast.errors import wrong
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
-from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, scaled_gradients, with_units
+from grpo_fast.loss.autograd import (
+    NO_DOUBLE_BACKWARD,
+    Context,
+    FormedOutputs,
+    Gradients,
+    RowPass,
+    RowTensors,
+    scaled_gradients,
+    with_units,
+)
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
+from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
@@ -61,13 +71,17 @@ HEAD, D_HEAD = (
 )
 
 
+Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
+Row = Sequence[Argument]
+
+
 class LossPass(NamedTuple):
     """A loss as an operator: its tensors, their gradients, what runs, the V of its tensors."""
 
     tensors: str
     gradients: str
     run: Callable[..., LossResult]
-    vocab: Callable[[tuple], int | None]
+    vocab: Callable[[RowTensors], int | None]
 
     @property
     def num_tensors(self) -> int:
@@ -84,7 +98,7 @@ LOSSES = {
 library = torch.library.Library("grpo_fast", "DEF")
 
 
-def carried(options: Options | RowOptions) -> tuple[Any, ...]:
+def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
     """Return the fields that a schema carries. Raise a ValueError if another field is set: the
     public functions keep these calls out of graphs (`call.outside_of_graphs`).
     """
@@ -94,18 +108,18 @@ def carried(options: Options | RowOptions) -> tuple[Any, ...]:
     return tuple(getattr(options, name) for name in names_of(type(options)))
 
 
-def options_of(values: Sequence[Any]) -> Options:
+def options_of(values: Row) -> Options:
     """The inverse of `carried`."""
     return Options(**dict(zip(names_of(Options), values, strict=True)))
 
 
-def row_options_of(values: Sequence[Any]) -> RowOptions:
+def row_options_of(values: Row) -> RowOptions:
     """The inverse of `carried`."""
     return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))
 
 
 def build(
-    loss: LossPass, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
+    loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
     vocab_size, targets = loss.vocab(tensors), None
     if vocab_size is not None:
@@ -114,9 +128,9 @@ def build(
 
 
 def compiled_loss(
-    name: str, tensors: tuple, options: Options, config: LossConfig, inputs: BatchInputs
-) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
-    """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics."""
+    name: str, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
+) -> tuple[FormedOutputs, Callable[..., dict[str, Tensor]]]:
+    """Nodes of the graph, and what gives the metrics; a graph has no divergences."""
     row = _row(config, inputs)
     known = carried(options)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
@@ -126,16 +140,17 @@ def compiled_loss(
     filtered = None if options.grad_filter is None else filtered
     names = metric_names(config, inputs.sampling_logps is not None, has_entropy)
     named = dict(zip(names, metrics.detach().unbind(), strict=True))
-    return (loss, logps, entropy, filtered), lambda *_: named
+    return (loss, logps, entropy, filtered, None), lambda *_: named
 
 
-def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
+def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options))[:2]
+    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options))
+    return logps, entropy
 
 
-def _row(config: LossConfig, inputs: BatchInputs) -> list:
-    def tensor(x: Any) -> Tensor | None:
+def _row(config: LossConfig, inputs: BatchInputs) -> Row:
+    def tensor(x: Total | None) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x
         return torch.full((), float(x), dtype=torch.float64, device=inputs.like.device)
@@ -145,18 +160,18 @@ def _row(config: LossConfig, inputs: BatchInputs) -> list:
     return [*(tensor(x) for x in inputs), temperature, config.key]
 
 
-def _unpacked(row: tuple) -> tuple[LossConfig, BatchInputs]:
+def _unpacked(row: Row) -> tuple[LossConfig, BatchInputs]:
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
     return config, BatchInputs(*inputs)
 
 
-def _has_entropy(loss: LossPass, tensors: tuple, config: LossConfig) -> bool:
+def _has_entropy(loss: LossPass, tensors: RowTensors, config: LossConfig) -> bool:
     return config.needs_entropy if loss.run is not logps_loss else tensors[1] is not None
 
 
-def _empty(like: Tensor, *shape: Any) -> Tensor:
+def _empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
@@ -167,7 +182,12 @@ def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
 
 
 def _register(
-    name: str, schema: str, run: Callable, fake: Callable, backward: Callable | None = None
+    name: str,
+    schema: str,
+    run: Callable[..., Tensor | tuple[Tensor, ...]],
+    fake: Callable[..., Tensor | tuple[Tensor, ...]],
+    backward: Callable[[Context, Row, Sequence[Tensor | None]], Sequence[Tensor | None]]
+    | None = None,
 ) -> None:
     """Define an operator: kernel, shapes and, by `backward(ctx, inputs, grads)`, its gradients."""
     library.define(f"{name}{schema}")
@@ -176,13 +196,13 @@ def _register(
     if backward is None:
         return
 
-    def remember(ctx, inputs, output):
+    def remember(ctx: Context, inputs: Row, output: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         ctx.output = [x.detach() for x in output]
 
-    def recall(ctx, *grads):
+    def recall(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         saved = iter(ctx.saved_tensors)
@@ -199,20 +219,20 @@ def _register_loss(name: str, loss: LossPass) -> None:
     count = loss.num_tensors
     end = count + NUM_OPTIONS
 
-    def split(inputs: Any) -> tuple[tuple, Options, tuple]:
-        inputs = tuple(inputs)
+    def split(inputs: Row) -> tuple[RowTensors, Options, Row]:
         return inputs[:count], options_of(inputs[count:end]), inputs[end:]
 
-    def run(*inputs):
+    def run(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
         batch = build(loss, tensors, options, *_unpacked(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
-        extras = result.entropy, result.filtered, metrics, result.units
-        extras = (result.loss.new_empty(0) if x is None else x for x in extras)
+        nothing = result.loss.new_empty(0)
+        optional = result.entropy, result.filtered, metrics, result.units
+        extras = [nothing.clone() if x is None else x for x in optional]
         return (result.loss, result.logps, *extras, *result.gradients)
 
-    def fake(*inputs):
+    def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
         x, (config, given) = tensors[0], _unpacked(row)
         rows = given.like.numel()
@@ -229,11 +249,11 @@ def _register_loss(name: str, loss: LossPass) -> None:
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
         return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
 
-    def backward(ctx, inputs, grads):
-        def gradients_of(output):
+    def backward(ctx: Context, inputs: Row, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        def gradients_of(output: Sequence[Tensor]) -> Gradients:
             return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
-        def form_again():
+        def form_again() -> Gradients:
             return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
 
         output, ctx.output = ctx.output, None
@@ -247,19 +267,19 @@ def _register_loss(name: str, loss: LossPass) -> None:
 def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
-    def run(*inputs):
+    def run(*inputs: Argument) -> tuple[Tensor, ...]:
         return RowPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
-    def fake(*inputs):
+    def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         options = row_options_of(inputs[count:])
         rows = options.target_ids.numel()
         sizes = rows, rows if options.return_entropy else 0, rows
         return tuple(_empty(inputs[0], n) for n in sizes)
 
-    def as_output(gradients: tuple) -> Any:
+    def as_output(gradients: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         return gradients[0] if count == 1 else tuple(gradients)  # one output is no tuple
 
-    def run_grad(*inputs):
+    def run_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         *rest, d_logps, d_entropy, wanted = inputs
         outputs, options = rest[-3:], row_options_of(rest[count:-3])
         has_entropy = d_entropy is not None
@@ -267,11 +287,11 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         wanted = Wanted(*wanted, *[False] * (3 - count))
         return as_output(work.gradients(work.known(*outputs), d_logps, d_entropy, wanted))
 
-    def fake_grad(*inputs):
+    def fake_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         likes = (inputs[0] if x is None else x for x in inputs[:count])
         return as_output(tuple(map(_gradient, likes, inputs[-1])))
 
-    def backward(ctx, inputs, grads):
+    def backward(ctx: Context, inputs: Row, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count

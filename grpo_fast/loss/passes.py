@@ -41,7 +41,7 @@ class LossResult(NamedTuple):
     units: Tensor | None = None
 
 
-def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
+def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast does not reach the kernels: they compute in the dtypes they are given."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -78,7 +78,8 @@ def linear_loss(
         sweep["tolerance"] = options.grad_filter
         sweep["whole_entropy"] = batch.config.whole_entropy
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
-    return in_units(result, batch.tokens.unit, hidden.dtype) if has_units else result
+    unit = batch.tokens.unit
+    return result if unit is None else in_units(result, unit, hidden.dtype)
 
 
 def _with_divergence(
@@ -130,7 +131,9 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
     route, whole = rows_route(options.backend, logits), batch.config.whole_entropy
     sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
-    return result._replace(loss=result.loss / unit, units=1 / unit[None]) if has_units else result
+    if unit is None:
+        return result
+    return result._replace(loss=result.loss / unit, units=1 / unit[None])
 
 
 def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:

@@ -12,6 +12,7 @@ rank raises the same ValueError and none waits for another.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def gathered(name: str, x: Any) -> Any:
             "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
         )
         raise wrong(name, expected, f"{came}; {advice}")
-    return _Gathered.apply(x)
+    return _gathered(x)
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
@@ -69,8 +70,8 @@ def process_group(group: Any) -> distributed.ProcessGroup:
         require(group.ndim == 1, "group", expected, came)
         group = group.get_group()
     came = str(group if isinstance(group, int | str) else type(group).__name__)
-    is_group = isinstance(group, distributed.ProcessGroup)
-    require(is_group, "group", f"{expected} that this process is in", came)
+    if not isinstance(group, distributed.ProcessGroup):
+        raise wrong("group", f"{expected} that this process is in", came)
     return group
 
 
@@ -98,7 +99,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.mesh, ctx.placements = x.device_mesh, x.placements
-        return x.full_tensor()
+        whole: Tensor = x.full_tensor()
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -109,17 +111,20 @@ class _Gathered(torch.autograd.Function):
         return reduced / ctx.mesh.size()  # gloo has no mean
 
 
+_gathered: Callable[[Any], Tensor] = _Gathered.apply
+
+
 class Agreement:
     """A block in which a call's arguments are checked, on every rank of a group (None: alone)."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: object) -> None:
         self.group = None if group is None else process_group(group)
         self.is_open = self.group is not None  # the other ranks wait for a word of this one
 
     def __enter__(self) -> Agreement:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.is_open and isinstance(error, Exception):
             self._tell(REFUSED, str(error) or type(error).__name__)
 
@@ -141,7 +146,7 @@ class Agreement:
 
     def ready(
         self,
-        tensors: tuple,  # (hidden, weight, bias)
+        tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
         target_ids: Tensor,  # (T,) of the active rows
         wanted: list[bool],
         backend: str,
@@ -151,6 +156,7 @@ class Agreement:
         if self.group is None:
             return
         hidden, weight, bias = tensors
+        assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # which may not run here
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ LOGPS_RULES = RULES | {
 }  # fmt: skip
 
 
-def numbers(validate: str, rules: Rules = RULES, **tensors: Any) -> None:
+def numbers(validate: str, rules: Rules = RULES, **tensors: object) -> None:
     """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
     checks = []
     for name, x in tensors.items():

@@ -210,9 +210,10 @@ def group_advantages(
     fits = mode != "gdpo" or len(weights) in (0, len(rewards))
     require(fits, "weights", f"{len(rewards)}, one for each reward", weights)
     if mode == "opo":
-        lengths, expected = options.get("lengths"), "a tensor of completion lengths (N*G,) = "
-        fits = isinstance(lengths, Tensor) and lengths.shape == rewards.shape
-        require(fits, "lengths", f"{expected}{tuple(rewards.shape)}", kind_of(lengths))
+        lengths = options.get("lengths")
+        if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
+            expected = f"a tensor of completion lengths (N*G,) = {tuple(rewards.shape)}"
+            raise wrong("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
     function = MODES[mode]

@@ -28,7 +28,14 @@ class RowTerms(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
         """The terms with every tensor changed."""
-        return RowTerms(*(None if x is None else function(x) for x in self))
+
+        def changed(x: Tensor | None) -> Tensor | None:
+            return None if x is None else function(x)
+
+        return RowTerms(
+            function(self.advantages), function(self.policy_weights), changed(self.kl_weights),
+            changed(self.old_logps), changed(self.ref_logps), changed(self.grad_entropy),
+        )  # fmt: skip
 
     def rows(self, index: slice) -> RowTerms:
         """The terms of some rows."""

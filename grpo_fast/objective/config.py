@@ -21,7 +21,7 @@ CHOICES: dict[str, Collection[str]] = {
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
     "aggregation": AGGREGATIONS, "entropy_over": ("support", "vocabulary"),
 }  # fmt: skip
-RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
     (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap", "kl_clamp",
@@ -157,7 +157,8 @@ class LossConfig:
     @property
     def key(self) -> str:
         """The config as a string; a temperature tensor travels beside it."""
-        return self.__dict__["_key"]
+        key: str = self.__dict__["_key"]
+        return key
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -227,16 +228,23 @@ class LossConfig:
     def params(self) -> tuple[float, ...]:
         """The leaf's hyperparameters, in the leaf's order."""
         offset = self.cispo_bound == "offset"
+        high = self.high_bound
         derived = {
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
-            "ratio_max": 1.0 + self.epsilon_high if offset else self.epsilon_high,
+            "ratio_max": 1.0 + high if offset else high,
             # TRL bounds λ below by 1e-4, so that φ still falls off.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }
         names = OBJECTIVES[self.loss_type].params
-        return tuple(float(derived.get(name, getattr(self, name, None))) for name in names)
+        return tuple(float(derived[x] if x in derived else getattr(self, x)) for x in names)
+
+    @property
+    def high_bound(self) -> float:
+        """`epsilon_high`, which every config has: its default is filled in."""
+        assert self.epsilon_high is not None
+        return self.epsilon_high
 
     @property
     def kl_limits(self) -> tuple[float, float]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require
+from grpo_fast.errors import choice, conflict, number, require, wrong
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -108,21 +107,26 @@ class Correction:
 DEFAULT = (Correction("truncate", high=3.0),)
 
 
-def corrections_of(value: Any) -> tuple[Correction, ...]:
+def corrections_of(value: object) -> tuple[Correction, ...]:
     """One correction or several, as objects or as their fields, as the tuple that a config holds.
 
     Raises:
         ValueError: something else, or two that weigh.
     """
-    one = isinstance(value, (Correction, Mapping))
-    listed = (value,) if one else () if value is None else value
-    fits = isinstance(listed, Iterable) and not isinstance(listed, str)
-    require(fits, "corrections", "Corrections or their fields", repr(value))
-    names, corrections = {f.name for f in dataclasses.fields(Correction)}, []
+    if value is None:
+        return ()
+    listed = (value,) if isinstance(value, (Correction, Mapping)) else value
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise wrong("corrections", "Corrections or their fields", repr(value))
+    names = {f.name for f in dataclasses.fields(Correction)}
+    corrections: list[Correction] = []
     for x in listed:
-        fits = isinstance(x, Correction) or (isinstance(x, Mapping) and set(x) <= names)
-        require(fits, "corrections", f"a Correction or its {sorted(names)}", repr(x))
-        corrections.append(x if isinstance(x, Correction) else Correction(**x))
+        if isinstance(x, Correction):
+            corrections.append(x)
+        elif isinstance(x, Mapping) and set(x) <= names:
+            corrections.append(Correction(**x))
+        else:
+            raise wrong("corrections", f"a Correction or its {sorted(names)}", repr(x))
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

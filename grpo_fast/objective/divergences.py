@@ -54,4 +54,6 @@ def jsd(p, q, d, near, beta):
     return tl.where(tl.abs(d) < 0.5, close, far), slope
 
 
-DIVERGENCES: dict[str, Callable] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd}
+DIVERGENCES: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {
+    "forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd,
+}  # fmt: skip

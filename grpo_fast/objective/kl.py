@@ -77,7 +77,7 @@ def k1_straight_through(d, most=INF, reach=INF):
 # the policy first, as in the lecture, or with the reference first.
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
-KL_ESTIMATORS: dict[str, Callable] = {
+KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {
     "k1": k1,
     "abs": absolute,
     "k2": k2,

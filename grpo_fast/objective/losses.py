@@ -10,7 +10,7 @@ reference. `bind` gives the same code object another `tl`, so Triton compiles th
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch as tl
@@ -18,6 +18,8 @@ import torch as tl
 # Log ratios are clamped to this before exp, in value only: the gradient still restores.
 LOG_RATIO_MAX = 20.0
 
+# (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or values of Triton.
+Leaf = Callable[..., Any]
 LEVELS = ("token", "sequence", "sequence_sum")
 
 
@@ -137,7 +139,7 @@ class Objective(NamedTuple):
         follows_advantage: whether the leaf's slope is 0 where the advantage is.
     """
 
-    leaf: Callable
+    leaf: Leaf
     params: tuple[str, ...] = ()
     aggregation: str = "sequence_mean"
     window: str = "ratio"
@@ -186,9 +188,16 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
+def unchanged(function: Leaf) -> Leaf:
+    return function
+
+
 def bind(
-    leaf: Callable, tl: Any, wrap: Callable = lambda function: function, words: dict | None = None
-) -> Callable:
+    leaf: Leaf,
+    tl: object,
+    wrap: Callable[[Leaf], Leaf] = unchanged,
+    words: Mapping[str, object] | None = None,
+) -> Leaf:
     """The same leaf with another module behind `tl`, its helpers too.
 
     Args:

@@ -126,7 +126,7 @@ def sampling_metrics(
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
     """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
     low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
-    high = (r > 1 + config.epsilon_high) & (tokens.advantages > 0)
+    high = (r > 1 + config.high_bound) & (tokens.advantages > 0)
     metrics = {}
     for name, clipped in (("low", low), ("high", high), ("region", low | high)):
         fraction = clipped.float()

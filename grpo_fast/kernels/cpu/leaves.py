@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, bind
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
 
 MAX_PARAMS = 4  # p0 … p3 of the kernels' doors
 
@@ -61,12 +60,12 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-def objective_leaves() -> list[Callable]:
+def objective_leaves() -> list[Leaf]:
     """The leaves of `OBJECTIVES`, each once; their order numbers them."""
     return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
 
 
-def kl_leaves() -> list[Callable]:
+def kl_leaves() -> list[Leaf]:
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -80,7 +79,7 @@ def header() -> str:
 
 
 def print_header(
-    objectives: list[Callable], estimators: list[Callable], divergences: Sequence[Callable] = ()
+    objectives: list[Leaf], estimators: list[Leaf], divergences: Sequence[Leaf] = ()
 ) -> str:
     """Functions that choose a leaf by its number; divergences are on vectors."""
     tables = [
@@ -92,7 +91,7 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
+def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
     """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
     cases = []
     for index, leaf in enumerate(leaves):
@@ -110,7 +109,7 @@ def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> 
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
     cases = [
         f"  if constexpr (index == {i}) {{"
         f"{body(leaf, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
@@ -123,7 +122,7 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callabl
 
 
 def body(
-    leaf: Callable,
+    leaf: Leaf,
     arguments: Sequence[str],
     words: dict[str, str],
     helpers: dict[str, str],
@@ -135,20 +134,20 @@ def body(
     """
     lines = [""]
 
-    def text(x: Any) -> str:
-        return x.name if isinstance(x, Number) else constant.format(float(x))
+    def text(x: Variable | float) -> str:
+        return x.name if isinstance(x, Variable) else constant.format(float(x))
 
-    def write(form: str, *operands: Any) -> Number:
+    def write(form: str, *operands: Variable | float) -> Variable:
         name = f"x{len(lines)}"
         value = form.format(*map(text, operands))
         lines.append(f"      [[maybe_unused]] const auto {name} = {value};")
-        return Number(name, write)
+        return Variable(name, write)
 
-    def function(name: str) -> Callable[..., Number]:
+    def function(name: str) -> Callable[..., Variable]:
         return lambda *operands: write(f"{name}({', '.join(['{}'] * len(operands))})", *operands)
 
     class Vocabulary:
-        def __getattr__(self, word: str) -> Callable[..., Number]:
+        def __getattr__(self, word: str) -> Callable[..., Variable]:
             if word not in words:
                 raise ValueError(f"expected the words {', '.join(words)}, got 'tl.{word}'")
             return function(words[word])
@@ -156,31 +155,34 @@ def body(
     own = {name: function(word) for name, word in helpers.items()}
     printed = bind(leaf, Vocabulary(), words=own)
     try:
-        pair = ", ".join(map(text, printed(*(Number(name, write) for name in arguments))))
+        pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{leaf.__name__}: {error}") from error
     return "\n".join([*lines, f"      return {{{pair}}};\n"])
 
 
-class Number:
+class Variable:
     """A C++ variable; its operators `write` another one."""
 
-    def __init__(self, name: str, write: Callable[..., Number]) -> None:
+    def __init__(self, name: str, write: Callable[..., Variable]) -> None:
         self.name, self.write = name, write
 
-    def __neg__(self) -> Number:
+    def __neg__(self) -> Variable:
         return self.write("-{}", self)
 
     def __bool__(self) -> bool:
         raise ValueError(f"expected tl.where, got a branch in Python on {self.name}")
 
 
-def _operator(sign: str) -> tuple[Callable, Callable]:
+Operator = Callable[[Variable, Variable | float], Variable]
+
+
+def _operator(sign: str) -> tuple[Operator, Operator]:
     form = f"{{}} {sign} {{}}"
     return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
 
 
 for _word, _sign in OPERATORS.items():
     _forward, _reflected = _operator(_sign)
-    setattr(Number, f"__{_word}__", _forward)
-    setattr(Number, f"__r{_word}__", _reflected)
+    setattr(Variable, f"__{_word}__", _forward)
+    setattr(Variable, f"__r{_word}__", _reflected)

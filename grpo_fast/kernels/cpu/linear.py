@@ -8,8 +8,6 @@ bits and two digits more than bf16; those that dominate a row of dH come beside 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
@@ -26,14 +24,24 @@ from grpo_fast.kernels.types import (
 )
 
 
-def _rows(hidden: Tensor, weight: Tensor, *of_rows: Any) -> tuple:
-    bias, target_ids, rule, out, has_weights, known, return_entropy = of_rows
+def _rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    rule: LogitRule,
+    out: Tensor | None,
+    has_weights: bool,
+    known: RowStats | None,
+    return_entropy: bool,
+) -> tuple[Tensor, ...]:
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
-    return loader.door("linear", "linear_rows")(
+    results: tuple[Tensor, ...] = loader.door("linear", "linear_rows")(
         hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
         *rule_arguments(rule), return_entropy, uses_tiles(weight),
     )  # fmt: skip
+    return results
 
 
 def head_logps(

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 _LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
 _lock = threading.Lock()
 _warned: list[str] = []  # the libraries whose absence was told at WARNING level: the first alone
+
+Operator = Callable[..., Any]  # of a library; by its schema it takes tensors and numbers
 
 
 class CsrcUnavailable(RuntimeError):
@@ -94,10 +97,11 @@ def require(library: str = "rows") -> None:
 
 
 @functools.cache
-def door(library: str, name: str) -> Any:
+def door(library: str, name: str) -> Operator:
     """An operator of a library; it raises a RuntimeError for tensors that it does not take."""
     require(library)
-    return getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
+    operator: Operator = getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
+    return operator
 
 
 def _load(library: str) -> str | None:

@@ -56,7 +56,7 @@ def row_grad_(
 
 
 @functools.lru_cache(maxsize=256)
-def leaf_arguments(key: str) -> tuple:
+def leaf_arguments(key: str) -> tuple[float, ...]:
     """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors by a key."""
     config = LossConfig.from_key(key)
     objective = leaves.objective_leaves().index(OBJECTIVES[config.loss_type].leaf)

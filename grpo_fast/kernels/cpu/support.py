@@ -15,7 +15,9 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    return loader.door("support", "support_places")(ids, offsets, target_ids, vocab_size)
+    operator = loader.door("support", "support_places")
+    found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
+    return found
 
 
 def head_rows(
@@ -39,9 +41,9 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    return loader.door("support", "support_hidden")(
-        d, contiguous_rows(weight), rows.ids, rows.offsets
-    )
+    operator = loader.door("support", "support_hidden")
+    out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
+    return out
 
 
 def head_weight(

@@ -8,8 +8,6 @@ rows.py between its two looks at a row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +20,7 @@ from grpo_fast.kernels.types import vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, bind
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
 
 BLOCK_T = 128
 RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
@@ -77,13 +75,13 @@ def loss_and_slope(
 
 
 @functools.cache
-def device_function(leaf: Callable) -> Any:
+def device_function(leaf: Leaf) -> Leaf:
     """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(leaf, tl, triton.jit, words)
 
 
-def leaf_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, Any]]:
+def leaf_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
     """p0 … p3 and the clamps of the KL; the leaves, and what else is compiled into a kernel."""
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {

@@ -28,7 +28,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import Problem, launch
 from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, rule_arguments, vector
+from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, dense_vector, rule_arguments
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def head_exponentials(
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
-        stats = vector(lse), vector(logps), entropy
+        stats = dense_vector(lse), dense_vector(logps), entropy
     sweep(p, None, out, raw_target, stats[0], only_far=known is None)
     *scalars, temperature_ptr = rule_arguments(rule)
     launch(

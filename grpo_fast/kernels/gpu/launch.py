@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast.kernels.types import LogitRule, RowStats
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+def launch(kernel: Any, programs: int, *args: object, **options: object) -> None:
     """Start `programs` programs of `kernel` on the device of its first tensor (tests patch it)."""
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):

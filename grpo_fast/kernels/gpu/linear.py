@@ -196,7 +196,7 @@ def problem(
 
 
 def slice_count(p: Problem) -> int:
-    return triton.cdiv(p.weight.shape[0], SLICE_COLUMNS)
+    return -(-p.weight.shape[0] // SLICE_COLUMNS)
 
 
 def sweep(
@@ -218,7 +218,7 @@ def sweep(
         aligned=is_aligned(p.weight),
         light=raw_target is None or not is_heavy,
     )
-    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
+    store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
     # not in the exponentials from known statistics, where Triton 3.6 spills on sm_100).
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
@@ -230,7 +230,7 @@ def sweep(
     if config.use_tma:  # by tensor descriptors
         hidden = tiles(hidden, config.block_t, config.block_h)
         weight = tiles(weight, config.block_v, config.block_h)
-    if store_tma:
+    if store_tma and out is not None:
         destination = tiles(out, config.block_t, config.piece)
     launch(
         slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu import rows
+from grpo_fast.kernels.gpu.launch import launch
 
 BLOCK = 4096
 # Enough to fill any device, few enough to start and end in microseconds.
@@ -40,7 +40,5 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     size = gradient.numel()
     if size:
         programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
-        rows.launch(
-            scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8
-        )
+        launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
     return gradient

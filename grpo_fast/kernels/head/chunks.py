@@ -154,13 +154,17 @@ class ExponentialChunks(LogitChunks):
             self._workspace = take_workspace(self.most_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
 
-    def _fill(self, at: ChunkRows, **options) -> RowStats:
+    def _fill(
+        self, at: ChunkRows, *, return_entropy: bool = False, known: RowStats | None = None
+    ) -> RowStats:
         h, target_ids, rule = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
-        self._filled = self.kernels.head_exponentials(  # type: ignore[misc]
-            h[:count], self.weight, self.bias, target_ids, rule, out, **options
-        )
+        assert self.kernels.head_exponentials is not None
+        self._filled = self.kernels.head_exponentials(
+            h[:count], self.weight, self.bias, target_ids, rule, out, known=known,
+            return_entropy=return_entropy,
+        )  # fmt: skip
         return self._filled.stats
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:

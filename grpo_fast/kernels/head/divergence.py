@@ -12,6 +12,7 @@ one. Workspace: 8 bytes a logit, 4 for a top-k alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class DivergenceHead(LinearHead):
         divergence: Divergence,
         weights: Tensor,  # (T,)
         has_policy: bool,
-        **options,
+        **options: Any,
     ) -> None:
         self.teacher, self.divergence, self.weights = teacher, divergence, weights
         self.has_head = isinstance(teacher, TeacherHead)
@@ -123,9 +124,9 @@ class DivergenceHead(LinearHead):
                 self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
-                d_policy, *g = policy(chunk, at)
+                d_policy, g, g_entropy = policy(chunk, at)
                 # A GPU is not waited for: rows without a coefficient are multiplied, as zeros.
-                is_active = None if self.on_gpu else active[chunk] | active_rows(*g)
+                is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
             self.at = None
             if not self.has_gradient:
@@ -174,17 +175,19 @@ class DivergenceHead(LinearHead):
         if to is not out:
             out.copy_(to)
 
-    def _join_ranks(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
+    def _join_ranks(
+        self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
+    ) -> DivergenceRows | None:
         """Sums over whole rows, of all ranks that share the vocabulary, in two rounds."""
         if self.shard is None:
             return None
-        z, has_columns = of_rows[0], of_rows[0].shape[1] > 0
+        has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        own = row_divergence_(*of_rows) if has_columns else none
+        own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         whole = DivergenceRows(nothing, nothing, *lses)
-        own = row_divergence_(*of_rows, known=whole) if has_columns else none
+        own = row_divergence_(z, *of_rows, known=whole) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
         return DivergenceRows(*sums, *lses)
 
@@ -204,7 +207,7 @@ def supported_divergence(
     weights: Tensor,  # (T,)
     wanted: Wanted,
     is_wide: bool,
-    **options,
+    **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops of small sets.
 

@@ -48,10 +48,12 @@ class WholeEntropy:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        gradients = self.inside.gradients(g, None, (*known[:2], None), wanted)
+        gradients: tuple[Tensor, ...] = self.inside.gradients(g, None, (*known[:2], None), wanted)
         if g_entropy is None or not any(wanted):
             return gradients
         if self.known is None:  # the forward pass was run by another object
             self.known = self.whole.logps(return_entropy=True)
-        more = self.whole.gradients(torch.zeros_like(g), g_entropy, self.known, wanted)
+        more: tuple[Tensor, ...] = self.whole.gradients(
+            torch.zeros_like(g), g_entropy, self.known, wanted
+        )
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -40,10 +40,11 @@ class GatheredHead:
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        return self.doors.head_rows(
+        found: HeadRows = self.doors.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, rule,
             return_entropy=return_entropy, return_slopes=return_slopes,
         )  # fmt: skip
+        return found
 
     def no_gradients(self) -> tuple[Tensor, ...]:
         return self.tensors.no_gradients()

@@ -16,7 +16,8 @@ of rows is not measured.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,7 +219,7 @@ class LinearHead:
         return self._finished(sums)
 
 
-def concat_chunks(parts: list, like: Tensor) -> tuple:
+def concat_chunks(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
     if len(parts) == 1:

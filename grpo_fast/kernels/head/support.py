@@ -7,6 +7,7 @@ this costs more, from the dense product (below). Given logits are looked up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -145,10 +146,15 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
+# Rows, their hidden rows, the places of their ids among all, the row and column of each id, and a
+# matrix for their logits.
+DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
+
+
 class DenseHead(GatheredHead):
     """Logits of a head in the support, from the product with all of W."""
 
-    def _chunks(self):
+    def _chunks(self) -> Iterator[DenseChunk]:
         """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
         each, and a matrix (padded C, V) for their logits.
         """

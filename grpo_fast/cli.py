@@ -1,5 +1,5 @@
 """The command line: `grpo-fast recipes`, `train`, `compare`, `reward-model`, `eval`, `plan`,
-`plot`, `audit`, `export`, `doctor`, `bench`.
+`plot`, `export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -184,21 +184,6 @@ def plot(
             runs = [os.path.expanduser(run) for run in what]
             path = plot_runs(runs, os.path.expanduser(out) if out else usual_picture(runs))
         typer.echo(str(path))
-
-
-@app.command()
-def audit(
-    run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
-    debug: Debug = False,
-) -> None:
-    """List how each prompt that a run has drawn ended; status 1 where one was skipped."""
-    from grpo_fast.train.runs.audit import audit as follow
-
-    with told(debug):
-        prompts = follow(os.path.expanduser(run))
-        for line in prompts.lines():
-            typer.echo(line)
-    sys.exit(1 if prompts.problems else 0)
 
 
 @app.command()

@@ -11,32 +11,44 @@ import torch
 
 from grpo_fast.data.splits import Splits
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards, check_examples
-from grpo_fast.rollout import build_engine, check_prompts
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
+from grpo_fast.rollout import Engine, awake, build_engine, check_prompts
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import build_evaluation
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lines
+from grpo_fast.train.report.lines import (
+    ONE_UPDATE,
+    USUAL_CLIP,
+    closing_lines,
+    memory_line,
+    opening_lines,
+)
 from grpo_fast.train.report.report import RunReport
+from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start, entered
-from grpo_fast.train.runs.run import Run
+from grpo_fast.train.runs.resume import Start, entered, resume
+from grpo_fast.train.runs.saving import Saver
+from grpo_fast.train.runs.state import Rows
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
-from grpo_fast.train.update.step import Step
+from grpo_fast.train.update.step import Step, update_rows
 from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
+Evaluation = Callable[[Engine], dict[str, float]]
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -73,8 +85,8 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
         check_examples(rewards, splits.listed, "training")
         prints = splits.fingerprints() | fingerprints(config)
     check_ranks(config.model_dump(mode="json"), prints)
-    if start.checkpoint is not None:
-        for name in check_resumed(start.fingerprints, prints, config.resume_allow):
+    if start.state is not None:
+        for name in check_resumed(start.state.fingerprints, prints, config.resume_allow):
             log.warning("the run goes on with another %s than it began with", name)
     return rewards, splits, prints
 
@@ -93,6 +105,7 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 
 def _train(start: Start) -> dict[str, Any]:
     started, memory_before, config = time.perf_counter(), host_peak(), start.config
+    # 1 load
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
     rewards, questions, prints = _load_inputs(start)
@@ -100,13 +113,16 @@ def _train(start: Start) -> dict[str, Any]:
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
-    report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
+    lengths = (0, 0) if start.state is None else start.state.lengths
+    finished = 0 if start.state is None else start.state.step
+    report = RunReport(config.output_dir, config.log, config.steps, lengths, finished)
     if start.checkpoint is None:
         start.enter_folder(report)
+    stopping = Stopping()
     with (
+        stopping.listening(policy.lm.base_model, policy.agreed),
         report,
         build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model, policy.agreed),
         distributed.answered(),
     ):
         if config.warm_start is not None and start.checkpoint is None:
@@ -114,27 +130,37 @@ def _train(start: Start) -> dict[str, Any]:
                 policy, questions.train, config.warm_start, seed=config.seed,
                 is_sharded=config.is_sharded, log=report.log,
             )  # fmt: skip
-        # Behind the warm start: a frozen reference is a copy of the policy that it led to.
+        # After the warm start: a frozen reference is a copy of the policy that it led to.
         reference = Reference(policy, config.reference, another)
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)
         collector = build_collector(config, policy, engine, rewards, PromptQueue(splits.train))
-        run = Run(config, collector, trainer, report, evaluate, prints)
-        if start.checkpoint is not None:
-            run.load(start.checkpoint)
-            start.enter_folder(report)  # cuts logs back: only now, so a failed start cuts none
-            report.note(f"goes on from {start.checkpoint}")
+        saver = Saver(config, collector, trainer, report, prints, stopping)
+        resume(start, saver)
         kernels = {
             "backend": route.head_route("auto", policy.head.weight).backend,
             "backend_fallback": route.fallback_reason(policy.device.type),
         }
         report.note(*opening_lines(config.rollout, kernels, engine.fallback))
-        with run.saved_when_it_ends():
-            for step in run.steps():
-                make_step(step, collector, trainer, run.rest)
-                run.finish(step)
+        _note_updates(trainer, report)
+        with saver.saved_when_it_ends(), distributed.answered():
+            if saver.state.before is None:
+                before = _evaluated(0, saver, evaluate)
+                report.log(0, before)
+                saver.mark(before=before, after=before)
+            _log(saver, evaluate)  # a step that was saved before it was logged
+            for number in range(saver.state.step + 1, config.steps + 1):
+                step, metrics = make_step(number, collector, trainer)
+                # 7 log and evaluate
+                saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
+                _log(saver, evaluate)
+                # 8 save
+                if saver.is_due():
+                    saver.save()
+                with distributed.together():
+                    stopping.raise_if_asked()
         summary = {
-            "before": run.state.before, "after": run.state.after, **kernels,
+            "before": saver.state.before, "after": saver.state.after, **kernels,
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
         }  # fmt: skip
         report.finish(summary)
@@ -144,23 +170,67 @@ def _train(start: Start) -> dict[str, Any]:
     return summary
 
 
-def make_step(
-    step: Step, collector: Collector, trainer: Trainer, rest: Callable[[Step], Any] = id
-) -> None:
-    """Completions, then μ passes of updates over them, from where the step stands.
+def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
+    """Make one step of training and return it with its metrics."""
+    clock = Clock()
+    # 2 sample, 3 score, 4 advantages
+    collected = collector.next(number, clock)
+    # 5 pack and precompute
+    step = trainer.pack(number, clock, collected)
+    collector.begin_ahead(number, clock)
+    # 6 update: hidden states → fused loss → backward → clip → optimizer
+    for minibatch in trainer.minibatches(step):
+        trainer.update(step, minibatch)
+    clock.lap("train")
+    collector.settle_ahead(clock)
+    return step, trainer.finish(step)
 
-    rest: called where the run can be left, and go on from there.
-    """
-    if step.collected is None:
-        trainer.pack(step, collector.next(step.number, step.clock))
-        rest(step)
-    collector.begin_ahead(step.number, step.clock)
-    if step.metrics is not None:
+
+def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
+    """Return what a finished step has to log. Collective: each rank has a part of its batch."""
+    config, number = trainer.config, step.number
+    rows = Rows(finite(metrics), [], [vars(record) for record in step.collected.prompts], [])
+    if config.log.every_update:
+        rows.updates = update_rows(step.updates, (number - 1) * trainer.updates_per_step + 1)
+    every = config.log.completions_every
+    if every and (number in (1, config.steps) or number % every == 0):
+        examples = collector.examples_of(step.collected)
+        answers = [example.answer for example in examples if example.answer]
+        rows.completions = rows_of(
+            step.collected, step.batch.used_advantages(), examples, trainer.policy.tokenizer,
+            scorer_for(config.data.task, answers), count=config.log.completions,
+            group_size=config.rollout.group_size,
+        )  # fmt: skip
+    return rows
+
+
+def _log(saver: Saver, evaluate: Evaluation) -> None:
+    """Log the latest finished step, unless it is logged, with an evaluation if one is due."""
+    rows, number, config = saver.state.unlogged, saver.state.step, saver.config
+    if rows is None:
         return
-    for minibatch in trainer.remaining(step):  # of all passes over the batch
-        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
-        rest(step)
-    step.clock.lap("train")
-    collector.settle_ahead(step.clock)
-    trainer.finish(step)
-    rest(step)
+    report, metrics, after = saver.report, rows.metrics, saver.state.after
+    report.prompts(rows.prompts)
+    for row in rows.updates:
+        report.log(number, row)
+    if rows.completions:
+        report.completions(number, rows.completions)
+    every = config.eval.every
+    if number == config.steps or (every and number % every == 0):
+        found = _evaluated(number, saver, evaluate)
+        metrics, after = finite(metrics | found), found or after
+    report.log(number, metrics)
+    saver.mark(metrics=metrics, after=after, unlogged=None)
+
+
+def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
+    """Return metrics on the held-out questions, by the weights after `number` steps."""
+    with awake(saver.collector.engine, saver.trainer.policy, version=number) as engine:
+        return evaluate(engine)
+
+
+def _note_updates(trainer: Trainer, report: RunReport) -> None:
+    if trainer.updates_per_step == 1:
+        report.note(ONE_UPDATE)
+    elif OBJECTIVES[trainer.loss_config.loss_type].clips == "ppo":
+        report.note(USUAL_CLIP)

@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from grpo_fast.data import Example, Prompt, reason
-from grpo_fast.errors import require
+from torch import Tensor
+
+from grpo_fast.data import Example, Prompt
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Rollout, awake
-from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.groups import (
     Drawn,
@@ -41,9 +41,9 @@ class Collected:
 
     rollout: Rollout
     scores: RewardResult
-    advantages: Saved  # (N·G,) fp32
+    advantages: Tensor  # (N·G,) fp32
     metrics: dict[str, float]  # of all that was sampled, dropped groups included
-    generated: Count  # tokens, likewise
+    generated: int  # tokens, likewise
     prompts: list[PromptRecord]  # of all that were asked
 
 
@@ -134,28 +134,13 @@ class Collector:
         clock.lap("ahead")
 
     def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each completion (so each G times). Raises ValueError or IndexError for a
-        checkpoint's prompts that are those of other completions.
-        """
+        """Return the example of each completion, so each example G times."""
         numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
-        count, size = len(collected.rollout.texts), self.config.group_size
-        fits, expected = len(numbers) * size == count, f"{count // size} prompts that are kept"
-        require(fits, "underway.collected.prompts", expected, len(numbers))
-        return [self.queue.examples[number] for number in numbers for _ in range(size)]
-
-    def ahead_state(self) -> Sampled | None:
-        """The rollout sampled ahead, for a checkpoint. Collective.
-
-        None where it failed: a resumed run samples it again.
-        """
-        try:
-            self.settle_ahead(Clock())
-        except Exception as error:
-            log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
-        return self.sampled
+        repeats = range(self.config.group_size)
+        return [self.queue.examples[number] for number in numbers for _ in repeats]
 
     def state_dict(self) -> CollectorState:
-        """The state to go on from, apart from `ahead`."""
+        """Return the state of a finished step, without the rollout that is sampled ahead."""
         return CollectorState(
             self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
         )

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from grpo_fast.train.config.base import Count
-
 # FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
 # that fits counts.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
@@ -27,11 +25,10 @@ class Clock:
     """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, Count] = field(default_factory=dict)  # bytes on the GPU at most, by part
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes on the GPU at most, by part
 
     def __post_init__(self) -> None:
-        self.last = time.perf_counter()
-        self.start = self.last - sum(self.seconds.values())
+        self.start = self.last = time.perf_counter()
 
     def lap(self, name: str) -> None:
         if torch.cuda.is_available():

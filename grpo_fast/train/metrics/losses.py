@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, grpo_loss
-from grpo_fast.rollout.saved import Saved
-from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks import distributed
 
 # How the values of several micro-batches become one, by metric; every other one is a mean over
@@ -38,15 +36,10 @@ class LossMetrics:
     each micro-batch by its tokens.
     """
 
-    parts: list[tuple[dict[str, Saved], Count]] = field(default_factory=list)  # with its tokens
+    parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # with its tokens
     # (R,) each, of active tokens: the trainer's and the sampler's
-    logps: list[tuple[Saved, Saved]] = field(default_factory=list)
-    optimizer_steps: Count = 1
-
-    def to(self, device: torch.device | str) -> LossMetrics:
-        parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in self.parts]
-        logps = [(own.to(device), theirs.to(device)) for own, theirs in self.logps]
-        return LossMetrics(parts, logps, self.optimizer_steps)
+    logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    optimizer_steps: int = 1
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int, share: float = 1.0) -> None:
         """One micro-batch: its metrics, its tokens, and the factor its loss was given."""

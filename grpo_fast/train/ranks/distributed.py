@@ -239,8 +239,16 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     stopped = [one for one in failed if one[1] == Stopped.__name__]
     number, kind, text = (stopped or failed)[0]
     if mine is not None and number == rank():
+        mine.is_of_all = True  # type: ignore[attr-defined]
         raise mine
-    raise _twin(number, kind, text) from mine
+    twin = _twin(number, kind, text)
+    twin.is_of_all = True  # type: ignore[attr-defined]
+    raise twin from mine
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Return whether all ranks end with this error, so that they can still work together."""
+    return size() == 1 or hasattr(error, "is_of_all")
 
 
 def _described(error: BaseException) -> tuple[str, str]:

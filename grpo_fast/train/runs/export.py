@@ -12,10 +12,9 @@ from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.checkpoint import TOKENIZER, WEIGHTS, problem_of
+from grpo_fast.train.runs.checkpoint import TOKENIZER, WEIGHTS, problem_of, read_tensors
 from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.state import read_state
-from grpo_fast.train.runs.storage import read_tensors
 from grpo_fast.train.update.critic import Critic, load_critic
 
 

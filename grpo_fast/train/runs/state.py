@@ -1,36 +1,32 @@
-"""The state of a run between two updates, and its files in a checkpoint.
+"""The state of a run at the end of a step, and its files in a checkpoint.
 
-weights/          policy and moments; a critic; a reference that cannot be built again; with LoRA
-                  the adapters alone
-state.json        `State`
-state.safetensors random numbers; of a step under way, or sampled ahead, its completions' numbers
-tokenizer/        for `grpo-fast export`
+weights/           policy and moments; a critic; a reference that cannot be built again; with LoRA
+                   the adapters alone
+state.json         `State`
+state.safetensors  random numbers, and the tensors of the rollout that is sampled ahead
+tokenizer/         for `grpo-fast export`
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import ConfigDict
-from torch import Tensor
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors.torch import load_file, save_file
 
 from grpo_fast.errors import require
 from grpo_fast.rollout.saved import Saved, split_tensors
 from grpo_fast.train.collect.collector import CollectorState, Sampled
-from grpo_fast.train.config.base import Count, Positive
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.files import read_regular
-from grpo_fast.train.runs.checkpoint import STATE, STRICT, order_of, read_checked
-from grpo_fast.train.update.step import Step
+from grpo_fast.train.runs.checkpoint import step_of
 from grpo_fast.train.update.trainer import TrainerState
 
-MOST_BYTES = 1 << 30  # of state.json, which holds the completions of a step
-# Another machine may have no GPU, or more of them; `resume` compares the others.
-MAY_CHANGE = {"config", "fingerprints", "training_set", "fallback", "random"}
+STATE, TENSORS = "state.json", "state.safetensors"
 
 
 @dataclass
@@ -50,41 +46,52 @@ class RandomState:
 
 
 @dataclass
-class State:
-    """All of a run but its weights and moments."""
+class Rows:
+    """What the latest step has to log."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    metrics: dict[str, float]
+    updates: list[dict[str, float]]
+    prompts: list[dict[str, Any]]
+    completions: list[dict[str, Any]]
+
+
+@dataclass
+class State:
+    """A run at the end of a step, without its weights and moments."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: Count  # finished steps
     before: dict[str, float] | None  # metrics of the first evaluation
-    after: dict[str, float] | None  # of the latest one
-    metrics: dict[str, float]  # of the latest finished step
+    after: dict[str, float] | None  # of the latest evaluation
+    metrics: dict[str, float]  # of the latest step
+    unlogged: Rows | None  # a step is finished before it is logged and evaluated
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
     random: RandomState
     collector: CollectorState
     trainer: TrainerState
-    underway: Step | None  # the step that has its completions
-    ahead: Sampled | None
+    ahead: Sampled | None  # the rollout of the next step
     fallback: str | None  # why the engine samples by transformers' `generate`
-    training_set: Positive  # its size
     fingerprints: dict[str, str]
     config: dict[str, Any]
 
 
-def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> State:
-    """A checkpoint's state.json, with the `tensors` of the file beside it in their places."""
-    state = read_checked(State, checkpoint / STATE, MOST_BYTES, tensors)
-    if tensors:
-        raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
-    step = order_of(checkpoint.name)[0]
+def write_state(state: State, folder: Path) -> None:
+    tensors = dict[str, torch.Tensor]()
+    plain = split_tensors(state, tensors)
+    (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
+    save_file(tensors, folder / TENSORS)
+
+
+def read_state(checkpoint: Path) -> State:
+    """Read the state of a checkpoint. Raises ValueError with the file and the field at fault."""
+    tensors, text = load_file(checkpoint / TENSORS), read_regular(checkpoint / STATE)
+    try:
+        state = TypeAdapter(State).validate_json(text, context=tensors)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
+    step = step_of(checkpoint)
     require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
     return state
-
-
-def check_round_trip(state: State, checkpoint: Path) -> None:
-    """Raise a ValueError where a loaded state is, stored again, not what the file holds."""
-    texts = json.dumps(split_tensors(state, {})), read_regular(checkpoint / STATE, MOST_BYTES)
-    ours, theirs = (json.loads(text, parse_int=float) for text in texts)  # 1 is 1.0
-    for key in sorted({field.name for field in dataclasses.fields(State)} - MAY_CHANGE):
-        if json.dumps(ours[key], sort_keys=True) != json.dumps(theirs[key], sort_keys=True):
-            raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from grpo_fast.attention import plan_packs, plan_trees, tree_tokens, trunk_tokens
 from grpo_fast.rollout import Rollout
-from grpo_fast.rollout.saved import Saved
-from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import balanced
 from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
@@ -39,15 +36,6 @@ class Totals(NamedTuple):
 FIXED = (
     "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
 )  # fmt: skip
-
-
-@dataclass
-class Packing:
-    """The state of a batch: its completions by minibatch, and all that is computed once for it."""
-
-    parts: list[list[Count]]
-    budget: Positive
-    fixed: dict[str, list[Saved]]  # by name, a tensor for each completion
 
 
 class StepBatch:
@@ -129,20 +117,6 @@ class StepBatch:
         self.minibatches, self.totals = [list(x) for x in zip(*packed, strict=True)]
         for name, values in fixed.items():
             self.set(name, values)
-
-    def state_dict(self) -> Packing:
-        """The packing for a checkpoint. Collective."""
-        return Packing(self.parts, self.budget, self.fixed())
-
-    def load_state_dict(self, packing: Packing) -> None:
-        """Go on from `state_dict`. Raises ValueError for parts of another batch."""
-        if sorted(i for part in packing.parts for i in part) != list(range(len(self.advantages))):
-            raise ValueError("underway.packing.parts: expected every completion once")
-        self.parts = packing.parts
-        self.pack(packing.budget)
-        for name, values in packing.fixed.items():
-            self.set(name, [value.to(self.device) for value in values])
-        self.has_fixed = bool(packing.fixed)
 
     def has(self, name: str) -> bool:
         return all(getattr(batch, name) is not None for batch in self.micro_batches)

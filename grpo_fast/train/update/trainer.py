@@ -5,7 +5,6 @@ They differ by where the advantages come from: the rewards of a group, or a crit
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Collection, Iterator
@@ -19,7 +18,7 @@ from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.metrics.clock import Work
+from grpo_fast.train.metrics.clock import Clock, Work
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
@@ -86,42 +85,32 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
 
-    def pack(self, step: Step, collected: Collected) -> None:
+    def pack(self, number: int, clock: Clock, collected: Collected) -> Step:
+        """Pack the completions of step `number` into micro-batches."""
         rollout, distill = self.config.rollout, self.config.distill
-        step.collected = collected
         task = 1.0 if distill is None else distill.task
-        step.batch = StepBatch(
+        batch = StepBatch(
             collected.rollout, task * collected.advantages, group_size=rollout.group_size,
             minibatches=self.config.minibatches, budget=self.budget.tokens,
             device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
-        step.batch.token_rewards = collected.scores.per_token
+        batch.token_rewards = collected.scores.per_token
+        return Step(number, clock, collected, batch)
 
-    def resume(self, step: Step) -> None:
-        assert step.collected is not None and step.packing is not None
-        self.pack(step, step.collected)
-        step.batch.load_state_dict(step.packing)
-        for update in step.updates:
-            update.losses = update.losses.to(self.policy.device)
-        step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
-
-    def remaining(self, step: Step) -> Iterator[int]:
-        """The minibatches of the μ passes that are left, one optimizer step each."""
+    def minibatches(self, step: Step) -> Iterator[int]:
+        """Yield the minibatches of the μ passes, one for each optimizer step."""
         config, batch = self.config, step.batch
         self.policy.model.train()
-        if config.log.grad_variance and step.noise is None:
+        if config.log.grad_variance:
             step.noise = gradient_variance(self.policy, batch, self.loss_config)
-        while (made := len(step.updates)) < self.updates_per_step:
-            epoch, minibatch = divmod(made, config.minibatches)
-            if minibatch == 0 and made and self._is_too_far(step):
+        for epoch in range(config.inner_iterations):
+            if epoch and self._is_too_far(step):
                 return
-            # A step may have been left in its first minibatch: the order follows from the seed
-            # alone, so that dealing the batch once more changes nothing.
-            if minibatch == 0 and config.shuffle != "off":
+            if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
                 batch.shuffle(seed, config.shuffle == "groups")
-            yield minibatch
+            yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
         """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
@@ -145,7 +134,6 @@ class Trainer:
         rate = self.optimizer.learning_rate  # before `apply`, which moves the schedule on
         norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norm, rate))
-        # At the end: the error saves a checkpoint, which must hold this update of all optimizers.
         for optimizer in self.optimizers.values():
             optimizer.check()
 
@@ -158,9 +146,10 @@ class Trainer:
             distill=self.config.distill, server=self.teacher,
         )  # fmt: skip
 
-    def finish(self, step: Step) -> None:
-        """Give a step whose updates are all made its metrics; move schedules and reference on,
-        after an early stop as if all updates had been made.
+    def finish(self, step: Step) -> dict[str, float]:
+        """Finish a step after its updates: advance schedules and reference, return its metrics.
+
+        After an early stop the schedules advance as if all updates had been made.
         """
         collected, batch, clock = step.collected, step.batch, step.clock
         updates, per_pass = step.updates, self.config.minibatches
@@ -172,11 +161,11 @@ class Trainer:
         generated, passes = sum(collected.rollout.lengths), len(updates) / per_pass
         seen = merge_losses(updates, per_pass)
         self.watch.look(step.number, updates[0].losses.logps)
-        step.metrics = {
+        metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
             **self._learning_metrics(step, seen),
-            **(step.noise or {}),
+            **step.noise,
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(collected.generated, int(batch.trunk_tokens * passes)),
@@ -186,9 +175,10 @@ class Trainer:
                 + (self.updates_per_step > 1 or self.critic is not None),
             ),
         }  # fmt: skip
-        kl = step.metrics.get("kl", math.nan)
+        kl = metrics.get("kl", math.nan)
         self.beta.after_step(kl, completions=len(collected.rollout.lengths))
         self._use_beta()
+        return metrics
 
     def forget_gradients(self) -> None:
         """Clear the gradients of a minibatch that was left in its middle: it starts again."""

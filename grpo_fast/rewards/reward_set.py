@@ -30,7 +30,6 @@ from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
 from grpo_fast.rewards.isolated import IsolatedReward
-from grpo_fast.rollout.saved import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +73,12 @@ class WeightedReward(NamedTuple):
 class RewardResult(NamedTuple):
     """Rewards of N completions, fp32 on the CPU; NaN marks a sample that has none."""
 
-    total: Saved  # (N,) weighted sum, NaN where any function with a weight has none
-    per_fn: dict[str, Saved]  # name → (N,)
+    total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
+    per_fn: dict[str, Tensor]  # name → (N,)
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
-    per_token: list[Saved] | None = None
+    per_token: list[Tensor] | None = None
 
     @property
     def failures(self) -> dict[str, int]:

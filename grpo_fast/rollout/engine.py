@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
-from grpo_fast.rollout.saved import Saved
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +37,9 @@ class Kept(NamedTuple):
     The t-th token was drawn from `ids[offsets[t]:offsets[t + 1]]`; empty: the whole vocabulary.
     """
 
-    ids: Saved  # (nnz,) int32
-    offsets: Saved  # (n + 1,) int64
-    mass: Saved | None = None  # (n,) fp32: their probability before the others went; None: unknown
+    ids: Tensor  # (nnz,) int32
+    offsets: Tensor  # (n + 1,) int64
+    mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
 
 
 @functools.cache

@@ -189,15 +189,15 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
     """Return what a finished step has to log. Collective: each rank has a part of its batch."""
     config, number = trainer.config, step.number
-    rows = Rows(finite(metrics), [], [vars(record) for record in step.collected.prompts], [])
+    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
     if config.log.every_update:
         rows.updates = update_rows(step.updates, (number - 1) * trainer.updates_per_step + 1)
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
-        examples = collector.examples_of(step.collected)
+        examples = collector.examples_of(step.batch.samples)
         answers = [example.answer for example in examples if example.answer]
         rows.completions = rows_of(
-            step.collected, step.batch.used_advantages(), examples, trainer.policy.tokenizer,
+            step.batch.samples, step.batch.used_advantages(), examples, trainer.policy.tokenizer,
             scorer_for(config.data.task, answers), count=config.log.completions,
             group_size=config.rollout.group_size,
         )  # fmt: skip

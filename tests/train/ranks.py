@@ -118,7 +118,7 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
     """The same, with a fault in the second update: of the last rank, if there are several."""
-    calls, own = 0, gradients.policy_loss
+    calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
     def failing(policy: Any, *rest: Any) -> Any:
@@ -131,7 +131,7 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
-    with patch.object(gradients, "policy_loss", failing):
+    with patch.object(gradients, "packed_loss", failing):
         return train(case, kind, folder, *words)
 
 
@@ -266,7 +266,7 @@ def ended(folder: str, rank: int) -> Any:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        gradients.policy_loss = die
+        gradients.packed_loss = die
     began = time.monotonic()
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 

@@ -107,7 +107,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
     """A dropout or an engine would draw from them. What a step drew before is drawn again."""
-    loss, decode = gradients.policy_loss, hf.decode
+    loss, decode = gradients.packed_loss, hf.decode
 
     def with_dropout(*arguments):
         value, hidden, output = loss(*arguments)
@@ -117,7 +117,7 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
         torch.rand(3)
         return decode(*arguments, **options)
 
-    monkeypatch.setattr(gradients, "policy_loss", with_dropout)
+    monkeypatch.setattr(gradients, "packed_loss", with_dropout)
     monkeypatch.setattr(hf, "decode", drawing)
     options = ["eval.batch_size=2", "rollout.dynamic={rounds: 1}", "rollout.batch_size=4",
                "steps=2", *PASSES]  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 from grpo_fast.errors import SAVED
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.ranks.rollouts import balanced
 from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.update.batch import balanced
 from tests.tiny import FAMILIES, tiny_folder
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 

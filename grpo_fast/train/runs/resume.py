@@ -36,7 +36,7 @@ from grpo_fast.train.runs.checkpoint import (
 from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, is_occupied, locked
 from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import State, read_state
+from grpo_fast.train.runs.state import State, read_state, restore_random
 
 log = logging.getLogger(__name__)
 
@@ -163,13 +163,16 @@ def resume(start: Start, saver: Saver) -> None:
             trainer.load_state_dict(state.trainer)
             saver.collector.load_state_dict(state.collector)
             if state.ahead is not None:
-                state.ahead.rollout.check(trainer.policy.head.weight.shape[0])
+                samples = state.ahead.samples
+                samples.check(trainer.policy.head.weight.shape[0])
+                decode = trainer.policy.tokenizer.batch_decode
+                samples.texts = decode(samples.completion_ids, skip_special_tokens=True)
             saver.collector.sampled = state.ahead
     _sample_as_before(state.fallback, saver)
     start.enter_folder(saver.report)
     settings, prints = saver.state.config, saver.state.fingerprints
     saver.state = dataclasses.replace(state, config=settings, fingerprints=prints)
-    state.random.restore()  # at the end: building and loading have drawn random numbers
+    restore_random(state.random)  # at the end: building and loading have drawn random numbers
     saver.mark()
     saver.report.note(f"goes on from {start.checkpoint}")
 

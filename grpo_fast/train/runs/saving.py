@@ -15,7 +15,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
-from grpo_fast.train.runs.state import RandomState, State, write_state
+from grpo_fast.train.runs.state import State, random_now, write_state
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.trainer import Trainer
 
@@ -41,7 +41,7 @@ class Saver:
         self.saved_at = time.monotonic()
         self.state = State(
             step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
-            random=RandomState.now(), collector=collector.state_dict(),
+            random=random_now(), collector=collector.state_dict(),
             trainer=trainer.state_dict(), ahead=None, fallback=collector.engine.fallback,
             fingerprints=fingerprints, config=config.model_dump(mode="json"),
         )  # fmt: skip
@@ -57,7 +57,7 @@ class Saver:
         # The state comes first: after an interrupt between the two assignments the versions do not
         # fit, and nothing is saved.
         self.state = dataclasses.replace(
-            self.state, lengths=self.report.lengths(), random=RandomState.now(),
+            self.state, lengths=self.report.lengths(), random=random_now(),
             collector=collector.state_dict(), trainer=trainer.state_dict(),
             ahead=collector.sampled, fallback=collector.engine.fallback, **changes,
         )  # fmt: skip

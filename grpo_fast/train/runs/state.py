@@ -9,7 +9,8 @@ tokenizer/         for `grpo-fast export`
 
 from __future__ import annotations
 
-import json
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +18,11 @@ from typing import Any, ClassVar
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from grpo_fast.errors import require
-from grpo_fast.rollout.saved import Saved, split_tensors
-from grpo_fast.train.collect.collector import CollectorState, Sampled
+from grpo_fast.rollout import Samples
+from grpo_fast.train.collect.collector import Ahead, CollectorState
 from grpo_fast.train.config.base import Count
 from grpo_fast.train.files import read_regular
 from grpo_fast.train.runs.checkpoint import step_of
@@ -29,20 +31,18 @@ from grpo_fast.train.update.trainer import TrainerState
 STATE, TENSORS = "state.json", "state.safetensors"
 
 
-@dataclass
-class RandomState:
-    cpu: Saved
-    cuda: Saved | None
+def random_now() -> dict[str, Tensor]:
+    """Return the state of torch's random numbers, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
-    @classmethod
-    def now(cls) -> RandomState:
-        has_gpu = torch.cuda.is_available()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if has_gpu else None)
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 @dataclass
@@ -67,31 +67,48 @@ class State:
     metrics: dict[str, float]  # of the latest step
     unlogged: Rows | None  # a step is finished before it is logged and evaluated
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
-    random: RandomState
     collector: CollectorState
     trainer: TrainerState
-    ahead: Sampled | None  # the rollout of the next step
     fallback: str | None  # why the engine samples by transformers' `generate`
     fingerprints: dict[str, str]
     config: dict[str, Any]
+    # Two fields of state.safetensors: random numbers, and the samples of the next step.
+    random: Any = None  # dict[str, Tensor]
+    ahead: Any = None  # Ahead | None
 
 
 def write_state(state: State, folder: Path) -> None:
-    tensors = dict[str, torch.Tensor]()
-    plain = split_tensors(state, tensors)
-    (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
+    plain = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    tensors = {f"random.{name}": value for name, value in plain.pop("random").items()}
+    ahead = plain.pop("ahead")
+    if ahead is not None:
+        tensors |= {f"ahead.{name}": value for name, value in ahead.samples.tensors().items()}
+        tensors["seconds.ahead"] = torch.tensor(ahead.seconds, dtype=torch.float64)
+    text = TypeAdapter(dict[str, Any]).dump_json(plain).decode()
+    (folder / STATE).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / TENSORS)
 
 
 def read_state(checkpoint: Path) -> State:
     """Read the state of a checkpoint. Raises ValueError with the file and the field at fault."""
-    tensors, text = load_file(checkpoint / TENSORS), read_regular(checkpoint / STATE)
+    tensors = load_file(checkpoint / TENSORS)
     try:
-        state = TypeAdapter(State).validate_json(text, context=tensors)
+        state = TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
         raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
+    parts: dict[str, dict[str, Tensor]] = {"random": {}, "ahead": {}, "seconds": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        require(part in parts, f"{TENSORS}: {name}", f"names of {sorted(parts)}", "another")
+        parts[part][rest] = tensor
+    state.random = parts["random"]
+    require("cpu" in state.random, TENSORS, "random.cpu", "none")
+    state.ahead = None
+    if parts["seconds"]:
+        seconds = float(parts["seconds"]["ahead"])
+        state.ahead = Ahead(Samples.of_tensors(parts["ahead"]), seconds)
     step = step_of(checkpoint)
     require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
     return state

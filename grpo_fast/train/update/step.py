@@ -1,11 +1,11 @@
-"""One step of a run: its completions, its packed batch and the updates made so far."""
+"""One step of a run: its packed batch and the updates made so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grpo_fast.train.collect.collector import Collected
+from grpo_fast.train.collect.groups import PromptRecord
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.losses import LossMetrics, finite
 from grpo_fast.train.update.batch import StepBatch
@@ -49,7 +49,7 @@ class Step:
 
     number: int
     clock: Clock
-    collected: Collected
     batch: StepBatch
+    metrics: dict[str, float]  # of what was sampled
+    records: list[PromptRecord]
     updates: list[Update] = field(default_factory=list)
-    noise: dict[str, float] = field(default_factory=dict)

@@ -5,6 +5,7 @@ They differ by where the advantages come from: the rewards of a group, or a crit
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Collection, Iterator
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from grpo_fast.data import TRACES
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
@@ -28,10 +30,11 @@ from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import accumulate, gradient_variance
+from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
 from grpo_fast.train.update.step import Step, Update, merge_losses
+from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
@@ -86,24 +89,32 @@ class Trainer:
         self.num_tokens = self.peak_memory = 0
 
     def pack(self, number: int, clock: Clock, collected: Collected) -> Step:
-        """Pack the completions of step `number` into micro-batches."""
-        rollout, distill = self.config.rollout, self.config.distill
-        task = 1.0 if distill is None else distill.task
+        """Pack the samples of step `number` into micro-batches."""
+        samples, metrics, records = collected
+        config = self.config
+        if config.distill is not None:
+            advantages = config.distill.task * samples.advantages
+            samples = dataclasses.replace(samples, advantages=advantages)
         batch = StepBatch(
-            collected.rollout, task * collected.advantages, group_size=rollout.group_size,
-            minibatches=self.config.minibatches, budget=self.budget.tokens,
-            device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
-            rank=distributed.rank(), ranks=distributed.size(),
-        )  # fmt: skip
-        batch.token_rewards = collected.scores.per_token
-        return Step(number, clock, collected, batch)
+            samples,
+            group_size=config.rollout.group_size,
+            minibatches=config.minibatches,
+            budget=self.budget.tokens,
+            device=self.policy.device,
+            shared=self.shared,
+            trees=config.data.task == TRACES,
+            mask_truncated=config.rollout.mask_truncated,
+            rank=distributed.rank(),
+            ranks=distributed.size(),
+        )
+        return Step(number, clock, batch, metrics, records)
 
     def minibatches(self, step: Step) -> Iterator[int]:
         """Yield the minibatches of the μ passes, one for each optimizer step."""
         config, batch = self.config, step.batch
         self.policy.model.train()
         if config.log.grad_variance:
-            step.noise = gradient_variance(self.policy, batch, self.loss_config)
+            step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
         for epoch in range(config.inner_iterations):
             if epoch and self._is_too_far(step):
                 return
@@ -113,27 +124,36 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
+        """Make one optimizer step on a minibatch; out of memory: with smaller micro-batches."""
         batch = step.batch
-
-        def work() -> LossMetrics:
-            self.precompute(batch)
-            with distributed.together(in_step=self.policy.is_sharded):
-                losses = accumulate(
-                    self.policy, batch.minibatches[minibatch], self.loss_config,
-                    validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
-                    correct_sampling=self.config.rollout.correct_sampling,
-                    critic=self.critic, totals=batch.totals[minibatch],
-                    ref_head=self.reference.head if self.reads_reference else None,
-                    distill=self.config.distill,
-                )  # fmt: skip
-            return losses.of_all_ranks()
-
-        keep_fixed = len(step.updates) > 0
-        losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
-        rate = self.optimizer.learning_rate  # before `apply`, which moves the schedule on
-        norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.updates.append(Update(losses, norm, rate))
+        losses = None
+        while losses is None:
+            self.budget.note(batch)
+            try:
+                # 1. Old and reference logps, and values: once per step, by the first update.
+                self.precompute(batch)
+                # 2. Gradients of the minibatch: hidden states, fused loss, backward.
+                with distributed.together(in_step=self.policy.is_sharded):
+                    own = accumulate(
+                        self.policy, batch.minibatches[minibatch], self.loss_config,
+                        validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
+                        correct_sampling=self.config.rollout.correct_sampling,
+                        critic=self.critic, totals=batch.totals[minibatch],
+                        ref_head=self.reference.head if self.reads_reference else None,
+                        distill=self.config.distill,
+                    )  # fmt: skip
+                losses = own.of_all_ranks()
+            except (RuntimeError, MemoryError) as error:
+                failure = self.budget.refuse(error)
+            if losses is None:
+                self.forget_gradients()
+                self.budget.lower(batch, failure)
+                # The fixed columns of later updates belong to weights that are gone.
+                batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
+        # 3. Clip and step; a schedule moves on with its optimizer.
+        rate = self.optimizer.learning_rate
+        norms = [optimizer.apply() for optimizer in self.optimizers.values()]
+        step.updates.append(Update(losses, norms[0], rate))
         for optimizer in self.optimizers.values():
             optimizer.check()
 
@@ -151,32 +171,33 @@ class Trainer:
 
         After an early stop the schedules advance as if all updates had been made.
         """
-        collected, batch, clock = step.collected, step.batch, step.clock
+        batch, clock = step.batch, step.clock
         updates, per_pass = step.updates, self.config.minibatches
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        generated, passes = sum(collected.rollout.lengths), len(updates) / per_pass
+        lengths = batch.samples.lengths
+        passes = len(updates) / per_pass
+        clock.tokens["train"] = int(batch.trunk_tokens * passes)
         seen = merge_losses(updates, per_pass)
         self.watch.look(step.number, updates[0].losses.logps)
         metrics = {
-            **collected.metrics,
+            **step.metrics,
             **sampling_metrics(seen.logps),
             **self._learning_metrics(step, seen),
-            **step.noise,
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(collected.generated, int(batch.trunk_tokens * passes)),
+            **clock.metrics(),
             **self.work.metrics(
-                batch.trunk_tokens, generated, updates=passes, seconds=clock.seconds["train"],
+                batch.trunk_tokens, sum(lengths), updates=passes, seconds=clock.seconds["train"],
                 forwards=self.reads_reference
                 + (self.updates_per_step > 1 or self.critic is not None),
             ),
         }  # fmt: skip
         kl = metrics.get("kl", math.nan)
-        self.beta.after_step(kl, completions=len(collected.rollout.lengths))
+        self.beta.after_step(kl, completions=len(lengths))
         self._use_beta()
         return metrics
 

@@ -10,6 +10,8 @@ tokenizer/         for `grpo-fast export`
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.errors import require
+from grpo_fast.errors import RankError, require
 from grpo_fast.rollout.saved import Saved, split_tensors
 from grpo_fast.train.collect.collector import CollectorState, Sampled
 from grpo_fast.train.config.base import Count
@@ -95,3 +97,17 @@ def read_state(checkpoint: Path) -> State:
     step = step_of(checkpoint)
     require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
     return state
+
+
+@contextmanager
+def refused(what: str, checkpoint: Path) -> Iterator[None]:
+    """Raise a ValueError that names the checkpoint for any error of its readers."""
+    try:
+        yield
+    except Exception as error:  # safetensors and torch have classes of their own
+        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
+        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+            raise
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        said = f"expected a checkpoint of this configuration in {checkpoint}"
+        raise ValueError(f"{what}: {said}, got another: {text}") from error

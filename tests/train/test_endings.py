@@ -1,4 +1,4 @@
-"""How a run ends that is not let alone: signals, a lost stdout, a full disk."""
+"""How a run ends: signals, errors in every phase, a full disk; and what that leaves behind."""
 
 import contextlib
 import functools
@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import pytest
 import torch
 
 from grpo_fast.errors import SAVED, EngineError, NonFiniteLogits, RewardError, WriteError
-from grpo_fast.train import files
 from grpo_fast.train.files import JsonLines
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.saving import Saver
@@ -130,20 +130,17 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
         report.close()
 
 
-def test_a_line_is_whole_or_absent(tmp_path, monkeypatch):
+def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
+    """On a disk that takes the beginning of a line: by a limit for the size of files."""
     file = JsonLines(tmp_path / "lines.jsonl")
     file.append([{"a": 1}])
-    write = os.write
-    with monkeypatch.context() as patched:
-
-        def full(handle, text):
-            if len(text) > 4:
-                return write(handle, text[:4])  # the disk takes the beginning
-            raise OSError(28, "No space left on device")
-
-        patched.setattr(files.os, "write", full)
-        with pytest.raises(WriteError, match=r"lines\.jsonl.*No space left on device"):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (13, before[1]))
+    try:
+        with pytest.raises(WriteError, match=r"lines\.jsonl.*File too large"):
             file.append([{"b": 2222}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
     file.append([{"c": 3}, {"d": 4}])
     assert file.length == (tmp_path / "lines.jsonl").stat().st_size
@@ -154,11 +151,10 @@ def test_a_line_is_whole_or_absent(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------- the table of endings
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
-LOOP, TRAINER, COLLECTOR = (
-    f"grpo_fast.train.{x}" for x in ("loop", "update.trainer", "collect.collector")
-)
-LOSS, REPORT = "grpo_fast.train.update.gradients.policy_loss", "grpo_fast.train.report.report"
-ADAM, CHECKPOINT = "torch.optim.AdamW.step", "grpo_fast.train.runs.checkpoint"
+LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
+COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
+LOSS, ADAM = "grpo_fast.train.update.gradients.policy_loss", "torch.optim.AdamW.step"
+SAVE = "grpo_fast.train.runs.checkpoint"
 MU, EVERY = ["inner_iterations=2"], ["checkpoint.every=1"]
 TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=false", "eval.n=4",
          "tokens_per_microbatch=400"]  # fmt: skip
@@ -194,16 +190,16 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
     "an interrupt of the step's end": (f"{TRAINER}.merge_losses", 2, KEY, NEWEST, 130, *EVERY),
     # after the updates of step 2: what it has to log is in the checkpoint
-    "a full disk for prompts.jsonl": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), AFTER, 1),
-    "a full disk for metrics.jsonl": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
+    "a full disk for prompts": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), AFTER, 1),
+    "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
     "a full disk for a table": (f"{REPORT}.write_parquet", 2, FULL, AFTER, 1),
     "a full disk for the page": (f"{REPORT}.CompletionsPage.add", 2, FULL, AFTER, 1),
     "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
     "an interrupt while evaluating": (f"{LOOP}._evaluated", 3, KEY, AFTER, 130),
     "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
-    "a full disk for a checkpoint": (f"{CHECKPOINT}.write_tensors", (2, 99), FULL, NEWEST, 1, *EVERY),
-    "a full disk for a manifest": (f"{CHECKPOINT}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),
-    "an interrupt while saving": (f"{CHECKPOINT}._finish", 2, KEY, AFTER, 130, *EVERY),
+    "a full disk for a checkpoint": (f"{SAVE}.write_tensors", (2, 99), FULL, NEWEST, 1, *EVERY),
+    "a full disk for a manifest": (f"{SAVE}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),
+    "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
     # at the end
     "a full disk for the summary": (f"{REPORT}.plain_json", 5, FULL, "saved in RUN/step_000003", 1),
     "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,

@@ -122,7 +122,7 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
 
 # (case, kind, at which forward pass of rank 1, checkpoint): in a rollout and in updates
 LEFT = [
-    ("mu", "ddp", 60, "step_000002"),
+    ("mu", "ddp", 45, "step_000002"),
     ("mu", "fsdp2", 45, "step_000002"),
     ("ppo", "fsdp2", 45, "step_000002"),
     ("ppo", "ddp", 60, "step_000002"),

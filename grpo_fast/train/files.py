@@ -88,7 +88,8 @@ class JsonLines:
         self.length += len(text)
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -113,9 +113,7 @@ def _train(start: Start) -> dict[str, Any]:
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
-    lengths = (0, 0) if start.state is None else start.state.lengths
-    finished = 0 if start.state is None else start.state.step
-    report = RunReport(config.output_dir, config.log, config.steps, lengths, finished)
+    report = RunReport(config.output_dir, config.log, config.steps, *start.logged)
     if start.checkpoint is None:
         start.enter_folder(report)
     stopping = Stopping()
@@ -159,13 +157,13 @@ def _train(start: Start) -> dict[str, Any]:
                     saver.save()
                 with distributed.together():
                     stopping.raise_if_asked()
-        summary = {
-            "before": saver.state.before, "after": saver.state.after, **kernels,
-            **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
-        }  # fmt: skip
-        report.finish(summary)
-        if config.log.save_model:
-            save_models(policy, critic, config.model, report.folder)
+            summary = {
+                "before": saver.state.before, "after": saver.state.after, **kernels,
+                **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
+            }  # fmt: skip
+            report.finish(summary)
+            if config.log.save_model:
+                save_models(policy, critic, config.model, report.folder)
         report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
     return summary
 

@@ -134,7 +134,8 @@ def write_checkpoint(
                 for name in own:
                     sync(part / name)
                 sums = {name: sha256_of(part / name) for name in own}
-            files = {name: one for each in distributed.gather(sums) for name, one in each.items()}
+            every = distributed.gather(sums)
+            files = {name: (size, sum_) for each in every for name, (size, sum_) in each.items()}
             manifest = Manifest(format=FORMAT, value=value, files=files)
             distributed.from_main(lambda: _finish(part, final, manifest))
     except CheckpointError:

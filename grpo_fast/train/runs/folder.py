@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from filelock import FileLock, Timeout
 from grpo_fast.errors import require
 
 LOCK = ".lock"
+IN_CHECKPOINT = re.compile(r"/checkpoints/step_\d+[^/]*(/|$)")
 NOTHING = {LOCK, "config.yaml.tmp"}  # what a run that ended at its start leaves behind
 
 
@@ -67,6 +69,8 @@ def locked(folder: str | Path) -> Iterator[Path]:
     the folder, or if it cannot be created.
     """
     path, lock = Path(folder), FileLock(Path(folder) / LOCK, timeout=0)
+    if IN_CHECKPOINT.search(str(path.resolve())):
+        raise _unusable(folder, "it is in a checkpoint, which it would damage")
     missing = [place for place in (path, *path.parents) if not place.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from grpo_fast.errors import RankError
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.files import written
@@ -36,7 +33,7 @@ from grpo_fast.train.runs.checkpoint import (
 from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, is_occupied, locked
 from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import State, read_state, restore_random
+from grpo_fast.train.runs.state import State, read_state, refused, restore_random
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +48,13 @@ class Start:
     config: RunConfig
     checkpoint: Path | None = None
     state: State | None = None  # of the checkpoint
+
+    @property
+    def logged(self) -> tuple[tuple[int, int], int]:
+        """Return the bytes of the logs, and the number of steps in them."""
+        if self.state is None:
+            return (0, 0), 0
+        return self.state.lengths, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
         """Let the run and its report write into the folder: rank 0 does, for all ranks."""
@@ -91,7 +95,7 @@ def entered(config: RunConfig) -> Iterator[Start]:
         if not found:
             yield Start(config)
             return
-        with distributed.together(), _refused(Path(found)):
+        with distributed.together(), refused("resume", Path(found)):
             state = read_state(Path(found))
         with distributed.together():
             _check_fits(state, config, Path(found))
@@ -153,7 +157,7 @@ def resume(start: Start, saver: Saver) -> None:
     if start.checkpoint is None or start.state is None:
         return
     trainer, state = saver.trainer, start.state
-    with _refused(start.checkpoint):
+    with refused("resume", start.checkpoint):
         with distributed.together():
             tensors = trainer.weights()
             stored = stored_tensors(start.checkpoint / WEIGHTS)
@@ -185,17 +189,3 @@ def _sample_as_before(fallback: str | None, saver: Saver) -> None:
     elif engine.fallback is not None:
         now = "which this one cannot take: its bits are others from here on"
         saver.report.note(f"resume: the run before sampled by its own loop, {now}")
-
-
-@contextmanager
-def _refused(checkpoint: Path) -> Iterator[None]:
-    """Raise a ValueError that names the checkpoint for any error of its readers."""
-    try:
-        yield
-    except Exception as error:  # safetensors and torch have classes of their own
-        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
-        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
-            raise
-        text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
-        said = f"expected a checkpoint of this configuration in {checkpoint}"
-        raise ValueError(f"resume: {said}, got another: {text}") from error

@@ -10,17 +10,19 @@ tokenizer/         for `grpo-fast export`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_fast.errors import require
+from grpo_fast.errors import RankError, require
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.collector import Ahead, CollectorState
 from grpo_fast.train.config.base import Count
@@ -29,6 +31,14 @@ from grpo_fast.train.runs.checkpoint import step_of
 from grpo_fast.train.update.trainer import TrainerState
 
 STATE, TENSORS = "state.json", "state.safetensors"
+
+
+def _null(value: Any) -> None:
+    if value is not None:
+        raise ValueError(f"expected null, got {str(value)[:100]!r}")
+
+
+Null = PlainValidator(_null)
 
 
 def random_now() -> dict[str, Tensor]:
@@ -72,43 +82,55 @@ class State:
     fallback: str | None  # why the engine samples by transformers' `generate`
     fingerprints: dict[str, str]
     config: dict[str, Any]
-    # Two fields of state.safetensors: random numbers, and the samples of the next step.
-    random: Any = None  # dict[str, Tensor]
-    ahead: Any = None  # Ahead | None
+    # The fields in state.safetensors, null in state.json.
+    random: Annotated[dict[str, Tensor], Null] = None  # type: ignore[assignment]
+    ahead: Annotated[Ahead | None, Null] = None  # the samples of the next step
 
 
 def write_state(state: State, folder: Path) -> None:
-    plain = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    tensors = {f"random.{name}": value for name, value in plain.pop("random").items()}
-    ahead = plain.pop("ahead")
-    if ahead is not None:
-        tensors |= {f"ahead.{name}": value for name, value in ahead.samples.tensors().items()}
-        tensors["seconds.ahead"] = torch.tensor(ahead.seconds, dtype=torch.float64)
-    text = TypeAdapter(dict[str, Any]).dump_json(plain).decode()
-    (folder / STATE).write_text(text + "\n", encoding="utf-8")
+    tensors = {f"random.{name}": value for name, value in state.random.items()}
+    if state.ahead is not None:
+        columns = state.ahead.samples.tensors()
+        columns["seconds"] = torch.tensor(state.ahead.seconds, dtype=torch.float64)
+        tensors |= {f"ahead.{name}": value for name, value in columns.items()}
+    plain = dataclasses.asdict(dataclasses.replace(state, random=None, ahead=None))
+    (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
     save_file(tensors, folder / TENSORS)
 
 
 def read_state(checkpoint: Path) -> State:
     """Read the state of a checkpoint. Raises ValueError with the file and the field at fault."""
-    tensors = load_file(checkpoint / TENSORS)
     try:
         state = TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
         raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
-    parts: dict[str, dict[str, Tensor]] = {"random": {}, "ahead": {}, "seconds": {}}
-    for name, tensor in tensors.items():
+    step = step_of(checkpoint)
+    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
+    parts: dict[str, dict[str, Tensor]] = {"random": {}, "ahead": {}}
+    for name, tensor in load_file(checkpoint / TENSORS).items():
         part, _, rest = name.partition(".")
-        require(part in parts, f"{TENSORS}: {name}", f"names of {sorted(parts)}", "another")
+        require(part in parts, TENSORS, f"names that begin with {sorted(parts)}", name)
         parts[part][rest] = tensor
     state.random = parts["random"]
     require("cpu" in state.random, TENSORS, "random.cpu", "none")
-    state.ahead = None
-    if parts["seconds"]:
-        seconds = float(parts["seconds"]["ahead"])
-        state.ahead = Ahead(Samples.of_tensors(parts["ahead"]), seconds)
-    step = step_of(checkpoint)
-    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
+    ahead = parts["ahead"]
+    if ahead:
+        require("seconds" in ahead, TENSORS, "ahead.seconds", "none")
+        state.ahead = Ahead(seconds=float(ahead.pop("seconds")), samples=Samples.of_tensors(ahead))
     return state
+
+
+@contextmanager
+def refused(what: str, checkpoint: Path) -> Iterator[None]:
+    """Raise a ValueError that names the checkpoint for any error of its readers."""
+    try:
+        yield
+    except Exception as error:  # safetensors and torch have classes of their own
+        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
+        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+            raise
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        said = f"expected a checkpoint of this configuration in {checkpoint}"
+        raise ValueError(f"{what}: {said}, got another: {text}") from error

@@ -177,8 +177,9 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
     from grpo_fast.train.collect.groups import PromptQueue
+    from grpo_fast.train.collect.recorded import build_collector
     from grpo_fast.train.config.recipes import load_recipe
-    from grpo_fast.train.loop import build_collector, make_step
+    from grpo_fast.train.loop import make_step
     from grpo_fast.train.models.reference import Reference
     from grpo_fast.train.update.trainer import Trainer
 

@@ -45,14 +45,14 @@ def generate(
         options: the sampling options; or pass the fields of `Sampling` as keywords.
         seed: an int or a tuple such as (seed, step). The random number of a token depends only on
             the seed, the completion's place and the token's position, not on `batch_size`.
-        tokenizer: the model's tokenizer; a `Policy` has one.
+        tokenizer: the model's tokenizer; a `Policy` has one. A `SampledModel` without a tokenizer
+            takes token ids only, and all texts of the result are empty.
         engine: samples with the weights it has; None: the model itself samples.
         places: index of each prompt in the batch of all ranks, rising; None: `prompts` is the
             whole batch.
 
     Returns:
-        A table of the samples with their texts (without a tokenizer: none); `group` holds each
-        prompt's place.
+        A table of the samples with their texts; `group` holds each prompt's place.
 
     Raises:
         ValueError: a prompt that the tokenizer or the model does not take, or without room for
@@ -78,11 +78,16 @@ def generate(
         fits = one.logps.shape == (len(one.ids),)
         shape = tuple(one.logps.shape)
         require(fits, name, f"logps of shape ({len(one.ids)},)", shape, RuntimeError)
-    texts: list[str] = []
-    if policy.tokenizer is not None:
-        tokens = [one.ids for one in done]
-        texts = policy.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    texts = decoded(policy.tokenizer, [one.ids for one in done])
     return table_of(ids, done, texts, places)
+
+
+def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
+    """Return the texts of completions without special tokens; empty ones without a tokenizer."""
+    if tokenizer is None:
+        return [""] * len(completions)
+    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return texts
 
 
 def table_of(
@@ -152,7 +157,9 @@ def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> l
     ids = encode_prompts(policy.tokenizer, prompts)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for prompt, tokens in zip(prompts, ids, strict=True):
-        count, most, shown = len(tokens), policy.positions, repr(prompt[:60])
+        count = len(tokens)
+        most = policy.positions
+        shown = repr(prompt[:60])
         expected = f"at most {most} tokens (max_position_embeddings of the model)"
         require(count <= most, "prompts", expected, f"{count} in {shown}")
         room = most - count + 1  # the last token is not fed
@@ -172,6 +179,9 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]
     """
     ids: list[list[int]] = []
     for prompt in prompts:
+        if tokenizer is None and not _is_encoded(prompt):
+            expected = "token ids, as the model has no tokenizer (pass tokenizer=)"
+            raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
             encoded = _encoded(tokenizer, prompt)
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception

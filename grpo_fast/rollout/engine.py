@@ -150,7 +150,8 @@ def uniforms(
 ) -> Tensor:  # (count·G, length) in [0, 1)
     """The random numbers of `count` prompts' completions, in the order of their places."""
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
-    wanted, rows = set(range(count) if places is None else places), []
+    wanted = set(range(count) if places is None else places)
+    rows = []
     # One generator for the whole step's batch: the numbers of other ranks' places are drawn, too.
     for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)

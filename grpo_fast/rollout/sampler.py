@@ -127,7 +127,8 @@ class Sampler:
     """
 
     def __init__(self, uniforms: Tensor, options: Sampling) -> None:
-        self.uniforms, self.options = uniforms, options
+        self.uniforms = uniforms
+        self.options = options
         self.logps = torch.zeros_like(uniforms)
         self.drawn: list[Drawn] = []
 

@@ -30,7 +30,10 @@ OF_COMPLETIONS = (
     "teacher", "values", "returns",
 )  # fmt: skip
 COLUMNS = ("cu_seqlens", *OF_SAMPLES, *OF_TOKENS, *OF_COMPLETIONS)
-REQUIRED = {"cu_seqlens", "ids", "segment", "group", "truncated", "weight_version", "logps"}
+REQUIRED = {
+    "ids": torch.int64, "segment": torch.uint8, "cu_seqlens": torch.int64, "group": torch.int64,
+    "truncated": torch.bool, "weight_version": torch.int64, "logps": torch.float32,
+}  # fmt: skip
 
 
 @dataclass
@@ -189,13 +192,17 @@ class Samples:
         columns: dict[str, Any] = parts.pop("")
         scores = parts.pop("scores")
         sets = parts.pop("support")
-        fits = REQUIRED <= columns.keys() <= {*COLUMNS} and not parts
+        fits = REQUIRED.keys() <= columns.keys() <= {*COLUMNS} and not parts
         fits = fits and sets.keys() in (set(), {*Support._fields})
         require(fits, "samples", f"the columns {sorted(REQUIRED)}", sorted(tensors))
         return cls(**columns, scores=scores, support=Support(**sets) if sets else None)
 
     def check(self, vocab_size: int) -> None:
-        """Raise a ValueError for columns of uneven lengths, or an id outside of the vocabulary."""
+        """Raise a ValueError for columns that do not fit, or an id outside of the vocabulary."""
+        for name, dtype in REQUIRED.items():
+            came = getattr(self, name).dtype
+            require(came == dtype, f"samples: {name}", f"dtype {dtype}", came)
+        # 1. Tokens, and the ends of the samples among them.
         ends = self.cu_seqlens
         count = len(self.ids)
         fits = ends.dim() == 1 and len(ends) > 0 and bool((ends.diff() > 0).all())
@@ -203,20 +210,27 @@ class Samples:
         require(fits, "samples: cu_seqlens", f"rising numbers from 0 to {count}", ends.tolist())
         fits = self.segment.shape == (count,) and bool((self.segment <= COMPLETION).all())
         require(fits, "samples: segment", f"{PROMPT} or {COMPLETION} for each id", "others")
-        low, high = self.ids.aminmax() if count else (torch.tensor(0), torch.tensor(0))
-        fits = not self.ids.is_floating_point() and bool(0 <= low and high < vocab_size)
-        require(fits, "samples: ids", f"token ids from 0 to {vocab_size - 1}", f"{low} to {high}")
+        _check_ids("samples: ids", self.ids, vocab_size)
+        # 2. One entry per sample, or per completion token.
         lengths = dict.fromkeys(OF_SAMPLES, len(self))
         lengths |= dict.fromkeys(OF_COMPLETIONS, int(self.rows[-1]))
         for name, length in lengths.items():
             column = getattr(self, name)
             shape = (length,) if column is None else tuple(column.shape)
             require(shape[:1] == (length,), f"samples: {name}", f"{length} entries", shape)
+        # 3. The support of each completion token.
         if self.support is not None:
             ids, offsets = self.support
+            _check_ids("samples: support", ids, vocab_size)
             fits = offsets.shape == (len(self.logps) + 1,) and bool((offsets.diff() >= 0).all())
             fits = fits and offsets[[0, -1]].tolist() == [0, len(ids)]
             require(fits, "samples: support", f"rising offsets from 0 to {len(ids)}", "others")
+
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    low, high = ids.aminmax() if len(ids) else (torch.tensor(0), torch.tensor(0))
+    fits = ids.dim() == 1 and not ids.is_floating_point() and bool(0 <= low <= high < vocab_size)
+    require(fits, name, f"token ids from 0 to {vocab_size - 1}", f"{low} to {high}")
 
 
 def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import load, save
 
 from grpo_fast import Support
-from grpo_fast.rollout import Completion, Kept, SampledModel, Samples, generate
+from grpo_fast.rollout import Completion, Kept, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import EOS, LENGTH
 from grpo_fast.rollout.samples import OF_COMPLETIONS, ranges
-from tests.tiny import tiny_model
 
 PROMPTS = [[3, 4], [5]]
 COMPLETIONS = [[6, 7, 1], [8], [9, 1], [2, 2, 2]]
@@ -121,6 +120,14 @@ ATTACKS = {
     "values of one sample": {"values": torch.zeros(3)},
     "a reward for each group": {"rewards": torch.zeros(2)},
     "a 0-d column": {"truncated": torch.tensor(True)},
+    "group numbers as floats": {"group": torch.zeros(4)},
+    "logps of half precision": {"logps": torch.zeros(9).half()},
+    "a support beyond the vocabulary": {
+        "support": Support(torch.arange(7) + 5, torch.tensor([0, 2, 3, 4, 4, 5, 7, 7, 7, 7]))
+    },
+    "a support of floats": {
+        "support": Support(torch.zeros(7), torch.tensor([0, 2, 3, 4, 4, 5, 7, 7, 7, 7]))
+    },
     "a support of other tokens": {"support": Support(torch.arange(7), torch.tensor([0, 7]))},
     "a support with too few ids": {
         "support": Support(torch.arange(6), torch.tensor([0, 2, 3, 4, 4, 5, 7, 7, 7, 7]))
@@ -175,8 +182,3 @@ def test_every_column_has_its_kind():
     known = {"ids", "segment", "cu_seqlens", "group", "truncated", "weight_version", "rewards",
              "advantages", "support", "texts", "scores", *OF_COMPLETIONS}  # fmt: skip
     assert columns == known
-
-
-def test_token_ids_need_no_tokenizer():
-    done = generate(SampledModel(tiny_model(), eos_ids=[1]), [[5, 6, 7]], max_new_tokens=3)
-    assert done.texts == [] and done.prompt_ids == [[5, 6, 7]] and len(done.completion_ids) == 1

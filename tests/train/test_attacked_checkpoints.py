@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train import loop
+from grpo_fast.train import build
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
@@ -150,6 +150,49 @@ def test_tensors_that_do_not_fit(folder, newest, kind):
     edit(tensors)
     write_shard(newest, tensors, *offsets)
     is_refused(folder, said)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint holds the samples of the next step."""
+    folder = tmp_path_factory.mktemp("ahead") / "run"
+    run(folder, *WORDS, *AHEAD, "steps=3", "checkpoint.keep=2")
+    shutil.rmtree(checkpoints_in(folder)[0])
+    return folder
+
+
+AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
+COLUMNS = {
+    "a token of no vocabulary": (lambda t: t["ahead.ids"].fill_(10**6), "samples: ids"),
+    "a negative token": (lambda t: t["ahead.ids"].fill_(-1), "samples: ids"),
+    "logps of another length": (
+        lambda t: t.update({"ahead.logps": torch.zeros(1)}), "samples: logps"),
+    "one sample less": (
+        lambda t: t.update({"ahead.truncated": t["ahead.truncated"][1:].clone()}),
+        "samples: truncated"),
+    "samples of other prompts": (lambda t: t["ahead.group"].add_(1), "ahead.group: expected"),
+    "a column more": (lambda t: t.update({"ahead.more": torch.ones(1)}), "the columns"),
+    "a column less": (lambda t: t.pop("ahead.segment"), "the columns"),
+    "no offsets": (lambda t: t.pop("ahead.support.offsets"), "the columns"),
+    "offsets that fall": (lambda t: t["ahead.support.offsets"].neg_(), "samples: support"),
+    "no seconds": (lambda t: t.pop("ahead.seconds"), "ahead.seconds"),
+    "two seconds": (lambda t: t.update({"ahead.seconds": torch.ones(2)}), "got another"),
+    "another part": (lambda t: t.update(other=torch.ones(1)), "names that begin with"),
+    "no random numbers": (lambda t: t.pop("random.cpu"), "random.cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_samples_of_the_next_step_that_do_not_fit(sampled, tmp_path, kind):
+    folder = Path(shutil.copytree(sampled, tmp_path / "run"))
+    [checkpoint] = checkpoints_in(folder)
+    edit, said = COLUMNS[kind]
+    tensors = load_file(checkpoint / "state.safetensors")
+    edit(tensors)
+    save_file(tensors, checkpoint / "state.safetensors")
+    sign(checkpoint)
+    with pytest.raises(ValueError, match=f"{CHECKPOINT}.*{said}"):
+        run(folder, *WORDS, *AHEAD, "steps=3", "resume=auto")
 
 
 GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
@@ -358,7 +401,7 @@ def test_the_folder_is_locked_before_anyone_looks_and_free_at_the_end(folder, mo
             resume, "_find_checkpoint", lambda *_: pytest.fail("looked without the lock")
         )
         is_refused(folder, "another process is writing", "resume=auto")
-    monkeypatch.setattr(loop, "load_policy", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(build, "load_policy", lambda *_, **__: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             run(folder, *WORDS, "resume=auto", "steps=3")
@@ -367,7 +410,7 @@ def test_the_folder_is_locked_before_anyone_looks_and_free_at_the_end(folder, mo
 @pytest.mark.parametrize("name", ["_find_checkpoint", "load_policy", "build_rewards"])
 def test_the_second_of_two_runs_that_start_at_once_is_refused(tmp_path, monkeypatch, name):
     """In a folder that did not exist: before anything is looked for or loaded."""
-    folder, owner = tmp_path / "run", resume if name == "_find_checkpoint" else loop
+    folder, owner = tmp_path / "run", resume if name == "_find_checkpoint" else build
     own, tried = getattr(owner, name), list[int]()
 
     def second(*arguments: Any, **options: Any) -> Any:
@@ -384,8 +427,8 @@ def test_the_second_of_two_runs_that_start_at_once_is_refused(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     "place, owner, name",
-    [("model", loop, "load_policy"), ("state", resume, "read_tensors"),
-     ("pruned", loop, "check_prompts")],
+    [("model", build, "load_policy"), ("state", resume, "read_tensors"),
+     ("pruned", build, "check_prompts")],
 )  # fmt: skip
 def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place, owner, name):
     """39: logs are cut only when the state is loaded; then the run goes on as if nothing was."""

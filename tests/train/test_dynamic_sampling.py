@@ -13,8 +13,8 @@ from grpo_fast.rewards import RewardSet, WeightedReward
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect import collector as module
 from grpo_fast.train.collect.groups import PromptQueue, uses_of
+from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.loop import build_collector
 from grpo_fast.train.metrics.clock import Clock
 from tests.command_line import invoke, refused, write_recipe
 from tests.train.tiny_runs import sort

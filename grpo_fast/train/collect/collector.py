@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import Example
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Samples, awake
+from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
 from grpo_fast.train.config import RolloutConfig
@@ -176,6 +178,18 @@ class Collector:
         self.queue.consumed = state.consumed
         self.rewards.load_state_dict(state.rewards)
         self.advantages.load_state_dict(state.baseline)
+
+    def take_ahead(self, ahead: Ahead | None) -> None:
+        """Take the samples of the next step from a checkpoint. Raises ValueError for other ones."""
+        if ahead is not None:
+            samples = ahead.samples
+            samples.check(self.policy.head.weight.shape[0])
+            places = torch.tensor(self.queue.next(self.config.prompts_per_step))
+            fits = torch.equal(samples.group, places.repeat_interleave(self.config.group_size))
+            expected = f"samples of the prompts {int(places[0])} to {int(places[-1])}"
+            require(fits, "ahead.group", expected, samples.group.tolist()[:8])
+            samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
+        self.sampled = ahead
 
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]

@@ -15,6 +15,7 @@ from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Samples
+from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collected, Collector
 from grpo_fast.train.collect.groups import PromptQueue, records_of
@@ -63,8 +64,7 @@ class RecordedCollector(Collector):
         samples = samples_of(branches, groups, advantages[owner])
         samples.rewards = rewards[owner]
         samples.check(self.policy.lm.get_input_embeddings().weight.shape[0])
-        tokenizer = self.policy.tokenizer
-        samples.texts = tokenizer.batch_decode(samples.completion_ids, skip_special_tokens=True)
+        samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
         clock.lap("rollout")
         # 3. Metrics: rewards count once for each trace.
         size = self.config.group_size

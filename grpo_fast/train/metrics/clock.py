@@ -70,7 +70,8 @@ class Work:
         trunk = [p for p in lm.parameters() if p.dim() > 1 and p is not head and p is not embedding]
         self.trunk = sum(p.numel() for p in trunk)
         self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
-        self.head, self.trained_head = head.numel(), head.numel() * head.requires_grad
+        self.head = head.numel()
+        self.trained_head = head.numel() * head.requires_grad
         # Of a mixture of experts each token takes a few: how many is not known here.
         is_dense = not any("experts" in name for name, _ in lm.named_parameters())
         self.peak = peak_flops(head.device) if is_dense else None

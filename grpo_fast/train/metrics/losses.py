@@ -71,7 +71,8 @@ class LossMetrics:
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
-        kind, steps = REDUCTIONS.get(name), self.optimizer_steps
+        kind = REDUCTIONS.get(name)
+        steps = self.optimizer_steps
         if kind == "parts":
             return values.sum() / steps
         if kind == "norm":

@@ -121,11 +121,13 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
     count = dist.get_world_size() if is_there else count
-    fits, expected = kind is not None or count == 1, "ddp, fsdp2 or hsdp"
+    fits = kind is not None or count == 1
+    expected = "ddp, fsdp2 or hsdp"
     require(fits, "distributed", f"{expected} for {count} processes", "none")
     fits = kind is None or is_there or "RANK" in os.environ
     require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
-    fits, expected = count % (replicas or 1) == 0, f"a number that divides the {count} processes"
+    fits = count % (replicas or 1) == 0
+    expected = f"a number that divides the {count} processes"
     require(fits, "distributed_replicas", expected, replicas)
     if kind is None or is_there:
         with answered(), _quiet(rank()):

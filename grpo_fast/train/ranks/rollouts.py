@@ -29,7 +29,9 @@ def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Samples | None:
     """Sample this rank's share of the prompts, None if it has none. Not collective."""
-    count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
+    count = len(prompts)
+    ranks = distributed.size()
+    rank = distributed.rank()
     places = range(count * rank // ranks, count * (rank + 1) // ranks)
     if not places:
         return None

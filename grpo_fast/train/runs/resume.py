@@ -166,12 +166,7 @@ def resume(start: Start, saver: Saver) -> None:
         with distributed.together():
             trainer.load_state_dict(state.trainer)
             saver.collector.load_state_dict(state.collector)
-            if state.ahead is not None:
-                samples = state.ahead.samples
-                samples.check(trainer.policy.head.weight.shape[0])
-                decode = trainer.policy.tokenizer.batch_decode
-                samples.texts = decode(samples.completion_ids, skip_special_tokens=True)
-            saver.collector.sampled = state.ahead
+            saver.collector.take_ahead(state.ahead)
     _sample_as_before(state.fallback, saver)
     start.enter_folder(saver.report)
     settings, prints = saver.state.config, saver.state.fingerprints

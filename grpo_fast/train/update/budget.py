@@ -47,7 +47,9 @@ class TokenBudget:
     def __init__(
         self, device: torch.device, memory: Memory | None, fixed: int | None, in_step: bool
     ) -> None:
-        self.device, self.memory, self.in_step = device, memory, in_step
+        self.device = device
+        self.memory = memory
+        self.in_step = in_step
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         self.tokens = fixed or min(distributed.gather(self._default()))
 

@@ -38,7 +38,9 @@ class Critic:
     """
 
     def __init__(self, policy: Policy, config: CriticConfig, trunk: Policy | None = None) -> None:
-        self.config, self.is_shared, self.trunk = config, trunk is None, trunk or policy
+        self.config = config
+        self.is_shared = trunk is None
+        self.trunk = trunk or policy
         width = self.trunk.head.weight.shape[1]
         self.head = nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         for parameter in self.head.parameters():
@@ -202,7 +204,8 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
-    loaded, file = Critic(policy, critic, trunk), Path(critic.path) / HEAD_FILE
+    loaded = Critic(policy, critic, trunk)
+    file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file
 
@@ -220,7 +223,8 @@ def token_weights(
     """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count;
     `items` and `completions` are the whole optimizer step's.
     """
-    ends, counts = batch.packed.cu_seqlens.long(), batch.completion_mask
+    ends = batch.packed.cu_seqlens.long()
+    counts = batch.completion_mask
     before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
     active = before[ends[1:]] - before[ends[:-1]]
     weights = step_weights(

@@ -46,7 +46,8 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        kind, warmup = self.config.schedule, self.config.warmup
+        kind = self.config.schedule
+        warmup = self.config.warmup
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:

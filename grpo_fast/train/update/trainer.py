@@ -1,6 +1,6 @@
-"""From a step's completions to optimizer updates, for GRPO and for PPO.
+"""Optimizer updates from the samples of a step, for GRPO and for PPO.
 
-They differ by where the advantages come from: the rewards of a group, or a critic.
+GRPO and PPO differ in their advantages: from the rewards of a group, or from a critic.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class Trainer:
     def __init__(
         self, config: RunConfig, policy: Policy, reference: Reference, critic: Critic | None = None
     ) -> None:
-        self.config, self.policy = config, policy
-        self.reference, self.critic = reference, critic
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.critic = critic
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
@@ -71,7 +73,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
-        # Before the optimizers, which take the parameters as they are: shards.
+        # Shard before building the optimizers, which keep the parameters that they get.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
@@ -79,7 +81,8 @@ class Trainer:
         self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
         if critic is not None:
             self.optimizers["critic"] = critic.optimizer(config.optim, total)
-        memory, in_step = predict_model(policy.lm, config), distributed.size() > 1
+        memory = predict_model(policy.lm, config)
+        in_step = distributed.size() > 1
         self.budget = TokenBudget(
             policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
         )
@@ -111,7 +114,8 @@ class Trainer:
 
     def minibatches(self, step: Step) -> Iterator[int]:
         """Yield the minibatches of the μ passes, one for each optimizer step."""
-        config, batch = self.config, step.batch
+        config = self.config
+        batch = step.batch
         self.policy.model.train()
         if config.log.grad_variance:
             step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
@@ -158,7 +162,7 @@ class Trainer:
             optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
-        """Old and reference logps, values: with the current weights, unless the batch has them."""
+        """Compute old and reference logps and values, unless the batch has them."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,
@@ -171,17 +175,21 @@ class Trainer:
 
         After an early stop the schedules advance as if all updates had been made.
         """
-        batch, clock = step.batch, step.clock
-        updates, per_pass = step.updates, self.config.minibatches
+        batch = step.batch
+        clock = step.clock
+        updates = step.updates
+        lengths = batch.samples.lengths
+        # 1. Move on what follows the steps.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        lengths = batch.samples.lengths
-        passes = len(updates) / per_pass
+        # 2. Metrics.
+        passes = len(updates) / self.config.minibatches
         clock.tokens["train"] = int(batch.trunk_tokens * passes)
-        seen = merge_losses(updates, per_pass)
+        forwards = self.reads_reference + (self.updates_per_step > 1 or self.critic is not None)
+        seen = merge_losses(updates, self.config.minibatches)
         self.watch.look(step.number, updates[0].losses.logps)
         metrics = {
             **step.metrics,
@@ -191,25 +199,24 @@ class Trainer:
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
             **self.work.metrics(
-                batch.trunk_tokens, sum(lengths), updates=passes, seconds=clock.seconds["train"],
-                forwards=self.reads_reference
-                + (self.updates_per_step > 1 or self.critic is not None),
+                batch.trunk_tokens, sum(lengths), updates=passes, forwards=forwards,
+                seconds=clock.seconds["train"],
             ),
         }  # fmt: skip
-        kl = metrics.get("kl", math.nan)
-        self.beta.after_step(kl, completions=len(lengths))
+        # 3. An adaptive weight of the KL follows the step's.
+        self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
         return metrics
 
     def forget_gradients(self) -> None:
-        """Clear the gradients of a minibatch that was left in its middle: it starts again."""
+        """Clear the gradients of a minibatch that was not finished: it starts again."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of a checkpoint by name, as they lie in the models.
+        """Return the weights of a checkpoint by name, without copying them.
 
-        Of a reference only one that cannot be built again.
+        They include a reference only if it cannot be built again.
         """
         reference = self.reference.copy if self.config.stores_reference else None
         models: dict[str, Policy | Critic | None] = {
@@ -225,9 +232,10 @@ class Trainer:
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The moments of these weights by name, as they lie in the optimizers.
+        """Return the moments of these weights by name, without copying them.
 
-        stored: names of a checkpoint's tensors: make room for the moments that it has.
+        Args:
+            stored: names of a checkpoint's tensors: create the moments that it has.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
         moments: dict[str, Tensor] = {}
@@ -244,7 +252,8 @@ class Trainer:
         )  # fmt: skip
 
     def load_state_dict(self, state: TrainerState) -> None:
-        self.num_tokens, self.peak_memory = state.num_tokens, state.peak_memory
+        self.num_tokens = state.num_tokens
+        self.peak_memory = state.peak_memory
         self.beta.value = state.beta
         self._use_beta()
         self.budget.load_state_dict(state.budget)
@@ -252,7 +261,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Totals of the run; bytes: a GPU's peak in training, the growth of the process."""
+        """Return totals of the run. Bytes: a GPU's peak in training, the growth of the process."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
@@ -279,7 +288,7 @@ class Trainer:
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
     def _is_too_far(self, step: Step) -> bool:
-        """Whether the mean of a metric over the whole latest pass is beyond its limit."""
+        """Return whether the mean of a metric over the latest pass is above its limit."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
         per_pass = self.config.minibatches
         latest = merge_losses(step.updates[-per_pass:], per_pass)

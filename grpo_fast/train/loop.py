@@ -36,7 +36,7 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
+from grpo_fast.train.runs.fingerprints import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.runs.resume import Start, entered, resume
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.state import Rows
@@ -76,19 +76,19 @@ def _be_deterministic(seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
-    """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
+def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
+    """Return rewards, data, and all that the run depends on: settings and fingerprints."""
     config = start.config
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
         splits = Splits(config.data, config.seed)
         check_examples(rewards, splits.listed, "training")
         prints = splits.fingerprints() | fingerprints(config)
-    check_ranks(config.model_dump(mode="json"), prints)
+    settings = {**config.model_dump(mode="json"), FILES: prints}
+    check_ranks(settings)
     if start.state is not None:
-        for name in check_resumed(start.state.fingerprints, prints, config.resume_allow):
-            log.warning("the run goes on with another %s than it began with", name)
-    return rewards, splits, prints
+        check_same(start.state.settings, settings, config.resume_allow)
+    return rewards, splits, settings
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
@@ -108,7 +108,7 @@ def _train(start: Start) -> dict[str, Any]:
     # 1 load
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
-    rewards, questions, prints = _load_inputs(start)
+    rewards, questions, settings = _load_inputs(start)
     policy, another = _load_models(config, questions)
     splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
@@ -133,7 +133,7 @@ def _train(start: Start) -> dict[str, Any]:
         critic = load_critic(config.critic, config.model, policy)
         trainer = Trainer(config, policy, reference, critic)
         collector = build_collector(config, policy, engine, rewards, PromptQueue(splits.train))
-        saver = Saver(config, collector, trainer, report, prints, stopping)
+        saver = Saver(config, collector, trainer, report, settings, stopping)
         resume(start, saver)
         kernels = {
             "backend": route.head_route("auto", policy.head.weight).backend,

@@ -74,8 +74,7 @@ class State:
     trainer: TrainerState
     ahead: Sampled | None  # the rollout of the next step
     fallback: str | None  # why the engine samples by transformers' `generate`
-    fingerprints: dict[str, str]
-    config: dict[str, Any]
+    settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
 
 
 def write_state(state: State, folder: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +20,7 @@ from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
-from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
+from grpo_fast.train.runs.fingerprints import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.runs.resume import Start, resume
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.stopping import Stopping
@@ -29,7 +28,6 @@ from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.warm_start import warm_start
 
-log = logging.getLogger(__name__)
 Evaluation = Callable[[Engine], dict[str, float]]
 
 
@@ -39,7 +37,7 @@ class Loaded(NamedTuple):
     rewards: RewardSet
     questions: Splits  # without few-shot examples, for a warm start
     splits: Splits
-    fingerprints: dict[str, str]
+    settings: dict[str, Any]  # and fingerprints of the files that they name
     policy: Policy
     another: Policy | None  # the reference, if it is another model
     evaluate: Evaluation
@@ -49,13 +47,13 @@ def load(start: Start) -> Loaded:
     config = start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
-    rewards, questions, prints = _load_inputs(start)
+    rewards, questions, settings = _load_inputs(start)
     policy, another = _load_models(config, questions)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
-    return Loaded(rewards, questions, splits, prints, policy, another, evaluate)
+    return Loaded(rewards, questions, splits, settings, policy, another, evaluate)
 
 
 def _be_deterministic(seed: int) -> None:
@@ -69,19 +67,19 @@ def _be_deterministic(seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
-    """Return rewards, data, and the checked fingerprints of all that the run depends on."""
+def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
+    """Return rewards, data, and all that the run depends on: settings and fingerprints."""
     config = start.config
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
         splits = Splits(config.data, config.seed)
         check_examples(rewards, splits.listed, "training")
         prints = splits.fingerprints() | fingerprints(config)
-    check_ranks(config.model_dump(mode="json"), prints)
+    settings = {**config.model_dump(mode="json"), FILES: prints}
+    check_ranks(settings)
     if start.state is not None:
-        for name in check_resumed(start.state.fingerprints, prints, config.resume_allow):
-            log.warning("the run goes on with another %s than it began with", name)
-    return rewards, splits, prints
+        check_same(start.state.settings, settings, config.resume_allow)
+    return rewards, splits, settings
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
@@ -112,6 +110,6 @@ def build(
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)
     collector = build_collector(config, policy, engine, loaded.rewards, queue)
-    saver = Saver(config, collector, trainer, report, loaded.fingerprints, stopping)
+    saver = Saver(config, collector, trainer, report, loaded.settings, stopping)
     resume(start, saver)
     return saver

@@ -93,11 +93,12 @@ FIELDS = [
     ("trainer.budget.tokens", 0, "state.json: trainer.budget.tokens"),
     ("trainer.more", 1, "state.json: trainer.more: Unexpected keyword"),
     ("collector.rewards.failed_total", {}, "got another: .*sort"),
-    ("config", [], "state.json: config"),
-    ("config.seed", 5, "seed: 5 → 0"),
-    ("config.steps", "2", "steps: '2' → 3"),
-    ("config.model", None, "model: None → "),
-    ("fingerprints", {}, "got others .resume_allow=.data."),
+    ("settings", [], "state.json: settings"),
+    ("settings.seed", 5, "seed: 5 → 0"),
+    ("settings.optim", None, "optim: None → "),
+    ("settings.model", None, "model: None → "),
+    ("settings.files", {}, "got others .resume_allow=.data."),
+    ("settings.files", 7, "got others"),
     ("run", "x", "state.json: run: Unexpected keyword"),
 ]
 
@@ -287,9 +288,9 @@ def test_an_export_of_a_checkpoint_that_was_edited(newest, tmp_path):
         assert refused(invoke(*words), "export: expected a checkpoint")
     write_shard(newest, {name: x for name, x in tensors.items() if name != WEIGHT})
     assert refused(invoke(*words), WEIGHT)
-    for path in ("config.model", "config", "config.loss", "config.model.config", "config.data"):
+    for path in ("model", "files", "loss", "model.config", "data"):
         state = (newest / "state.json").read_text()
-        change(newest, path, DELETE)
+        change(newest, f"settings.{path}", DELETE)
         assert refused(invoke(*words), "export: expected a checkpoint"), path
         (newest / "state.json").write_text(state)
     assert not (tmp_path / "out").exists()
@@ -327,13 +328,13 @@ def test_an_exported_config_is_data(newest, tmp_path, monkeypatch):
     """46, 47: no layers without end, and no kernel of the hub."""
     asked: list[str] = []
     words = "export", str(newest), str(tmp_path / "out")
-    change(newest, "config.model.config.num_hidden_layers", 10**7)
+    change(newest, "settings.model.config.num_hidden_layers", 10**7)
     assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
-    change(newest, "config.model.config.num_hidden_layers", 1)
-    change(newest, "config.model.config.attn_implementation", "some/kernel")
+    change(newest, "settings.model.config.num_hidden_layers", 1)
+    change(newest, "settings.model.config.attn_implementation", "some/kernel")
     assert refused(invoke(*words), "expected one of transformers' own")
-    change(newest, "config.model.config.attn_implementation", DELETE)
-    change(newest, "config.model.attn", "some/kernel")
+    change(newest, "settings.model.config.attn_implementation", DELETE)
+    change(newest, "settings.model.attn", "some/kernel")
     monkeypatch.setattr(Policy, "save", lambda self, _: asked.append(self.generation_attn))
     assert invoke(*words).exit_code == 0 and asked == ["sdpa"]
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from grpo_fast.train.runs.checkpoint import (
     problem_of,
     read_tensors,
 )
+from grpo_fast.train.runs.fingerprints import FILES
 from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.state import read_state, refused
 from grpo_fast.train.update.critic import Critic, load_critic
@@ -45,7 +46,9 @@ def export(source: str | Path, out: str | Path) -> Path:
     with locked(out) as target:
         check_folder(target)
         with refused("export", checkpoint):
-            config = RunConfig.model_validate(read_state(checkpoint).config).model
+            settings = read_state(checkpoint).settings
+            settings.pop(FILES)
+            config = RunConfig.model_validate(settings).model
             # The folder of a run is data: it must not ask for code, nor for the hub's attention.
             plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
             tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))

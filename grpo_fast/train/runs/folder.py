@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,12 +24,10 @@ class OutputFolderError(ValueError):
 
 def run_folder(root: str | Path, name: str) -> Path:
     """Return the folder `name` in `root`. Raises OutputFolderError for a name that leaves it."""
-    base = Path(root)
-    bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
-    bad = bad or not name.strip() or name in (".", "..")
-    fits = not bad and (base / name).resolve().parent == base.resolve()
-    require(fits, "name", f"a plain folder name inside {base}", repr(name), OutputFolderError)
-    return base / name
+    place, is_plain = Path(root) / name, name.isprintable() and not {*"/\\:"} & {*name}
+    fits = is_plain and name.strip() and place.resolve().parent == Path(root).resolve()
+    require(fits, "name", f"a plain folder name inside {root}", repr(name), OutputFolderError)
+    return place
 
 
 def free_folder(folder: str | Path) -> Path:
@@ -69,10 +66,10 @@ def locked(folder: str | Path) -> Iterator[Path]:
     the folder, or if it cannot be created.
     """
     path, lock = Path(folder), FileLock(Path(folder) / LOCK, timeout=0)
-    if IN_CHECKPOINT.search(str(path.resolve())):
-        raise _unusable(folder, "it is in a checkpoint, which it would damage")
-    missing = [place for place in (path, *path.parents) if not place.exists()]
+    missing = [place for place in (path, *path.parents) if not os.path.lexists(place)]
     try:
+        if IN_CHECKPOINT.search(os.path.realpath(path)):
+            raise ValueError("it is in a checkpoint, which it would damage")
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:

@@ -30,7 +30,7 @@ from grpo_fast.train.runs.checkpoint import (
     step_of,
     stored_tensors,
 )
-from grpo_fast.train.runs.fingerprints import check_same
+from grpo_fast.train.runs.fingerprints import FILES, check_same
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, is_occupied, locked
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.state import State, read_state, refused, restore_random
@@ -139,7 +139,8 @@ def _check_begins(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _check_fits(state: State, config: RunConfig, checkpoint: Path) -> None:
-    check_same(state.config, config.model_dump(mode="json"))
+    was = {key: value for key, value in state.settings.items() if key != FILES}
+    check_same(was, config.model_dump(mode="json"))  # the files follow when the data is loaded
     expected = f"a checkpoint of at most the {config.steps} steps of the run"
     require(state.step <= config.steps, "resume", expected, checkpoint)
     for name, length in zip(LOGS, state.lengths, strict=True):
@@ -169,8 +170,7 @@ def resume(start: Start, saver: Saver) -> None:
             saver.collector.take_ahead(state.ahead)
     _sample_as_before(state.fallback, saver)
     start.enter_folder(saver.report)
-    settings, prints = saver.state.config, saver.state.fingerprints
-    saver.state = dataclasses.replace(state, config=settings, fingerprints=prints)
+    saver.state = dataclasses.replace(state, settings=saver.state.settings)
     restore_random(state.random)  # at the end: building and loading have drawn random numbers
     saver.mark()
     saver.report.note(f"goes on from {start.checkpoint}")

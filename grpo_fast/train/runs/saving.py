@@ -33,7 +33,7 @@ class Saver:
         collector: Collector,
         trainer: Trainer,
         report: RunReport,
-        fingerprints: dict[str, str],
+        settings: dict[str, Any],
         stopping: Stopping,
     ) -> None:
         self.config, self.collector, self.trainer, self.report = config, collector, trainer, report
@@ -43,7 +43,7 @@ class Saver:
             step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
             random=random_now(), collector=collector.state_dict(),
             trainer=trainer.state_dict(), ahead=None, fallback=collector.engine.fallback,
-            fingerprints=fingerprints, config=config.model_dump(mode="json"),
+            settings=settings,
         )  # fmt: skip
         self.mark()
         stopping.may_stop = lambda: not self.has_moved()

@@ -80,8 +80,7 @@ class State:
     collector: CollectorState
     trainer: TrainerState
     fallback: str | None  # why the engine samples by transformers' `generate`
-    fingerprints: dict[str, str]
-    config: dict[str, Any]
+    settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     # The fields in state.safetensors, null in state.json.
     random: Annotated[dict[str, Tensor], Null] = None  # type: ignore[assignment]
     ahead: Annotated[Ahead | None, Null] = None  # the samples of the next step

@@ -7,6 +7,7 @@ A command imports what it needs when it runs, so that `--help` and a typing mist
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -86,6 +87,8 @@ def train(
         try:
             loop.train(config)
         except Stopped as stopped:
+            # A second signal ends the process at once, also while Python shuts down.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
@@ -150,7 +153,9 @@ def evaluate(
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint: RUN/checkpoints/step_000100.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run, for its newest checkpoint, or a checkpoint of it.")
+    ],
     out: Annotated[str, typer.Argument(help="A new folder.")],
     debug: Debug = False,
 ) -> None:

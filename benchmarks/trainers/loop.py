@@ -177,10 +177,10 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
     from grpo_fast.train.collect.groups import PromptQueue
+    from grpo_fast.train.collect.recorded import build_collector
     from grpo_fast.train.config.recipes import load_recipe
-    from grpo_fast.train.loop import build_collector, make_step
+    from grpo_fast.train.loop import make_step
     from grpo_fast.train.models.reference import Reference
-    from grpo_fast.train.update.step import Step
     from grpo_fast.train.update.trainer import Trainer
 
     config = load_recipe("gsm8k-tiny", [
@@ -200,9 +200,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     def one_step() -> Any:
         nonlocal count
         count += 1
-        step = Step(count)
-        make_step(step, collector, trainer)
-        return step.metrics
+        return make_step(count, collector, trainer)[1]
 
     return one_step
 

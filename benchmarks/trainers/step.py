@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         steps, options.device, options.budget, options.rounds
     ).items():
         rows[name] |= measure.spread(samples)
-    rollout = problem.rollout
+    table = problem.samples
     return {
         **measure.header("GRPO step without rollout", options.device),
         "settings": {
@@ -114,8 +114,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for key, value in vars(options).items()
             if key not in ("model", "data", "json")
         },
-        "prompt_tokens": sorted({len(p) for p in rollout.prompt_ids}),
-        "completion_tokens": rollout.lengths,
+        "prompt_tokens": sorted({len(p) for p in table.prompt_ids}),
+        "completion_tokens": table.lengths,
         "providers": rows,
     }
 
@@ -185,7 +185,7 @@ def verify(
         }
         gradients[name] = {n: g.float().cpu() for n, g in found.items() if g is not None}
         providers[name].optimizer.zero_grad(set_to_none=True)
-    scale = float(problem.advantages.abs().mean())
+    scale = float(problem.samples.advantages.abs().mean())
     errors = {}
     exact, metrics = gradients[reference], outcomes[reference].metrics
     for name, outcome in outcomes.items():

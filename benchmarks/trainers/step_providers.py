@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, logits_grpo_loss
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Completion, Samples
+from grpo_fast.rollout.completions import table_of
+from grpo_fast.rollout.engine import LENGTH
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.models.memory_options import apply_options
@@ -38,8 +40,7 @@ class Outcome(NamedTuple):
 class StepProblem(NamedTuple):
     """N prompts with G completions each."""
 
-    rollout: Rollout
-    advantages: Tensor  # (N·G,) fp32
+    samples: Samples  # with advantages
     group_size: int
     loss: LossConfig
     noise: Logps  # added to the old logps when results are compared, so that ratios differ from 1
@@ -57,13 +58,12 @@ def make_problem(
     lengths[0] = longest
     completions = [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in lengths]
     noise = [0.1 * torch.randn(n, generator=generator) for n in lengths]
-    rollout = Rollout(
-        prompt_ids=[p for p in prompts for _ in range(group_size)], completion_ids=completions,
-        sampling_logps=[torch.zeros(n) for n in lengths], truncated=[False] * count,
-    )  # fmt: skip
-    advantages = torch.randn(count, generator=generator)
+    samples = table_of(
+        prompts, [Completion(c, torch.zeros(len(c)), LENGTH, 0) for c in completions]
+    )
+    samples.advantages = torch.randn(count, generator=generator)
     return StepProblem(
-        rollout, advantages, group_size, LossConfig(loss_type="dapo", compute_entropy=True), noise
+        samples, group_size, LossConfig(loss_type="dapo", compute_entropy=True), noise
     )
 
 
@@ -77,21 +77,20 @@ class Ours:
         self.model = self.policy.model.train()
         self.optimizer = _adam(self.model)
         self.batch = StepBatch(
-            problem.rollout, problem.advantages, group_size=problem.group_size, minibatches=1,
-            budget=options.tokens_per_microbatch, device=self.policy.device, shared=shared,
+            problem.samples, group_size=problem.group_size, minibatches=1, shared=shared,
+            budget=options.tokens_per_microbatch, device=self.policy.device,
         )  # fmt: skip
 
     def logps(self) -> Logps:
-        found: dict[int, Tensor] = {}
+        samples = self.batch.samples
+        found = torch.zeros_like(samples.logps)
         with torch.no_grad():
             for micro in self.batch.micro_batches:
-                logps = self.policy.logps(micro.packed)
-                found.update(zip(micro.chosen, micro.packed.split(logps), strict=True))
-        return [found[i] for i in range(len(found))]
+                found[micro.rows] = self.policy.logps(micro.packed)
+        return list(found.split(samples.lengths))
 
     def gradients(self, old_logps: Logps) -> Outcome:
-        for micro in self.batch.micro_batches:
-            micro.old_logps = torch.cat([old_logps[i] for i in micro.chosen])
+        self.batch.samples.old_logps = torch.cat(old_logps)
         minibatch, loss = self.batch.minibatches[0], self.problem.loss
         seen = accumulate(self.policy, minibatch, loss, correct_sampling=False, validate="auto")
         metrics = seen.result()
@@ -112,7 +111,7 @@ class Padded:
         self.model, self.problem = _adapted(model, options.model).train(), problem
         self.optimizer = _adam(self.model)
         device = next(self.model.parameters()).device
-        prompts, completions = problem.rollout.prompt_ids, problem.rollout.completion_ids
+        prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
         self.prompt, self.length = max(map(len, prompts)), max(map(len, completions))
         rows = [
             [0] * (self.prompt - len(p)) + p + c + [0] * (self.length - len(c))
@@ -152,7 +151,7 @@ class Padded:
         with torch.no_grad():
             table = torch.cat([self.logps_of(rows)[0] for rows in self.slices()])
         return [
-            row[: len(c)] for row, c in zip(table, self.problem.rollout.completion_ids, strict=True)
+            row[: len(c)] for row, c in zip(table, self.problem.samples.completion_ids, strict=True)
         ]
 
     def gradients(self, old_logps: Logps) -> Outcome:
@@ -162,7 +161,7 @@ class Padded:
             mask = self.mask[rows, self.prompt :].bool()
             output = logits_grpo_loss(
                 self.forward(rows), self.ids[rows, self.prompt :],
-                self.problem.advantages[rows].to(old.device), self.problem.loss,
+                self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
                 completion_mask=mask, old_logps=old[rows], num_items_in_batch=self.items,
                 num_completions_in_batch=len(self.ids),
             )  # fmt: skip
@@ -200,7 +199,7 @@ class Trl(Padded):
             mask = self.mask[rows, self.prompt :]
             logps = self.logps_of(rows)[0]
             ratio = torch.exp(logps - old[rows])
-            advantages = self.problem.advantages[rows, None].to(old.device)
+            advantages = self.problem.samples.advantages[rows, None].to(old.device)
             per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
             loss = (per_token * mask).sum() / self.items
             loss.backward()

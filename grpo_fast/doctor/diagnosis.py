@@ -13,7 +13,7 @@ from grpo_fast.doctor.recompute import Noise, Recomputed
 from grpo_fast.doctor.search import Change, Search, noise_of
 from grpo_fast.doctor.view import KEPT, OWN, View
 from grpo_fast.errors import require
-from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
+from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
 
@@ -76,7 +76,7 @@ def diagnose(
     """
     require(sampling.temperature > 0, "temperature", "a number above 0", "0 (greedy)")
 
-    def sample(policy: Policy, version: int) -> Rollout:
+    def sample(policy: Policy, version: int) -> Samples:
         with awake(engine, policy, version):
             rollout = generate(
                 policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
@@ -115,7 +115,7 @@ def _compare(
         before, left = left, recomputed.difference(change.view)
         name, advice = _advice(recomputed, base, change, changes[-1].view, sampling)
         named.append(Cause(name, advice, before, left))
-    stale = sum(v != version for v in rollout.weight_versions)
+    stale = int((rollout.weight_version != version).sum())
     ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
     longest = sampling.max_new_tokens
     cut_off = sum(any(x[:-1]) or not (x[-1] or len(x) == longest) for x in ends)
@@ -131,7 +131,7 @@ def _compare(
     )  # fmt: skip
 
 
-def check(rollout: Rollout) -> None:
+def check(rollout: Samples) -> None:
     """Raise a RuntimeError unless every completion has tokens and a finite logp for each."""
     for ids, logps in zip(rollout.completion_ids, rollout.sampling_logps, strict=True):
         fits = ids and logps.shape == (len(ids),) and bool(logps.isfinite().all())
@@ -169,8 +169,8 @@ def _about_temperature(
 
 
 def _ignored_update(
-    sample: Callable[[Policy, int], Rollout],
-    first: Rollout,
+    sample: Callable[[Policy, int], Samples],
+    first: Samples,
     base: View,
     policy: Policy,
     version: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,11 @@ from grpo_fast.attention import Head
 from grpo_fast.doctor.models import cast, variants
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
 from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, ROWS, Drawn, Rows, View
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Completion, Samples
+from grpo_fast.rollout.completions import table_of
+from grpo_fast.rollout.engine import EOS
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.micro_batch import support_of
 
 BUDGET = 8192  # trunk tokens of a packed row
 PROMPTS = 16  # up to which every prompt is tried for every completion
@@ -44,20 +44,21 @@ class Recomputed:
     """
 
     def __init__(
-        self, policy: Policy, rollout: Rollout, readings: dict[str, Ids],
+        self, policy: Policy, rollout: Samples, readings: dict[str, Ids],
         previous: Policy | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.rollout, self.readings = policy, rollout, readings
         self.models = variants(policy, previous)
-        self.engine_logps = torch.cat(list(rollout.sampling_logps)).float().cpu()  # (R,)
+        self.engine_logps = rollout.logps.float().cpu()  # (R,)
         pairs = list(zip(rollout.prompt_ids, rollout.lengths, strict=True))
+        support = rollout.support
         self.drawn = Drawn(
-            torch.tensor([t for ids in rollout.completion_ids for t in ids], device=policy.device),
+            rollout.ids[rollout.segment.bool()].to(policy.device),
             torch.cat([torch.arange(n) for _, n in pairs]).to(policy.device),
             [prompt for prompt, n in pairs for _ in range(n)],
             sorted(policy.eos_ids),
-            support_of(rollout, range(len(rollout.completion_ids)), policy.device),
-        )  # fmt: skip
+            support and Support(*(tensor.to(policy.device) for tensor in support)),
+        )
         self._moved: dict[str, Ids] = {}  # each prompt in the place of another
         self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
         self._logps: dict[View, Tensor] = {}
@@ -164,15 +165,17 @@ class Recomputed:
 
     def _packed(self, policy: Policy, prompts: Ids, budget: int = BUDGET) -> Tensor:  # (R, H)
         """The states by the trainer's packed rows of `budget` trunk tokens; 1: a row for each."""
-        size = len(self.rollout.completion_ids) // len(prompts)
-        rollout = replace(self.rollout, prompt_ids=[p for p in prompts for _ in range(size)])
+        pairs = zip(self.rollout.completion_ids, self.rollout.sampling_logps, strict=True)
+        samples = table_of(prompts, [Completion(ids, logps, EOS, 0) for ids, logps in pairs])
+        samples.advantages = torch.zeros(len(samples))
         batch = StepBatch(
-            rollout, torch.zeros(len(rollout.prompt_ids)), group_size=size, minibatches=1,
-            budget=budget, device=policy.device, shared=policy.unshared is None,
+            samples, group_size=len(samples) // len(prompts), minibatches=1, budget=budget,
+            device=policy.device, shared=policy.unshared is None,
         )  # fmt: skip
         for row in batch.micro_batches:
-            row.ref_hidden = policy.hidden(row.packed)[row.packed.predicting]
-        return torch.cat(batch.of_each("ref_hidden"))
+            row.write("ref_hidden", policy.hidden(row.packed)[row.packed.predicting])
+        assert batch.samples.ref_hidden is not None
+        return batch.samples.ref_hidden
 
 
 def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)

@@ -27,7 +27,6 @@ from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
-from grpo_fast.rollout.saved import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +51,12 @@ class RewardResult(NamedTuple):
     """Rewards of N completions, fp32 on the CPU. NaN marks a sample without a reward."""
 
     # (N,) weighted sum over the functions that apply; NaN if one of them failed, or none applies
-    total: Saved
-    per_fn: dict[str, Saved]  # name → (N,), NaN where the function failed or does not apply
+    total: Tensor
+    per_fn: dict[str, Tensor]  # name → (N,), NaN where the function failed or does not apply
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
-    per_token: list[Saved] | None = None
+    per_token: list[Tensor] | None = None
 
     @property
     def failures(self) -> dict[str, int]:

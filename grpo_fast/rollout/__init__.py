@@ -1,7 +1,7 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
-from grpo_fast.rollout.completions import Rollout, check_prompts, encode_prompts, generate
+from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_text
 from grpo_fast.rollout.engine import (
     Completion,
     Engine,
@@ -13,6 +13,7 @@ from grpo_fast.rollout.engine import (
 )
 from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.samples import Samples
 
 __all__ = [
     "Completion",
@@ -22,12 +23,13 @@ __all__ = [
     "Kept",
     "NonFiniteLogits",
     "Request",
-    "Rollout",
     "SampledModel",
+    "Samples",
     "Sampling",
     "awake",
     "build_engine",
     "check_prompts",
     "encode_prompts",
     "generate",
+    "prompt_text",
 ]

@@ -1,65 +1,24 @@
-"""From prompts to completions: encoded, sampled by an engine, decoded."""
+"""Encode prompts, sample completions by an engine, decode them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from grpo_fast.data import reason
 from grpo_fast.errors import conflict, require
-from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
+from grpo_fast.kernels.support import Support
+from grpo_fast.rollout.engine import EOS, Completion, Engine, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.saved import Saved
+from grpo_fast.rollout.samples import COMPLETION, PROMPT, Samples
 
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
-
-
-@dataclass
-class Rollout:
-    """N·G completions, the G of one prompt side by side."""
-
-    prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
-    prompt_ids: list[list[int]] = field(default_factory=list)
-    completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
-    sampling_logps: list[Saved] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
-    texts: list[str] = field(default_factory=list)  # completions without special tokens
-    truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
-    kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
-    weight_versions: list[int] = field(default_factory=list)  # see `Engine.update`
-    # Recorded samples only: prompt_ids hold the whole sample, and these are the places in it of
-    # completion_ids.
-    trained: list[list[int] | None] = field(default_factory=list)
-    credit: list[Saved | None] = field(default_factory=list)  # advantages recorded by token
-
-    def __post_init__(self) -> None:
-        count = len(self.completion_ids)
-        self.kept = self.kept or [None] * count
-        self.weight_versions = self.weight_versions or [0] * count
-        self.trained, self.credit = self.trained or [None] * count, self.credit or [None] * count
-
-    def check(self, vocab_size: int) -> None:
-        """Raise a ValueError for uneven lists, or for a token id that no model of this size has."""
-        count = len(self.texts)
-        lengths = {len(values) for values in vars(self).values()}
-        require(lengths == {count}, "rollout", f"lists of {count}, as its texts", lengths)
-        counts = [len(x) for x in self.sampling_logps]
-        require(counts == self.lengths, "rollout", "a sampling_logp for each token", "others")
-        for at, ids, whole in zip(self.trained, self.completion_ids, self.prompt_ids, strict=True):
-            fits = at is None or [whole[i] for i in at if i < len(whole)] == ids
-            require(fits, "rollout", "places of a completion's tokens in its sample", "others")
-        for ids in filter(None, (*self.prompt_ids, *self.completion_ids)):
-            low, high = min(ids), max(ids)
-            expected = f"token ids from 0 to {vocab_size - 1}"
-            require(0 <= low and high < vocab_size, "rollout", expected, f"{low} to {high}")
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(ids) for ids in self.completion_ids]
 
 
 def generate(
@@ -73,28 +32,32 @@ def generate(
     engine: Engine | None = None,
     places: Sequence[int] | None = None,
     **sampling: Any,
-) -> Rollout:
-    """G = `group_size` completions of each prompt, computed once for all of them::
+) -> Samples:
+    """Sample G = `group_size` completions of each prompt; each prompt is computed once::
 
         done = generate(model, prompts, group_size=8, tokenizer=tokenizer, max_new_tokens=64)
         rewards = [score(text) for text in done.texts]
 
     Args:
-        model: a transformers causal LM, or a peft model around one, which is left as it was; or the
-            trainer's `Policy`.
+        model: a transformers causal LM, or a peft model around one, which is left unchanged; or
+            the trainer's `Policy`.
         prompts: texts, chat messages for the tokenizer's template, or token ids.
-        options: how they are drawn; or the fields of `Sampling` as keywords.
-        seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
-            the completion's place and the token's position only, not on `options.batch_size`.
-        tokenizer: the model's; a `Policy` has its own. A `SampledModel` without a tokenizer takes
-            token ids only, and all texts of the result are empty.
-        engine: the one that samples, with the weights it has; None: the model itself.
-        places: index of each prompt in the whole step's batch, rising; None: these are all of it.
+        options: the sampling options; or pass the fields of `Sampling` as keywords.
+        seed: an int or a tuple such as (seed, step). The random number of a token depends only on
+            the seed, the completion's place and the token's position, not on `batch_size`.
+        tokenizer: the model's tokenizer; a `Policy` has one. A `SampledModel` without a tokenizer
+            takes token ids only, and all texts of the result are empty.
+        engine: samples with the weights it has; None: the model itself samples.
+        places: index of each prompt in the batch of all ranks, rising; None: `prompts` is the
+            whole batch.
+
+    Returns:
+        A table of the samples with their texts; `group` holds each prompt's place.
 
     Raises:
         ValueError: a prompt that the tokenizer or the model does not take, or without room for
             `options.max_new_tokens`; places that do not rise; keywords that `Sampling` refuses.
-        NonFiniteLogits: the model gives NaN.
+        NonFiniteLogits: the model's logits are NaN.
     """
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
     if options is not None and sampling:
@@ -105,23 +68,73 @@ def generate(
         rising = [*places] == sorted({*places}) and min(places, default=0) >= 0
         fits = rising and len(places) == len(prompts)
         require(fits, "places", f"{len(prompts)} rising places from 0", list(places)[:8])
-    texts, ids = encode_for(policy, prompts, options.max_new_tokens)
+    ids = encode_for(policy, prompts, options.max_new_tokens)
     sampler = engine or TransformersEngine(policy, options)
     done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)
+    name = type(sampler).__name__
     expected = len(prompts) * group_size
-    said = f"{expected} completions"
-    require(len(done) == expected, type(sampler).__name__, said, len(done), RuntimeError)
-    completion_ids = [one.ids for one in done]
-    # A prompt's ids are one list G times: whoever changes it in place changes all of them.
-    return Rollout(
-        prompts=[text for text in texts for _ in range(group_size)],
-        prompt_ids=[tokens for tokens in ids for _ in range(group_size)],
-        completion_ids=completion_ids,
-        sampling_logps=[one.logps for one in done],
-        texts=decoded(policy.tokenizer, completion_ids),
-        truncated=[one.finish_reason != EOS for one in done],
-        kept=[one.kept for one in done],
-        weight_versions=[one.weight_version for one in done],
+    require(len(done) == expected, name, f"{expected} completions", len(done), RuntimeError)
+    for one in done:
+        fits = one.logps.shape == (len(one.ids),)
+        shape = tuple(one.logps.shape)
+        require(fits, name, f"logps of shape ({len(one.ids)},)", shape, RuntimeError)
+    texts = decoded(policy.tokenizer, [one.ids for one in done])
+    return table_of(ids, done, texts, places)
+
+
+def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
+    """Return the texts of completions without special tokens; empty ones without a tokenizer."""
+    if tokenizer is None:
+        return [""] * len(completions)
+    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return texts
+
+
+def table_of(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    texts: Sequence[str] = (),
+    groups: Sequence[int] | None = None,
+) -> Samples:
+    """Build the table of what an engine returns.
+
+    Args:
+        prompts: token ids of each prompt.
+        completions: as many for each prompt, those of a prompt next to each other.
+        texts: of the completions.
+        groups: the number of each prompt's group; None: 0, 1, 2, …
+    """
+    size = len(completions) // max(len(prompts), 1)
+    pieces = [torch.zeros(0, dtype=torch.int64)]
+    for n, prompt in enumerate(prompts):
+        before = torch.tensor(prompt, dtype=torch.int64)
+        for one in completions[n * size : (n + 1) * size]:
+            pieces += [before, torch.tensor(one.ids, dtype=torch.int64)]
+    lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
+    counts = [len(one.ids) for one in completions]
+    numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
+    sets = [one.kept and (one.kept.ids, one.kept.offsets.diff()) for one in completions]
+    support = Support.join(sets, counts, "cpu")
+    mass = None
+    if support is not None:
+        mass = torch.full((sum(counts),), torch.nan)
+        for one, own in zip(completions, mass.split(counts), strict=True):
+            if one.kept is not None and one.kept.mass is not None:
+                own.copy_(one.kept.mass)
+    segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
+    cut = [one.finish_reason != EOS for one in completions]
+    versions = [one.weight_version for one in completions]
+    return Samples(
+        ids=torch.cat(pieces),
+        segment=segment.repeat_interleave(lengths),
+        cu_seqlens=pad(lengths.view(-1, 2).sum(1).cumsum(0), (1, 0)),
+        group=numbers.to(torch.int64).repeat_interleave(size),
+        truncated=torch.tensor(cut, dtype=torch.bool),
+        weight_version=torch.tensor(versions, dtype=torch.int64),
+        logps=torch.cat([torch.zeros(0), *(one.logps for one in completions)]),
+        support=support,
+        mass=mass,
+        texts=list(texts),
     )
 
 
@@ -139,14 +152,14 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
     encode_for(policy, long, max_new_tokens)
 
 
-def encode_for(
-    policy: Any, prompts: Sequence[Prompt], max_new_tokens: int
-) -> tuple[list[str], list[list[int]]]:
-    """`encode_prompts`, with a ValueError for prompts that the policy cannot take."""
-    texts, ids = encode_prompts(policy.tokenizer, prompts)
+def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+    """Call `encode_prompts`; raise a ValueError for prompts that the policy cannot take."""
+    ids = encode_prompts(policy.tokenizer, prompts)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
-    for text, tokens in zip(texts, ids, strict=True):
-        count, most, shown = len(tokens), policy.positions, repr(text[:60])
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        count = len(tokens)
+        most = policy.positions
+        shown = repr(prompt[:60])
         expected = f"at most {most} tokens (max_position_embeddings of the model)"
         require(count <= most, "prompts", expected, f"{count} in {shown}")
         room = most - count + 1  # the last token is not fed
@@ -156,47 +169,47 @@ def encode_for(
         expected = f"token ids below {rows}, the rows of the model's embedding"
         came = f"{high if low >= 0 else low} in {shown}"
         require(0 <= low and high < rows, "prompts", expected, came)
-    return texts, ids
+    return ids
 
 
-def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
-    """Return the texts of completions without special tokens; empty ones without a tokenizer."""
-    if tokenizer is None:
-        return [""] * len(completions)
-    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return texts
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the token ids of each prompt; chat messages go through the tokenizer's template.
 
-
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each prompt; chat messages go through the template.
-
-    Without a tokenizer, prompts are token ids, and their texts are empty.
+    Prompts that are token ids already need no tokenizer.
     """
-    texts: list[str] = []
     ids: list[list[int]] = []
     for prompt in prompts:
-        plain = isinstance(prompt, str)
-        text: Any = prompt
-        is_encoded = not plain and all(isinstance(token, int) for token in text)
-        if tokenizer is None and not is_encoded:
+        if tokenizer is None and not _is_encoded(prompt):
             expected = "token ids, as the model has no tokenizer (pass tokenizer=)"
             raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
-            if is_encoded:
-                encoded = [*text]
-                text = "" if tokenizer is None else tokenizer.decode(text)
-            else:
-                if not plain:  # the template writes the special tokens itself
-                    text = tokenizer.apply_chat_template(
-                        prompt, tokenize=False, add_generation_prompt=True
-                    )
-                encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
+            encoded = _encoded(tokenizer, prompt)
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]
             raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
         if not encoded:  # `require` would write out every long prompt
             raise ValueError(f"prompts: expected at least one token, got {prompt!r}")
-        texts.append(text)
         ids.append(encoded)
-    return texts, ids
+    return ids
+
+
+def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
+    """Return a prompt as the text that the model reads."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_encoded(prompt):
+        return tokenizer.decode(prompt)
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def _encoded(tokenizer: Any, prompt: Any) -> list[int]:
+    if _is_encoded(prompt):
+        return list(prompt)
+    # The chat template writes the special tokens into the text.
+    is_plain = isinstance(prompt, str)
+    return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=is_plain)["input_ids"]
+
+
+def _is_encoded(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine: token ids of prompts in, completions as sampled out."""
+"""The interface of a rollout engine: token ids of prompts in, sampled completions out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
-from grpo_fast.rollout.saved import Saved
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +31,19 @@ Seed = int | tuple[int | str, ...]
 
 
 class Kept(NamedTuple):
-    """The tokens that a truncating sampler chose from, row by row (CSR).
+    """The tokens that a truncating sampler chose from, token by token (CSR).
 
-    The t-th token was drawn from `ids[offsets[t]:offsets[t + 1]]`; empty: the whole vocabulary.
+    Token t was drawn from `ids[offsets[t]:offsets[t + 1]]`; empty: from the whole vocabulary.
     """
 
-    ids: Saved  # (nnz,) int32
-    offsets: Saved  # (n + 1,) int64
-    mass: Saved | None = None  # (n,) fp32: their probability before the others went; None: unknown
+    ids: Tensor  # (nnz,) int32
+    offsets: Tensor  # (n + 1,) int64
+    mass: Tensor | None = None  # (n,) fp32: their probability before truncation; None: unknown
 
 
 @functools.cache
 def say_that_kept_is_unknown(engine: str) -> None:
-    """Warn, once per process, that an engine does not report the tokens that truncation kept."""
+    """Warn once per process that an engine does not report the tokens that truncation kept."""
     log.warning(
         "%s does not say which tokens top_p and top_k kept: its log-probabilities are compared "
         "with the policy's over the whole vocabulary", engine,
@@ -58,16 +57,17 @@ class Completion(NamedTuple):
     logps: Tensor  # (n,) fp32 on the CPU, of the distribution that was sampled from
     finish_reason: str  # EOS, LENGTH, or an engine's own word for a completion that was cut off
     weight_version: int  # of the weights that its first token was sampled with
-    kept: Kept | None = None  # None: nothing truncated or asked for, or the engine cannot say
+    kept: Kept | None = None  # None: not truncated, not requested, or not reported by the engine
 
 
 class Request(NamedTuple):
-    """Ask for G = `group_size` completions of each prompt.
+    """A request for G = `group_size` completions of each prompt.
 
     Attributes:
-        seed: a completion's random numbers depend on it, its prompt's place and its number.
-        places: index of each prompt in the whole step's batch, rising; None: this is all of it.
-            With them several processes sample what one would.
+        seed: the random numbers of a completion depend on the seed, the place of its prompt and
+            its number among the prompt's completions.
+        places: index of each prompt in the batch of the whole step, rising; None: this request is
+            the whole batch. With places several processes sample what one process would sample.
     """
 
     prompts: Sequence[Sequence[int]]  # token ids, none empty
@@ -78,15 +78,15 @@ class Request(NamedTuple):
 
 
 class Engine(ABC):
-    """Samples completions. A context manager that closes itself.
+    """Samples completions. As a context manager it closes itself.
 
-    No call waits for ever: what an engine waits for has a timeout, and its error says for what.
+    Every wait of an engine has a timeout, whose error names what the engine waited for.
     """
 
-    # The engine has a device and weights of its own: it may sample in a thread while the policy is
-    # trained, and needs no sleep meanwhile.
+    # The engine has another device and its own weights. It may sample in a thread while the policy
+    # is trained, and does not sleep meanwhile.
     is_apart = False
-    # Why the engine samples by a slower path, which gives other bits; None: it does not.
+    # Why the engine samples by a slower path, which gives different bits; None: it does not.
     fallback: str | None = None
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
@@ -94,23 +94,24 @@ class Engine(ABC):
 
     @abstractmethod
     def sample(self, request: Request) -> list[Completion]:
-        """The completions of a request, those of a prompt side by side."""
+        """Return the completions of a request, those of a prompt next to each other."""
 
     @abstractmethod
     def update(self, policy: Any, version: int) -> None:
-        """Sample with the weights of this `Policy` from here on.
+        """Sample with the weights of this `Policy` from now on.
 
-        version: tells weights apart; an engine that has this one already need not move any.
+        Args:
+            version: of the weights. An engine that already has this version moves none.
         """
 
     def sleep(self) -> None:  # noqa: B027
-        """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""
+        """Free the device for the trainer. Weights may be lost: call `update` after `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready for `update` and `sample`; nothing to do for one that is awake."""
+        """Prepare for `update` and `sample`. An engine that is awake does nothing."""
 
     def close(self) -> None:  # noqa: B027
-        """Give everything back; the engine is not used again."""
+        """Release all resources. The engine cannot be used afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ class Engine(ABC):
 
 
 def build_engine(policy: Any, options: Any = None) -> Engine:
-    """The engine that `options.engine` names, ready to sample; None: our loop.
+    """Return the engine that `options.engine` names, ready to sample; None: our own loop.
 
     Raises:
         ValueError: it cannot run here, or not with this model; the message says what is missing.
@@ -131,7 +132,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
 
 @contextmanager
 def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
-    """The engine awake and with this policy's weights; asleep afterwards."""
+    """Wake the engine and give it this policy's weights; let it sleep afterwards."""
     engine.wake()
     engine.update(policy, version)
     try:
@@ -141,17 +142,18 @@ def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
 
 
 def seed_for(purpose: str, seed: Seed, *more: int) -> int:
-    """A 63-bit seed for one purpose, such as "rollout", derived from an engine's seed."""
+    """Derive a 63-bit seed for one purpose, such as "rollout", from an engine's seed."""
     return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
 
 
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:  # (count·G, length) in [0, 1)
-    """The random numbers of `count` prompts' completions, in the order of their places."""
+    """Return the random numbers of the completions of `count` prompts, in the order of places."""
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
-    wanted, rows = set(range(count) if places is None else places), []
-    # One generator for the whole step's batch: the numbers of other ranks' places are drawn, too.
+    wanted = set(range(count) if places is None else places)
+    rows = []
+    # One generator for the batch of the whole step: draw the numbers of other ranks' places, too.
     for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)
         if place in wanted:

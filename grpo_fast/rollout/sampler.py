@@ -1,7 +1,7 @@
-"""How completions are drawn: temperature, top-k, top-p, min-p, one uniform number per token.
+"""Sampling of tokens: temperature, top-k, top-p, min-p, one uniform number per token.
 
-A token is the first whose cumulative probability, in the order of the vocabulary, exceeds its
-uniform number, which depends on (seed, place, position) alone.
+The sampled token is the first whose cumulative probability, in the order of the vocabulary, exceeds
+the uniform number, which depends only on (seed, place, position).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLDEST = 1e-6
 
 
 class Sampling(BaseModel):
-    """How completions are drawn."""
+    """Options of the sampler."""
 
     model_config = ConfigDict(
         extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -55,52 +55,52 @@ class Sampling(BaseModel):
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from a tuple such as (seed, step): the same on every machine and Python."""
+    """Return a 63-bit seed from parts such as (seed, step), the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-class Drawn(NamedTuple):
-    """One token for each of B rows, and what it was drawn from."""
+class Draw(NamedTuple):
+    """One token for each of B rows, and the tokens it was drawn from."""
 
     tokens: Tensor  # (B,) int64
     logps: Tensor  # (B,) fp32, of the distribution that was drawn from
-    # (B, K) int64, rising token ids; None: the whole vocabulary, or not asked for
+    # (B, K) int64, rising token ids; None: the whole vocabulary, or not requested
     candidates: Tensor | None = None
-    kept: Tensor | None = None  # (B, K) bool: those that could be drawn
-    mass: Tensor | None = None  # (B,) fp32: their probability before the others went
+    kept: Tensor | None = None  # (B, K) bool: the candidates that could be drawn
+    mass: Tensor | None = None  # (B,) fp32: probability of these before truncation
 
 
-def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, V) fp32, (B,)
+def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:  # (B, V) fp32, (B,)
     """Draw a token for each row.
 
-    Greedy (temperature 0) takes the most likely token, its log-probability at temperature 1. Else
-    top_k comes first, then top_p over what is left, then min_p; log-probabilities are renormalised
-    over the kept tokens. Scores that are NaN or +inf make the log-probability NaN: a look at the
-    end costs no sync per token.
+    Temperature 0 takes the most likely token, with its log-probability at temperature 1. Otherwise
+    top_k is applied first, then top_p to the remaining tokens, then min_p; log-probabilities are
+    renormalised over the kept tokens. Scores that are NaN or +inf make the log-probability NaN,
+    which is checked once at the end: no sync per token.
     """
     if options.temperature == 0:
         tokens = scores.argmax(-1)
-        return Drawn(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
+        return Draw(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
     z = scores if options.temperature == 1 else scores / options.temperature
     top_k = min(options.top_k or z.shape[-1], z.shape[-1])
     if top_k == z.shape[-1] and options.top_p == 1 and options.min_p == 0:
         p = z.softmax(-1)
         tokens = pick(p, uniform)
-        return Drawn(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
+        return Draw(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
     values, candidates = truncate(z, top_k, options)
     p = values.softmax(-1)
     place = pick(p, uniform)[:, None]
     logps = p.gather(-1, place)[:, 0].log()
     tokens = candidates.gather(-1, place)[:, 0]
     if not options.wants_kept:
-        return Drawn(tokens, logps)
+        return Draw(tokens, logps)
     mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()
-    return Drawn(tokens, logps, candidates, values > -torch.inf, mass)
+    return Draw(tokens, logps, candidates, values > -torch.inf, mass)
 
 
 def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
-    """The `most` likeliest logits of each row and their rising ids; −inf: dropped by the others."""
+    """Return the `most` likeliest logits of each row by rising id; dropped ones are −inf."""
     values, ids = z.topk(most, dim=-1)
     if options.top_p < 1:
         p = values.softmax(-1)
@@ -116,13 +116,15 @@ def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def pick(p: Tensor, uniform: Tensor) -> Tensor:  # (B, V), (B,) in [0, 1) -> (B,) int64
-    """The first token whose cumulative probability exceeds `uniform`; none of probability 0."""
+    """Return the first token whose cumulative probability exceeds `uniform`, never one of 0."""
     cumulative = p.cumsum(-1)
     total = cumulative[:, -1]
     # uniform·total can round up to total, beyond every token.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return tokens.clamp(max=p.shape[-1] - 1)  # NaN leads beyond the last: an index that stops a GPU
+    return tokens.clamp(
+        max=p.shape[-1] - 1
+    )  # NaN gives an index beyond the last token, which is a device assert on GPUs
 
 
 class Sampler:
@@ -131,13 +133,15 @@ class Sampler:
     Args:
         uniforms: (B, L) in [0, 1); column t decides the t-th new token of each row.
 
-    `logps` (B, L) fp32 afterwards holds the log-probabilities, `drawn` everything by position.
+    After generation `logps` (B, L) fp32 has the log-probabilities, and `drawn` the draw of each
+    position.
     """
 
     def __init__(self, uniforms: Tensor, options: Sampling) -> None:
-        self.uniforms, self.options = uniforms, options
+        self.uniforms = uniforms
+        self.options = options
         self.logps = torch.zeros_like(uniforms)
-        self.drawn: list[Drawn] = []
+        self.drawn: list[Draw] = []
 
     # (B, length), (B, V) fp32 -> (B, V)
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

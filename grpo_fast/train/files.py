@@ -1,12 +1,10 @@
-"""Files of a run: regular ones only, read up to a bound; lines of JSON that are whole or absent."""
+"""Files of a run: regular ones only; lines of JSON that are complete or absent."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from grpo_fast.errors import WriteError, require
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raise a WriteError that names `path` where a disk refuses what is written inside."""
+    """Raise a WriteError that names `path` if the disk refuses what is written inside."""
     from safetensors import SafetensorError
 
     try:
@@ -31,53 +29,26 @@ def written(path: Path) -> Iterator[None]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise a ValueError for a link, a pipe or a device; a folder or nothing at all will do."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    fits = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-    require(fits, str(path), "a regular file or a folder", _kind(mode))
+    """Raise a ValueError for a pipe or a device, which would block or never end."""
+    fits = path.is_file() or not path.exists()
+    require(fits, str(path), "a regular file", "a folder, a pipe or a device")
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file. Raises ValueError for a link, a pipe or a device, before it is read."""
-    try:
-        # Without O_NONBLOCK the opening of a pipe waits for its other end.
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError(f"{path}: expected a regular file, got a link") from error
-        raise
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        raise ValueError(f"{path}: expected a regular file, got {_kind(mode)}")
-    return handle
-
-
-def _kind(mode: int) -> str:
-    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK,
-             "a folder": stat.S_ISDIR}  # fmt: skip
-    return next((name for name, is_one in kinds.items() if is_one(mode)), "a device")
-
-
-def read_regular(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most so many bytes. Raises ValueError for another."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        require(size <= most, str(path), f"at most {most} bytes", size)
-        return file.read(size)
+def read_regular(path: Path) -> bytes:
+    check_regular(path)
+    return path.read_bytes()
 
 
 def sha256_of(path: Path) -> tuple[int, str]:
-    with os.fdopen(open_regular(path), "rb") as file:
+    """Return the size of a file in bytes and its sha256."""
+    check_regular(path)
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names that a folder holds, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -86,41 +57,39 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value for JSON; numbers that are not finite become null, 0-d tensors numbers."""
+    """Convert a value for JSON: numbers that are not finite become null, 0-d tensors numbers."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """An open file of JSON lines: the rows of one `append` are there whole, or not at all.
+    """An open file of JSON lines: `append` writes all of its rows, or none.
 
-    length: bytes of the file that stay; the rest is cut off.
+    Args:
+        length: bytes of the file that stay; the rest is cut off.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        self.path = path
-        # O_APPEND: after a cut the next write goes to the new end, not to the old offset.
-        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        self._is_open = True
-        os.ftruncate(self._file, length)
-        self.length = length
+        check_regular(path)
+        self.path, self.length = path, length
+        self._file = path.open("ab", buffering=0)  # "a": a write goes to the end after a cut, too
+        self._file.truncate(length)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line for each row. Raises WriteError, with the file as it was."""
+        """Add a line for each row. Raises WriteError and leaves the file as it was."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-        written = 0
+        rest = memoryview(text)
         try:
-            while written < len(text):
-                written += os.write(self._file, text[written:])
+            while rest:  # a disk that is nearly full takes the beginning
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
-            os.ftruncate(self._file, self.length)
+            self._file.truncate(self.length)
             said = f"{self.path}: expected room for a line, got {reason(error)}"
-            raise WriteError(f"{said}; the lines before it are whole") from error
-        self.length += written
+            raise WriteError(f"{said}; the lines before it are complete") from error
+        self.length += len(text)
 
     def sync(self) -> None:
-        os.fsync(self._file)
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if self._is_open:
-            os.close(self._file)
-            self._is_open = False
+        self._file.close()

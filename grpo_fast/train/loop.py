@@ -1,47 +1,45 @@
-"""A run on one screen: model and data, then a step after the other."""
+"""A run from top to bottom: load, then sample, score, update, log and save step by step."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-
-from grpo_fast.data.splits import Splits
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards, check_examples
-from grpo_fast.rollout import build_engine, check_prompts
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rewards import scorer_for
+from grpo_fast.rollout import awake, build_engine
+from grpo_fast.train.build import Evaluation, build, load
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.collect.groups import PromptQueue
-from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.evaluation.asking import asking_lines
-from grpo_fast.train.evaluation.evaluate import build_evaluation
-from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference, load_another
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import closing_lines, memory_line, opening_lines
+from grpo_fast.train.report.lines import (
+    ONE_UPDATE,
+    USUAL_CLIP,
+    closing_lines,
+    memory_line,
+    opening_lines,
+)
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.report.trackers import check_trackers
+from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start, entered
-from grpo_fast.train.runs.run import Run
+from grpo_fast.train.runs.resume import entered
+from grpo_fast.train.runs.saving import Saver
+from grpo_fast.train.runs.state import Rows
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
-from grpo_fast.train.update.critic import load_critic
-from grpo_fast.train.update.step import Step
+from grpo_fast.train.update.step import Step, update_rows
 from grpo_fast.train.update.trainer import Trainer
-from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a recipe; returns the summary that also lies in `output_dir/summary.json`.
+    """Run a recipe; return the summary that is also written to `output_dir/summary.json`.
 
     The same configuration on the same machine gives the same metrics bit for bit, timings apart.
 
@@ -50,123 +48,133 @@ def train(config: RunConfig) -> dict[str, Any]:
         RunError: the run cannot go on, or the disk does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
+    started = time.perf_counter()
+    memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), entered(config) as start:
-        return _train(start)
+        # 1. Load rewards, data and models, and refuse what can be refused before any work.
+        loaded = load(start)
+        policy = loaded.policy
+        stopping = Stopping()
+        report = RunReport(config.output_dir, config.log, config.steps, *start.logged)
+        if start.checkpoint is None:
+            start.enter_folder(report)
+        with (
+            stopping.listening(policy.lm.base_model, policy.agreed),
+            report,
+            build_engine(policy, config.rollout) as engine,
+            distributed.answered(),
+        ):
+            saver = build(start, loaded, engine, report, stopping)
+            kernels = {
+                "backend": route.head_route("auto", policy.head.weight).backend,
+                "backend_fallback": route.fallback_reason(policy.device.type),
+            }
+            report.note(*opening_lines(config.rollout, kernels, engine.fallback))
+            report.note(*loaded.asking)
+            report.note(*_about_updates(saver.trainer))
+            with saver.saved_when_it_ends(), distributed.answered():
+                _make_steps(saver, loaded.evaluate, stopping)
+                summary = {
+                    "before": saver.state.before, "after": saver.state.after, **kernels,
+                    **saver.trainer.summary(memory_before),
+                    "seconds": time.perf_counter() - started,
+                }  # fmt: skip
+                report.finish(summary)
+                if config.log.save_model:
+                    save_models(policy, saver.trainer.critic, config.model, report.folder)
+            report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
+        return summary
 
 
-def _be_deterministic(seed: int) -> None:
-    """The same bits in every run, without torch's fill of empty memory: it would be one more sweep
-    over each buffer of the loss.
-    """
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
+    """Make all steps that are left; log, evaluate and save them."""
+    trainer = saver.trainer
+    collector = saver.collector
+    if saver.state.before is None:
+        before = _evaluated(0, saver, evaluate)
+        saver.report.log(0, before)
+        saver.mark(before=before, after=before)
+    _log(saver, evaluate)  # a step that was saved before it was logged
+    for number in range(saver.state.step + 1, saver.config.steps + 1):
+        step, metrics = make_step(number, collector, trainer)  # 2. to 6.
+        # 7. Log the step, and evaluate if that is due.
+        saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
+        _log(saver, evaluate)
+        # 8. Save a checkpoint if one is due.
+        if saver.is_due():
+            saver.save()
+        with distributed.together():
+            stopping.raise_if_asked()
 
 
-def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, str]]:
-    """Rewards, data, and the fingerprints of all that a run depends on, which are checked."""
-    config = start.config
-    with distributed.together():
-        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
-        splits = Splits(config.data, config.seed)
-        check_examples(rewards, splits.listed, "training")
-        prints = splits.fingerprints() | fingerprints(config)
-    check_ranks(config.model_dump(mode="json"), prints)
-    if start.checkpoint is not None:
-        for name in check_resumed(start.fingerprints, prints, config.resume_allow):
-            log.warning("the run goes on with another %s than it began with", name)
-    return rewards, splits, prints
+def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
+    """Make one step of training and return it with its metrics."""
+    clock = Clock()
+    # 2. Sample G completions of each prompt, 3. score them, 4. compute advantages.
+    collected = collector.next(number, clock)
+    # 5. Pack the samples into micro-batches.
+    step = trainer.pack(number, clock, collected)
+    collector.begin_ahead(number, clock)
+    # 6. Update: hidden states → fused loss → backward → clip → optimizer.
+    for minibatch in trainer.minibatches(step):
+        trainer.update(step, minibatch)
+    clock.lap("train")
+    collector.settle_ahead(clock)
+    return step, trainer.finish(step)
 
 
-def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None, Splits]:
-    """Return the policy, a reference model of its own or None, and the questions as it is asked."""
-    is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
-    with distributed.together():
-        tokenizer = build_tokenizer(config.model, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt)
-        another = load_another(config.reference, config.model, policy)
-    if not config.is_sharded:
-        distributed.align([policy.model])
-    return policy, another, questions.asked_of(policy.tokenizer)
+def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
+    """Return what a finished step has to log. Collective: each rank has a part of its batch."""
+    config = trainer.config
+    number = step.number
+    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
+    if config.log.every_update:
+        rows.updates = update_rows(step.updates, (number - 1) * trainer.updates_per_step + 1)
+    every = config.log.completions_every
+    if every and (number in (1, config.steps) or number % every == 0):
+        examples = collector.examples_of(step.batch.samples)
+        rows.completions = rows_of(
+            step.batch.samples, step.batch.used_advantages(), examples, trainer.policy.tokenizer,
+            partial(scorer_for, config.data.task), count=config.log.completions,
+            group_size=config.rollout.group_size,
+        )  # fmt: skip
+    return rows
 
 
-def _kernels(policy: Policy) -> dict[str, Any]:
-    return {
-        "backend": route.head_route("auto", policy.head.weight).backend,
-        "backend_fallback": route.fallback_reason(policy.device.type),
-    }
-
-
-def _train(start: Start) -> dict[str, Any]:
-    started, memory_before, config = time.perf_counter(), host_peak(), start.config
-    _be_deterministic(config.seed)
-    check_trackers(config.log.trackers)
-    rewards, questions, prints = _load_inputs(start)
-    policy, another, questions = _load_models(config, questions)
-    splits, longest = questions.with_shots(policy.tokenizer), config.rollout.max_new_tokens
-    check_prompts(policy, [example.prompt for example in splits.listed], longest)
-    evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
-    report = RunReport(config.output_dir, config.log, config.steps, start.lengths, start.step)
-    if start.checkpoint is None:
-        start.enter_folder(report)
-    with (
-        report,
-        build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model, policy.agreed),
-        distributed.answered(),
-    ):
-        if config.warm_start is not None and start.checkpoint is None:
-            warm_start(
-                policy, questions.train, config.warm_start, seed=config.seed,
-                is_sharded=config.is_sharded, log=report.log,
-            )  # fmt: skip
-        # Behind the warm start: a frozen reference is a copy of the policy that it led to.
-        reference = Reference(policy, config.reference, another)
-        critic = load_critic(config.critic, config.model, policy)
-        trainer = Trainer(config, policy, reference, critic)
-        collector = build_collector(config, policy, engine, rewards, PromptQueue(splits.train))
-        run = Run(config, collector, trainer, report, evaluate, prints)
-        if start.checkpoint is not None:
-            run.load(start.checkpoint)
-            start.enter_folder(report)  # cuts logs back: only now, so a failed start cuts none
-            report.note(f"goes on from {start.checkpoint}")
-        kernels = _kernels(policy)
-        report.note(*opening_lines(config.rollout, kernels, engine.fallback))
-        report.note(*asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt))
-        with run.saved_when_it_ends():
-            for step in run.steps():
-                make_step(step, collector, trainer, run.rest)
-                run.finish(step)
-        summary = {
-            "before": run.state.before, "after": run.state.after, **kernels,
-            **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
-        }  # fmt: skip
-        report.finish(summary)
-        if config.log.save_model:
-            save_models(policy, critic, config.model, report.folder)
-        report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
-    return summary
-
-
-def make_step(
-    step: Step, collector: Collector, trainer: Trainer, rest: Callable[[Step], Any] = id
-) -> None:
-    """Completions, then μ passes of updates over them, from where the step stands.
-
-    rest: called where the run can be left, and go on from there.
-    """
-    if step.collected is None:
-        trainer.pack(step, collector.next(step.number, step.clock))
-        rest(step)
-    collector.begin_ahead(step.number, step.clock)
-    if step.metrics is not None:
+def _log(saver: Saver, evaluate: Evaluation) -> None:
+    """Log the latest finished step, unless it is logged, with an evaluation if one is due."""
+    rows = saver.state.unlogged
+    number = saver.state.step
+    config = saver.config
+    if rows is None:
         return
-    for minibatch in trainer.remaining(step):  # of all passes over the batch
-        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
-        rest(step)
-    step.clock.lap("train")
-    collector.settle_ahead(step.clock)
-    trainer.finish(step)
-    rest(step)
+    report = saver.report
+    metrics = rows.metrics
+    after = saver.state.after
+    report.prompts(rows.prompts)
+    for row in rows.updates:
+        report.log(number, row)
+    if rows.completions:
+        report.completions(number, rows.completions)
+    every = config.eval.every
+    if number == config.steps or (every and number % every == 0):
+        found = _evaluated(number, saver, evaluate)
+        metrics = finite(metrics | found)
+        after = found or after
+    report.log(number, metrics)
+    saver.mark(metrics=metrics, after=after, unlogged=None)
+
+
+def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
+    """Return metrics on the held-out questions, by the weights after `number` steps."""
+    with awake(saver.collector.engine, saver.trainer.policy, version=number) as engine:
+        return evaluate(engine)
+
+
+def _about_updates(trainer: Trainer) -> list[str]:
+    if trainer.updates_per_step == 1:
+        return [ONE_UPDATE]
+    if OBJECTIVES[trainer.loss_config.loss_type].clips == "ppo":
+        return [USUAL_CLIP]
+    return []

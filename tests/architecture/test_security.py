@@ -32,7 +32,10 @@ ARGUMENTS = {
     ("safe_serialization", False), ("use_safetensors", False),
 }  # fmt: skip
 # (file, what): why it may stand there
+RANKS = "grpo_fast/train/ranks/distributed.py"
 ALLOWED = {
+    (RANKS, "torch.distributed.all_gather_object"): "between the processes of one launch",
+    (RANKS, "torch.distributed.broadcast_object_list"): "the same",
     ("grpo_fast/rewards/workers/answer.py", "exec"): "an answer's code, in the sandbox",
     ("grpo_fast/rewards/workers/judge.py", "exec"): "the tests of an answer, in the sandbox",
     ("benchmarks/gpu/loops.py", "exec"): "the shipped kernel's source, with lines of that file",

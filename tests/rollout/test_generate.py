@@ -33,8 +33,8 @@ def test_the_example_runs(tokenizer):
     scope = {"model": tiny_model(), "tokenizer": tokenizer, "prompts": PROMPTS, "score": len}
     exec(example[1], scope)  # noqa: S102
     done = scope["done"]
-    assert len(scope["rewards"]) == 16 and done.prompts == [p for p in PROMPTS for _ in range(8)]
-    assert all(kept is not None for kept in done.kept)
+    assert len(scope["rewards"]) == 16 and done.group.tolist() == [0] * 8 + [1] * 8
+    assert len(done.support.offsets) == len(done.logps) + 1
 
 
 def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
@@ -183,8 +183,8 @@ def test_places_that_do_not_fit_are_refused(policy, places):
 def test_a_rollout_carries_what_the_engine_said(policy):
     engine = Recorded()
     found = rollouts.generate(policy, THREE, Sampling(), group_size=2, seed=0, engine=engine)
-    assert found.weight_versions == [7] * 6 and found.kept == [None] * 6
-    assert not any(found.truncated) and found.lengths == [1] * 6
+    assert found.weight_version.tolist() == [7] * 6 and found.support is None
+    assert not found.truncated.any() and found.lengths == [1] * 6
     with pytest.raises(RuntimeError, match="Recorded: expected 3 completions, got 2"):
         rollouts.generate(policy, THREE, Sampling(), group_size=1, seed=0, engine=Recorded(1))
     with Recorded() as engine:

@@ -65,7 +65,7 @@ def test_a_temperature_that_fp32_cannot_divide_by(temperature):
 def test_completions_end_at_the_first_eos(policy):
     rollout = generate(policy, PROMPTS, seed=2, group_size=40)
     eos = policy.tokenizer.eos_token_id
-    assert any(rollout.truncated) and not all(rollout.truncated)
+    assert 0 < rollout.truncated.sum() < len(rollout)
     fields = rollout.completion_ids, rollout.truncated, rollout.sampling_logps
     for ids, cut, logps in zip(*fields, strict=True):
         assert cut == (eos not in ids) and len(logps) == len(ids)
@@ -88,7 +88,6 @@ def test_the_seed_decides_and_the_batch_size_does_not(policy):
 def test_chat_messages_empty_prompts_and_prompts_without_positions(policy, monkeypatch):
     messages = [{"role": "user", "content": "1 2"}]
     rollout = generate(policy, [messages], seed=0, group_size=1)
-    assert rollout.prompts == ["1 2\n"]
     assert rollout.prompt_ids == [policy.tokenizer("1 2")["input_ids"]]
     with pytest.raises(ValueError, match="at least one token"):
         generate(policy, [""], seed=0)
@@ -127,7 +126,7 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
     monkeypatch.setitem(hf._unsuited, policy.lm, "asked for by a test")
     monkeypatch.setattr(policy.lm, "generate", ends_at_once)
     rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
-    assert rollout.completion_ids == [[eos]] * 3 and not any(rollout.truncated)
+    assert rollout.completion_ids == [[eos]] * 3 and not rollout.truncated.any()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
     for version in (4, 4, 5):
         with awake(engine, policy, version):
             rollout = generate(policy, engine)
-            assert rollout.weight_versions == [version] * 6
+            assert rollout.weight_version.tolist() == [version] * 6
             assert engine.policy is policy
         engine.sleep()  # it does already
     assert llm.calls == moved

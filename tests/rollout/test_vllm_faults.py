@@ -27,7 +27,7 @@ def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
 
 
-def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Rollout:
+def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
     """From the start: every path of the link is used."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
     engine = build(policy, SimpleNamespace(ahead=0, vllm=options))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from grpo_fast.attention import pack_groups
-from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.transfer import GlooGroup
-from grpo_fast.train.update.micro_batch import MicroBatch
+from tests.train.tiny_steps import batch_of
 
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
@@ -32,13 +32,12 @@ def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
     return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
-def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
+def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
     """The largest, between the sampler's log-probabilities and the policy's; groups of three."""
-    count = len(rollout.texts)
-    groups = [range(first, first + 3) for first in range(0, count, 3)]
-    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
+    batch = batch_of(samples, torch.zeros(len(samples))).micro_batches[0]
     with torch.no_grad():
-        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
+        logps = policy.logps(batch.packed, temperature)
+    return float((logps - batch.column("logps")).abs().max())
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from grpo_fast.train.report import report, trackers
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
-from tests.train.resuming import TINY
+from tests.train.resuming import RAISE_IF_ASKED, TINY
 from tests.train.tiny_runs import is_timing
 
 SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
@@ -106,11 +106,12 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
     """The same; a signal comes to one rank before its forward pass of this number."""
     seen = 0
 
-    def counting(*_: Any) -> None:
+    def counting(self: Stopping, *_: Any) -> None:
         nonlocal seen
         seen += 1
         if seen == passes and distributed.rank() == rank:
-            raise Stopped(signal.SIGTERM)
+            self.number = signal.SIGTERM
+        RAISE_IF_ASKED(self)
 
     with patch.object(Stopping, "raise_if_asked", counting):
         return {**train(case, kind, folder, *words), "seen": seen}
@@ -118,7 +119,7 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
     """The same, with a fault in the second update: of the last rank, if there are several."""
-    calls, own = 0, gradients.policy_loss
+    calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
     def failing(policy: Any, *rest: Any) -> Any:
@@ -131,7 +132,7 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
-    with patch.object(gradients, "policy_loss", failing):
+    with patch.object(gradients, "packed_loss", failing):
         return train(case, kind, folder, *words)
 
 
@@ -266,7 +267,7 @@ def ended(folder: str, rank: int) -> Any:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        gradients.policy_loss = die
+        gradients.packed_loss = die
     began = time.monotonic()
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.report import RunReport
@@ -21,6 +20,9 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
         "model.config.num_key_value_heads=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "rollout.max_new_tokens=6", "log.progress=false", "steps=3", "eval.every=2",
         "log.completions_every=1", "tokens_per_microbatch=30"]  # fmt: skip
+
+
+RAISE_IF_ASKED = Stopping.raise_if_asked
 
 
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
@@ -65,14 +67,15 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Ends a run in place of its `at`-th forward pass, as a signal does; counts them."""
+    """Sends a run a signal at its `at`-th forward pass or end of a step; counts both."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
-        self.passes = 0
+        self.passes, own = 0, RAISE_IF_ASKED
 
-        def ask(*_: Any) -> None:
+        def ask(stopping: Stopping, *_: Any) -> None:
             self.passes += 1
             if self.passes == at:
-                raise Stopped(signal.SIGTERM)
+                stopping.number = signal.SIGTERM
+            own(stopping)
 
         monkeypatch.setattr(Stopping, "raise_if_asked", ask)

@@ -13,17 +13,15 @@ from pyarrow import parquet
 
 from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.rewards import RewardResult, scorer_for
-from grpo_fast.rollout import Rollout
+from grpo_fast.rewards import scorer_for
 from grpo_fast.train import loop
-from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import page
 from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, token_html
 from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
 from tests.train.tiny_runs import TINY_SORT, logged
-from tests.train.tiny_steps import batch_of
+from tests.train.tiny_steps import batch_of, table_of
 
 HOSTILE = (
     '</pre></i><script>document.title="owned"</script><img src="http://x/y.png" onerror=alert(1)>'
@@ -74,28 +72,23 @@ def collected(advantages):
     texts = ["1", "1 2", "2 1", "1 2"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     ids[2] += [tokenizer.eos_token_id]
-    rollout = Rollout(
-        prompts=["1 =", "1 =", "2 1 =", "2 1 ="], prompt_ids=[[2]] * 4, completion_ids=ids,
-        sampling_logps=[-0.25 * torch.arange(1.0, 1 + len(i)) for i in ids], texts=texts,
-        truncated=[True, True, False, True],
-    )  # fmt: skip
-    answers = ["1", "1", "1 2", "1 2"]
-    examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
-    total = torch.tensor([1.0, 0.5, math.nan, 1.0])
-    scores = RewardResult(total, {"f": total / 2}, {})
-    batch = batch_of(rollout, torch.tensor(advantages), group_size=2)
-    step = Collected(rollout, scores, batch.advantages, {}, 8, [])
-    return tokenizer, examples, step, batch
+    logps = [-0.25 * torch.arange(1.0, 1 + len(i)) for i in ids]
+    samples = table_of([[2], [2]], ids, cut=[0, 1, 3], logps=logps, texts=texts)
+    examples = [Example("1 =", "1", None)] * 2 + [Example("2 1 =", "1 2", None)] * 2
+    samples.rewards = torch.tensor([1.0, 0.5, math.nan, 1.0])
+    samples.scores = {"f": samples.rewards / 2}
+    return tokenizer, examples, batch_of(samples, torch.tensor(advantages), group_size=2)
 
 
 def rows_with(advantages, count=4, answered=True, by_token=None):
-    tokenizer, examples, step, batch = collected(advantages)
+    tokenizer, examples, batch = collected(advantages)
     if by_token is not None:
-        batch.set("token_advantages", list(map(torch.tensor, by_token)))
+        batch.samples.token_advantages = torch.cat(list(map(torch.tensor, by_token)))
     examples = examples if answered else [e._replace(answer=None) for e in examples]
     scorer = functools.partial(scorer_for, "sort" if answered else "jsonl")
     used = batch.used_advantages()
-    return rows_of(step, used, examples, tokenizer, scorer, count=count, group_size=2)
+    options = {"count": count, "group_size": 2}
+    return rows_of(batch.samples, used, examples, tokenizer, scorer, **options)
 
 
 def test_rows_hold_what_a_completion_was_given():
@@ -125,13 +118,12 @@ def test_strict_and_lenient_answers_are_told_apart():
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
     texts = ["#### 1,080", "it is 1080", "none"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
-                      [False] * 3)  # fmt: skip
+    samples = table_of([[5]], ids, texts=texts)
+    samples.rewards = torch.zeros(3)
     examples = [Example("q", "1080", None)] * 3
-    step = Collected(rollout, RewardResult(torch.zeros(3), {}, {}), torch.zeros(3), {}, 9, [])
     used = [torch.zeros(len(i)) for i in ids]
     scorer = functools.partial(scorer_for, "gsm8k")
-    rows = rows_of(step, used, examples, tokenizer, scorer, count=1, group_size=3)
+    rows = rows_of(samples, used, examples, tokenizer, scorer, count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
     shown = Walk(step_html(rows, 10**6)).text

@@ -2,22 +2,23 @@
 
 import json
 import math
-from collections import Counter
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward
-from grpo_fast.rollout import Rollout
+from grpo_fast.rewards import RewardSet, WeightedReward
+from grpo_fast.rollout import Samples
 from grpo_fast.train.collect import collector as module
-from grpo_fast.train.collect.groups import Asked, Drawn, PromptQueue, uses_of
+from grpo_fast.train.collect.groups import PromptQueue, uses_of
+from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.loop import build_collector
 from grpo_fast.train.metrics.clock import Clock
 from tests.command_line import invoke, refused, write_recipe
 from tests.train.tiny_runs import sort
+from tests.train.tiny_steps import table_of
 
 NAN = math.nan
 
@@ -36,23 +37,29 @@ def asked(monkeypatch):
     def generate(policy, prompts, options, *, group_size, seed, engine):
         calls.append((list(prompts), seed))
         names = [f"{prompt} {i}" for prompt in prompts for i in range(group_size)]
-        n = len(names)
-        return Rollout(
-            prompts=[p for p in prompts for _ in range(group_size)], prompt_ids=[[1]] * n,
-            completion_ids=[[2] * (i + 1) for i in range(n)], sampling_logps=[torch.zeros(1)] * n,
-            texts=names, truncated=[False] * n, weight_versions=[seed[1] - 1] * n,
-        )  # fmt: skip
+        completions = [[2] * (i + 1) for i in range(len(names))]
+        samples = table_of([[1]] * len(prompts), completions, texts=names)
+        samples.weight_version.fill_(seed[1] - 1)
+        return samples
 
     monkeypatch.setattr(module, "generate", generate)
     monkeypatch.setattr(module, "awake", lambda *_, **__: nullcontext())
     return calls
 
 
+class Found(NamedTuple):
+    samples: Samples
+    metrics: dict
+    records: list
+    prompts: list
+    generated: int
+
+
 def collected(queue, rewards, config, step=1):
-    collector = build_collector(config, None, None, rewards, queue)
-    found = collector.next(step, Clock())
-    assert [e.prompt for e in collector.examples_of(found)] == found.rollout.prompts
-    return found
+    collector, clock = build_collector(config, None, None, rewards, queue), Clock()
+    samples, metrics, records = collector.next(step, clock)
+    prompts = [example.prompt for example in collector.examples_of(samples)]
+    return Found(samples, metrics, records, prompts, clock.tokens["rollout"])
 
 
 def by_table(table, watched=None):
@@ -85,7 +92,7 @@ def test_without_it_nothing_is_dropped(asked):
     queue = queue_of(9)
     found = collected(queue, by_table({}), configured())
     assert asked == [(["p0", "p1", "p2"], (0, 1))] and queue.consumed == 3
-    assert [row.use for row in found.prompts] == ["kept"] * 3
+    assert [row.use for row in found.records] == ["kept"] * 3
     assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
 
 
@@ -97,21 +104,24 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     prompts, seeds = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
-    assert found.rollout.texts == ["p1 0", "p1 1", "p4 0", "p4 1", "p5 0", "p5 1"]
-    assert found.rollout.prompts == ["p1", "p1", "p4", "p4", "p5", "p5"]
-    assert found.scores.total.tolist() == [0, 1, 1, 0, 0, 3]
-    assert found.advantages.view(3, 2).sum(1).abs().max() < 1e-6 and found.advantages.all()
-    assert found.rollout.lengths == [3, 4, 3, 4, 1, 2] and found.generated == 21 + 10 + 3
+    assert found.samples.texts == ["p1 0", "p1 1", "p4 0", "p4 1", "p5 0", "p5 1"]
+    assert found.prompts == ["p1", "p1", "p4", "p4", "p5", "p5"]
+    assert found.samples.rewards.tolist() == [0, 1, 1, 0, 0, 3]
+    assert (
+        found.samples.advantages.view(3, 2).sum(1).abs().max() < 1e-6
+        and found.samples.advantages.all()
+    )
+    assert found.samples.lengths == [3, 4, 3, 4, 1, 2] and found.generated == 21 + 10 + 3
     counts = {k: v for k, v in found.metrics.items() if "dynamic" in k or "consumed" in k}
     of_groups = {"asked": 6, "dropped": 3, "filled": 0, "rounds": 2}
     wanted = {f"dynamic_sampling/{name}": count for name, count in of_groups.items()}
     assert counts == wanted | {"prompts_consumed": 6}
     assert found.metrics["reward"] == pytest.approx(5 / 12)  # of all that was sampled
     assert found.metrics["frac_reward_zero_std"] == 1 / 2
-    rows = [(r.prompt, r.reward, r.reward_std, r.use) for r in found.prompts]
+    rows = [(r.prompt, r.reward, r.reward_std, r.use) for r in found.records]
     assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, math.sqrt(1 / 2), "kept")]
-    assert rows[5] == (5, 1.5, math.sqrt(9 / 2), "kept") and {r.step for r in found.prompts} == {7}
-    spreads = [r.reward_std for r in found.prompts]
+    assert rows[5] == (5, 1.5, math.sqrt(9 / 2), "kept") and {r.step for r in found.records} == {7}
+    spreads = [r.reward_std for r in found.records]
     assert found.metrics["reward_std"] == pytest.approx(sum(spreads) / len(spreads))
 
 
@@ -122,8 +132,8 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     prompts, _ = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # round the training set
     uses = "filled dropped kept dropped dropped dropped kept"
-    assert " ".join(row.use for row in found.prompts) == uses
-    assert found.rollout.prompts[::2] == ["p0", "p2", "p2"]
+    assert " ".join(row.use for row in found.records) == uses
+    assert found.prompts[::2] == ["p0", "p2", "p2"]
     assert found.metrics["dynamic_sampling/filled"] == 1
 
 
@@ -137,8 +147,8 @@ def test_the_judge_is_the_named_reward(asked):
         "rewards=[{name: exact_match}, {name: exact_match, label: watched, weight: 0}]",
     )  # fmt: skip
     found = collected(queue_of(9), by_table(spread_by_total, right), config)
-    assert [r.use for r in found.prompts] == ["filled", "kept", "dropped"]
-    assert found.prompts[0].reward == 0 and found.prompts[1].reward == 0.5
+    assert [r.use for r in found.records] == ["filled", "kept", "dropped"]
+    assert found.records[0].reward == 0 and found.records[1].reward == 0.5
 
 
 def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
@@ -146,28 +156,8 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     queue, config = queue_of(9), configured("rollout.dynamic.rounds=1")
     found = collected(queue, by_table(table), config)
     assert found.metrics["rewards/total/failed/not_a_number"] == 4
-    assert found.prompts[0].reward is None and found.prompts[1].reward_std == 0
-    json.dumps([vars(row) for row in found.prompts], allow_nan=False)
-
-
-def test_groups_joined_and_selected_keep_all_that_belongs_to_them():
-    def drawn(*names):
-        n = 2 * len(names)
-        texts = [f"{name}{i}" for name in names for i in range(2)]
-        rollout = Rollout(texts, [[1]] * n, [[2]] * n, [torch.zeros(1)] * n, texts, [False] * n)
-        values = torch.arange(n).float()
-        scores = RewardResult(values, {"f": values + 10}, {"f": Counter(error=1)})
-        return Drawn([Asked(i, Example(name, None, None)) for i, name in enumerate(names)], rollout,
-                     scores)  # fmt: skip
-
-    both = drawn("a", "b").concat(drawn("c"))
-    assert both.rollout.texts == ["a0", "a1", "b0", "b1", "c0", "c1"]
-    assert both.scores.reasons == {"f": {"error": 2}}
-    some = both.select([0, 2])
-    assert some.rollout.texts == ["a0", "a1", "c0", "c1"] and len(some.asked) == 2
-    assert some.scores.total.tolist() == [0, 1, 0, 1]
-    assert some.scores.per_fn["f"].tolist() == [10, 11, 10, 11]
-    assert some.judged("f").tolist() == [[10, 11], [10, 11]]
+    assert found.records[0].reward is None and found.records[1].reward_std == 0
+    json.dumps([vars(row) for row in found.records], allow_nan=False)
 
 
 # ------------------------------------------------------------------------------------------------

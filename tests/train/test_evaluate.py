@@ -6,12 +6,12 @@ import math
 import random
 import statistics
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.evaluation import statistics as module
 from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
 from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
@@ -25,7 +25,8 @@ def asked(replies):
 
     def generate(prompts, *, samples, temperature, seed):
         calls.append((list(prompts), samples, temperature, seed))
-        return Rollout(texts=[replies[p][s] for p in prompts for s in range(samples)])
+        texts = [replies[p][s] for p in prompts for s in range(samples)]
+        return SimpleNamespace(texts=texts, completion_ids=None)
 
     return generate, calls
 

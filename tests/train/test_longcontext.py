@@ -28,7 +28,8 @@ def loss_and_gradients(policy):
     batch = batch_of(rollout_of(SHAPES), torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]))
     for micro in batch.micro_batches:
         generator = torch.Generator().manual_seed(0)
-        micro.old_logps = torch.randn(len(micro.packed.target_ids), generator=generator) - 3
+        logps = torch.randn(len(micro.packed.target_ids), generator=generator) - 3
+        micro.write("old_logps", logps)
     policy.model.train()
     config = LossConfig(loss_type="grpo", compute_entropy=True)
     seen = accumulate(policy, batch.minibatches[0], config)

@@ -113,8 +113,8 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
             raise torch.OutOfMemoryError("planted")
         seen.append({})
         for micro in minibatch:
-            for name in ("old_logps", "old_values", "returns", "token_advantages"):
-                of_each = micro.packed.split(getattr(micro, name))
+            for name in ("old_logps", "values", "returns", "token_advantages"):
+                of_each = micro.packed.split(micro.column(name))
                 seen[-1] |= {(name, i): x for i, x in zip(micro.chosen, of_each, strict=True)}
         return original(policy, minibatch, *arguments, **options)
 

@@ -47,7 +47,7 @@ def dense_values(critic, rollout, i):
 
 def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
     """Advantages before whitening, and returns, of every completion; `kls`: None for zeros."""
-    rollout, advantages, returns = batch.rollout, [], []
+    rollout, advantages, returns = batch.samples, [], []
     for i, kl in enumerate(kls or [[0.0] * n for n in rollout.lengths]):
         values, n = dense_values(critic, rollout, i), len(kl)
         rewards = [-x for x in kl]
@@ -68,11 +68,21 @@ def fixed(batch, policy, critic, **options):
     return batch
 
 
+def column(batch, name):
+    """A column of the step's completion tokens, (R,)."""
+    return getattr(batch.samples, name)
+
+
+def of_each(batch, name):
+    """The same as one tensor for each completion."""
+    return column(batch, name).split(batch.samples.lengths)
+
+
 def check(batch, **expected):
     """The named tensors of every completion, one after the other, against lists of numbers."""
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
-        got = torch.cat(batch.of_each(name)).double()
+        got = column(batch, name).double()
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
@@ -101,7 +111,7 @@ def test_lambdas_of_their_own():
     batch = fixed(make_batch(), policy, critic)
     known = dict(gamma=0.9, bootstrap=True)
     _, returns = oracle(critic, batch, lam=0.6, **known)
-    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in batch.rollout.lengths]
+    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in batch.samples.lengths]
     every = {lam: oracle(critic, batch, lam=lam, **known)[0] for lam in set(by_length)}
     assert len(every) > 1
     advantages = [every[lam][i] for i, lam in enumerate(by_length)]
@@ -129,7 +139,7 @@ def test_the_kl_in_the_reward(estimator):
     batch = fixed(
         make_batch(), policy, critic, reference=reference, reward_beta=0.3, kl_estimator=estimator
     )
-    pairs_of = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    pairs_of = zip(of_each(batch, "ref_logps"), of_each(batch, "old_logps"), strict=True)
     kls = [[0.3 * KL_BY_HAND[estimator](d) for d in (ref - old).tolist()] for ref, old in pairs_of]
     assert sum(abs(x) for row in kls for x in row) > 0.1
     _, returns = oracle(critic, batch, kls, gamma=1, lam=1, bootstrap=False)
@@ -142,18 +152,18 @@ def test_whitening_is_over_the_whole_batch_after_masking():
     policy = tiny_policy()
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
-    counts = torch.cat(raw.of_each("completion_mask"))
-    lengths = enumerate(raw.rollout.lengths)
+    counts = raw.completion_mask
+    lengths = enumerate(raw.samples.lengths)
     assert int(counts.sum()) == sum(n for i, n in lengths if i not in (*CUT, 7))
-    a = torch.cat(raw.of_each("token_advantages")).double()
+    a = column(raw, "token_advantages").double()
     assert a.isfinite().all() and (a[~counts] == 0).all()
     expected = torch.where(counts, (a - a[counts].mean()) / a[counts].std(correction=0), 0.0)
     for budget in (1, 10**6):
         batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
-        got = fixed(batch, policy, make_critic(policy)).of_each("token_advantages")
-        torch.testing.assert_close(torch.cat(got).double(), expected, rtol=1e-4, atol=1e-5)
+        got = column(fixed(batch, policy, make_critic(policy)), "token_advantages")
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
     # The values are regressed to returns that no whitening touches.
-    mine, theirs = (torch.cat(each.of_each("returns")) for each in (batch, raw))
+    mine, theirs = (column(each, "returns") for each in (batch, raw))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -161,7 +171,7 @@ def test_the_values_metrics():
     policy = tiny_policy()
     batch = fixed(make_batch(mask_truncated=True, budget=14), policy, make_critic(policy))
     rows = [i for i in range(9) if i not in CUT]
-    values, returns = batch.of_each("old_values"), batch.of_each("returns")
+    values, returns = of_each(batch, "values"), of_each(batch, "returns")
     v, r = (torch.cat([x[i] for i in rows]).double() for x in (values, returns))
     found = value_metrics(batch)
     assert found["value/mean"] == pytest.approx(v.mean().item(), rel=1e-6)
@@ -214,12 +224,12 @@ def test_the_value_heads_gradient(loss, aggregation):
     seen, found = gradients(policy, critic, config, batch)
     twin = copy.deepcopy(policy.lm).double()
     twin.set_attn_implementation("eager")
-    tokens = sum(batch.rollout.lengths)
+    tokens = sum(batch.samples.lengths)
     total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
-    known = zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
+    known = zip(of_each(batch, "values"), of_each(batch, "returns"), strict=True)
     for i, (old, returns) in enumerate(known):
-        ids = batch.rollout.prompt_ids[i] + batch.rollout.completion_ids[i]
-        first, n = len(batch.rollout.prompt_ids[i]) - 1, len(old)
+        ids = batch.samples.prompt_ids[i] + batch.samples.completion_ids[i]
+        first, n = len(batch.samples.prompt_ids[i]) - 1, len(old)
         with torch.no_grad():
             states = twin.base_model(input_ids=torch.tensor([ids]), use_cache=False)[0][0]
         values = head(states[first : first + n])[:, 0]
@@ -316,7 +326,7 @@ def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
     batch = make_batch(mask_truncated=True, budget=14)
     precompute(batch, policy, LossConfig(), keep_old=True, reference=reference)
-    pairs = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    pairs = zip(of_each(batch, "ref_logps"), of_each(batch, "old_logps"), strict=True)
     differences = [(ref - old).double() for ref, old in pairs]
     d = torch.cat([x for i, x in enumerate(differences) if i not in CUT])
     seen = accumulate(policy, batch.minibatches[0], LossConfig())
@@ -328,8 +338,8 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
     policy = tiny_policy()
     critic = make_critic(policy)
     batch = fixed(make_batch(minibatches=3, budget=14), policy, critic)
-    names = ("old_logps", "old_values", "returns", "token_advantages")
-    before = {name: batch.of_each(name) for name in names}
+    names = ("old_logps", "values", "returns", "token_advantages")
+    before = {name: of_each(batch, name) for name in names}
     dealt = set()
     for seed in ("0/1/0", "0/1/1", "0/2/0", "1/1/0"):
         batch.shuffle(seed, by_group)
@@ -340,14 +350,14 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
         if by_group:
             assert all(part[0] % 3 == 0 and part[2] == part[0] + 2 for part in batch.parts)
         for name in names:
-            after = batch.of_each(name)
+            after = of_each(batch, name)
             assert all(map(torch.equal, after, before[name]))
         for part, minibatch in zip(batch.parts, batch.minibatches, strict=True):
             assert sorted(i for micro in minibatch for i in micro.chosen) == part
             for micro in minibatch:
                 targets = micro.packed.split(micro.packed.target_ids)
                 for i, ids in zip(micro.chosen, targets, strict=True):
-                    assert ids.tolist() == batch.rollout.completion_ids[i]
+                    assert ids.tolist() == batch.samples.completion_ids[i]
     batch.shuffle("0/1/0", by_group)
     first = batch.parts
     batch.shuffle("0/1/0", by_group)

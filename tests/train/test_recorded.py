@@ -18,7 +18,6 @@ from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.loop import train
 from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.update import micro_batch
 from tests.tiny import tiny_folder, tiny_model
 from tests.train.tiny_runs import steps_of
 from tests.train.tiny_steps import accumulate, batch_of, taken
@@ -77,8 +76,9 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
         for node in trace["nodes"]:
             node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
     path, policy = written(tmp_path / "t.jsonl", traces), tiny()
-    collected = collector(policy, path).next(1, Clock())
-    batch = batch_of(collected.rollout, collected.advantages, group_size=2, budget=budget)
+    samples, _, _ = collector(policy, path).next(1, Clock())
+    options = {"group_size": 2, "trees": True, "budget": budget}
+    batch = batch_of(samples, samples.advantages, **options)
     totals = batch.totals[0]
     accumulate(policy, batch.minibatches[0], LossConfig(), totals=totals)
     found = {n: p.grad.clone() for n, p in policy.lm.named_parameters() if p.grad is not None}
@@ -138,13 +138,13 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
-    collected = collector(policy, RECORDED).next(1, Clock())
-    batch = batch_of(collected.rollout, collected.advantages, group_size=2)
+    samples, _, _ = collector(policy, RECORDED).next(1, Clock())
+    batch = batch_of(samples, samples.advantages, group_size=2, trees=True)
     (micro,) = batch.micro_batches
     assert isinstance(micro.support, Support)
     tree = policy.logps(micro.packed, 1.0, support=micro.support)
-    samples = micro_batch.samples_of(collected.rollout, micro.chosen)
-    flat = pack_tree(samples, apart=range(len(samples)))
+    chosen = [samples.sample(i) for i in micro.chosen]
+    flat = pack_tree(chosen, apart=range(len(chosen)))
     assert flat.layout.total > micro.packed.layout.total
     torch.testing.assert_close(tree, policy.logps(flat, 1.0, support=micro.support))
     hidden = policy.hidden(micro.packed)

@@ -7,18 +7,17 @@ import torch
 
 from grpo_fast import grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.rollout import Kept, Request, Rollout, generate
+from grpo_fast.rollout import Kept, Request, generate
 from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.samples import kept_metrics
+from grpo_fast.train.metrics.samples import support_metrics
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.gradients import policy_term
-from grpo_fast.train.update.micro_batch import MicroBatch, support_of
 from grpo_fast.train.update.precompute import precompute
 from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.tiny_runs import sort
-from tests.train.tiny_steps import accumulate, batch_of, logits_of
+from tests.train.tiny_steps import accumulate, batch_of, logits_of, table_of
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 TRUNCATING = [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7, "temperature": 0.6}]
@@ -38,24 +37,26 @@ def sampled(policy, **options):
 def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
     """Without the sets they are the log of the kept mass apart."""
     rollout, asked = sampled(policy, **options, batch_size=5)
-    assert all(kept.mass.min() < 0.999 for kept in rollout.kept)
+    assert all(mass.min() < 0.999 for mass in rollout.mass.split(rollout.lengths))
     order = [[7, 4], [0, 1, 3], [11]]  # completions of a micro-batch come in any order
-    micro = MicroBatch.pack(rollout, torch.zeros(12), order, "cpu")
+    micro = batch_of(rollout, torch.zeros(12), group_size=4).packed(order)
+    sampled_logps, mass = micro.column("logps"), micro.column("mass")
     logps = policy.logps(micro.packed, asked.temperature, support=micro.support)
-    assert (logps - micro.sampling_logps).abs().max() <= 1e-5
+    assert (logps - sampled_logps).abs().max() <= 1e-5
     dense = policy.logps(micro.packed, asked.temperature)
-    mass = torch.cat([rollout.kept[i].mass for group in order for i in group])
-    torch.testing.assert_close(dense - micro.sampling_logps, mass.log(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(dense - sampled_logps, mass.log(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", TRUNCATING, ids=str)
 def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
     rollout, asked = sampled(policy, **options)
     top_k = min(asked.top_k or 99, len(SYMBOLS) + 2)
-    fields = rollout.prompt_ids, rollout.completion_ids, rollout.kept
-    for prompt, ids, kept in zip(*fields, strict=True):
+    assert rollout.support.ids.dtype == torch.int32
+    for i, (prompt, ids) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
         logits = logits_of(policy, prompt, ids)
-        assert len(kept.offsets) == len(ids) + 1 and kept.ids.dtype == torch.int32
+        only = rollout[[i]]
+        kept, masses = only.support, only.mass
+        assert len(kept.offsets) == len(ids) + 1
         for t, token in enumerate(ids):
             z = logits[t].double() / asked.temperature
             best = z.topk(top_k)
@@ -63,7 +64,7 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
             wanted = best.indices[p.cumsum(-1) - p < asked.top_p].tolist()
             own = kept.ids[kept.offsets[t] : kept.offsets[t + 1]].tolist()
             assert sorted(own) == sorted(wanted) and token in own
-            assert kept.mass[t] == pytest.approx(float(z.softmax(-1)[wanted].sum()), abs=1e-5)
+            assert masses[t] == pytest.approx(float(z.softmax(-1)[wanted].sum()), abs=1e-5)
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
@@ -73,9 +74,9 @@ def test_who_is_not_asked_hands_on_nothing(policy):
     asked = EvalConfig(max_new_tokens=9, top_p=0.6, temperature=1.0)
     plain = generate(policy, PROMPTS, asked, group_size=4, seed=1)
     assert plain.completion_ids == off.completion_ids == rollout.completion_ids
-    assert plain.kept == off.kept == [None] * 12
-    assert MicroBatch.pack(off, torch.zeros(12), [[0]], "cpu").support is None
-    assert sampled(policy)[0].kept == [None] * 12  # nothing is truncated
+    assert plain.support is off.support is None
+    assert batch_of(off, torch.zeros(12), group_size=4).packed([[0]]).support is None
+    assert sampled(policy)[0].support is None  # nothing is truncated
 
 
 def masked_logps(policy, micro, temperature):
@@ -105,7 +106,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
     assert len(batch.micro_batches) > 1
     precompute(batch, policy, config, keep_old=True, reference=reference)
     groups = [range(i, i + 4) for i in range(0, 12, 4)]
-    whole = MicroBatch.pack(rollout, batch.advantages, groups, "cpu")
+    whole = batch.packed(groups)
     target = whole.packed.target_ids[:, None]
     with torch.no_grad():
         old = masked_logps(policy, whole, 0.8).gather(1, target)[:, 0]
@@ -136,19 +137,16 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
 
 
 def test_completions_with_and_without_sets_in_one_batch():
-    rollout = Rollout(
-        prompt_ids=[[3]] * 3, completion_ids=[[4, 5], [6], [7, 8]],
-        sampling_logps=[torch.zeros(2), torch.zeros(1), torch.zeros(2)],
-        kept=[
-            Kept(torch.tensor([4, 9, 5], dtype=torch.int32), torch.tensor([0, 2, 3])), None,
-            Kept(torch.tensor([7, 8, 2], dtype=torch.int32), torch.tensor([0, 1, 3])),
-        ],
-    )  # fmt: skip
-    ids, offsets = support_of(rollout, [2, 1, 0], "cpu")
+    kept = [
+        Kept(torch.tensor([4, 9, 5], dtype=torch.int32), torch.tensor([0, 2, 3])), None,
+        Kept(torch.tensor([7, 8, 2], dtype=torch.int32), torch.tensor([0, 1, 3])),
+    ]  # fmt: skip
+    samples = table_of([[3]], [[4, 5], [6], [7, 8]], kept=kept)
+    ids, offsets = samples[[2, 1, 0]].support
     assert ids.tolist() == [7, 8, 2, 4, 9, 5]
     assert offsets.tolist() == [0, 1, 3, 3, 5, 6]
-    assert support_of(rollout, [1], "cpu") is None
-    assert kept_metrics(rollout) == {
+    assert samples[[1]].support is None
+    assert support_metrics(samples) == {
         "sampling/support_size/mean": 1.5, "sampling/support_size/max": 2.0
     }  # fmt: skip
 

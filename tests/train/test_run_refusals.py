@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train import loop
+from grpo_fast.train import build, loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 
@@ -115,7 +115,7 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 @pytest.fixture
 def no_model(monkeypatch):
     """Whoever asks for a model has asked too early."""
-    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.models.loading.load_policy"):
+    for name in ("grpo_fast.train.build.load_policy", "grpo_fast.train.models.loading.load_policy"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 
@@ -199,6 +199,6 @@ def test_nan_before_the_first_step(recipe, monkeypatch):
     def ruin(policy, *_, **__):
         policy.head.weight.data.fill_(float("nan"))
 
-    monkeypatch.setattr(loop, "warm_start", ruin)
+    monkeypatch.setattr(build, "warm_start", ruin)
     result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
     assert refused(result, "the policy's logits are NaN or infinite before the first step", code=1)

@@ -1,8 +1,7 @@
 """What rewards become in a run: the running baseline, GDPO, rewards per token."""
 
 import json
-from collections import Counter
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
@@ -10,12 +9,13 @@ import torch
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.groups import Drawn
-from grpo_fast.train.update.precompute import token_rewards
+from grpo_fast.train.collect.collector import token_rewards
+from grpo_fast.train.update.critic import rewards_with_kl
 from tests.train.resuming import run
 from tests.train.tiny_runs import sort
+from tests.train.tiny_steps import batch_of, table_of
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]
 
@@ -52,7 +52,7 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
     sort(tmp_path / "a", *RUNNING, *options)
     expected, mean = 0.5, None
     for call in calls:
-        rewards = call.args[1].total.double()
+        rewards = call.args[1].double()
         torch.testing.assert_close(call.result.double(), rewards - expected, rtol=0, atol=1e-6)
         now = rewards.mean().item()
         expected = mean = now if mean is None else 0.75 * mean + 0.25 * now
@@ -66,7 +66,7 @@ def test_gdpo_takes_each_reward_apart(tmp_path, spied):
     sort(tmp_path / "a", *options, "rewards.0.weight=2", "rewards.1.weight=0.5")
     assert len(calls) == 2
     for call in calls:
-        listed, bounds = torch.stack(list(call.args[1].per_fn.values())), {"clip_high": 1.5}
+        listed, bounds = torch.stack(list(call.args[2].values())), {"clip_high": 1.5}
         expected = group_advantages(listed, "gdpo", group_size=4, weights=[2.0, 0.5], **bounds)
         assert torch.equal(call.result, expected) and expected.any()
 
@@ -107,31 +107,30 @@ def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(
     assert metrics(first)[1]["grad_norm"] != metrics(whole)[1]["grad_norm"]
 
 
-def drawn(total, per_token, lengths):
-    ids = [[7] * n for n in lengths]
-    logps = [torch.zeros(n) for n in lengths]
-    rollout = Rollout(["p"] * 2, [[1]] * 2, ids, logps, ["t"] * 2, [False] * 2)
+def scored(total, per_token, lengths):
+    samples = table_of([[1]], [[7] * n for n in lengths])
     total = torch.tensor(total)
-    return Drawn([None], rollout, RewardResult(total, {"f": total}, {"f": Counter()}, per_token))
+    samples.token_rewards = token_rewards(RewardResult(total, {}, {}, per_token), samples)
+    return samples
 
 
-def test_groups_with_and_without_rewards_per_token_are_put_together_and_chosen():
-    plain = drawn([1.0, 2.0], None, [3, 0])
-    listed = drawn([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
-    both = plain.concat(listed)
-    rows = [row.tolist() for row in both.scores.per_token]
-    assert rows == [[0.0, 0.0, 1.0], [], [1.0, 2.0], [4.0]]
-    chosen = both.select([1]).scores.per_token
-    assert [row.tolist() for row in chosen] == [[1.0, 2.0], [4.0]]
-    for without in (plain.concat(plain), plain.select([0])):
-        assert without.scores.per_token is None
-    values = [torch.zeros(2), torch.zeros(1), torch.zeros(2)]
-    batch = SimpleNamespace(
-        of_each=lambda name: values, advantages=torch.tensor([3.0, torch.nan, 5.0]),
-        token_rewards=[torch.tensor([1.0, 2.0]), torch.tensor([torch.nan]), torch.tensor([5.0, 0])],
-    )  # fmt: skip
-    found = token_rewards(batch, None, "k3")
-    assert found[0].tolist() == [1.0, 2.0] and found[1].isnan().all()
-    assert found[2].tolist() == [5.0, 0.0]
-    batch.token_rewards = None
-    assert token_rewards(batch, None, "k3")[2].tolist() == [0.0, 5.0]
+def test_every_token_has_a_reward():
+    """By default all of it is at the last token; so is a lost one, and an empty one has none."""
+    plain = scored([1.0, 2.0], None, [3, 0])
+    listed = scored([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
+    lost = [torch.tensor([1.0, 2.0]), torch.tensor([math.nan, math.nan])]
+    both = Samples.cat([plain, listed, scored([3.0, math.nan], lost, [2, 2])])
+    rows = [row.tolist() for row in both.token_rewards.split(both.lengths)]
+    assert rows[:5] == [[0.0, 0.0, 1.0], [], [1.0, 2.0], [4.0], [1.0, 2.0]]
+    assert rows[5][0] == 0 and math.isnan(rows[5][1])
+    assert both[[2, 3]].token_rewards.tolist() == [1.0, 2.0, 4.0]
+
+
+def test_the_kl_comes_on_top_of_the_rewards():
+    batch = batch_of(table_of([[1]], [[7, 7], [7]]), torch.tensor([3.0, 5.0]))
+    assert rewards_with_kl(batch, None, "k3").tolist() == [0.0, 3.0, 5.0]
+    batch.samples.old_logps = torch.tensor([-1.0, -1.0, -1.0])
+    batch.samples.ref_logps = torch.tensor([-1.5, -1.0, -2.0])
+    assert rewards_with_kl(batch, 0.5, "k1").tolist() == [-0.25, 3.0, 4.5]
+    batch.samples.token_rewards = torch.tensor([1.0, 2.0, 5.0])
+    assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]

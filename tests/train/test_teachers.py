@@ -14,7 +14,7 @@ from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder
 from tests.train.test_ppo_step import weight_by_hand
 from tests.train.tiny_runs import sort
-from tests.train.tiny_steps import accumulate, batch_of, logits_of, rollout_of
+from tests.train.tiny_steps import accumulate, batch_of, logits_of, rollout_of, table_of
 
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -62,12 +62,12 @@ def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     )  # fmt: skip
     step = a_batch()
     (batch,) = step.micro_batches
-    batch.ref_hidden = reference.hidden(batch.packed)
+    batch.write("ref_hidden", reference.hidden(batch.packed))
     found = accumulate(policy, [batch], config, ref_head=reference.head).result()
     grads = {n: p.grad.clone() for n, p in policy.lm.named_parameters()}
     policy.lm.zero_grad()
 
-    rollout, loss, term, kls = step.rollout, 0.0, 0.0, []
+    rollout, loss, term, kls = step.samples, 0.0, 0.0, []
     tokens = sum(rollout.lengths) - rollout.lengths[3]
     for i in (0, 1, 2, 4, 5):
         w = weight_by_hand(aggregation, rollout.lengths[i], tokens, 6, 6)
@@ -112,13 +112,13 @@ def test_hidden_states_and_head_give_the_references_logps(folders, lora, is_anot
 def test_packing_again_hands_on_what_a_teacher_said(name, shape):
     step = a_batch()
     (batch,) = step.micro_batches
-    setattr(batch, name, torch.randn(len(batch.packed.target_ids), *shape))
+    batch.write(name, torch.randn(len(batch.rows), *shape))
     step.has_fixed = True
-    before = dict(zip(batch.chosen, batch.packed.split(getattr(batch, name)), strict=True))
+    before = dict(zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True))
     step.pack(9, keep_fixed=True)
     assert len(step.micro_batches) > 2
     for micro in step.micro_batches:
-        for i, rows in zip(micro.chosen, micro.packed.split(getattr(micro, name)), strict=True):
+        for i, rows in zip(micro.chosen, micro.packed.split(micro.column(name)), strict=True):
             assert torch.equal(rows, before[i])
 
 
@@ -203,15 +203,10 @@ def test_an_advantage_of_the_teacher(tmp_path, trained):
     rows = taught(tmp_path / "a", f"distill.teacher={trained}", *ADVANTAGE, "steps=15")
     assert rows[0]["kl"] > 0 and rows[-1]["kl"] < rows[0]["kl"]
 
-    class Batch:
-        advantages = torch.tensor([1.0, torch.nan])
-
-        def of_each(self, name):
-            x = {"ref_logps": 0.0, "old_logps": 1.0}[name]
-            return [torch.full((2,), x), torch.full((1,), x)]
-
-    found = teacher_advantages(Batch(), 0.5)
-    assert [x.tolist() for x in found] == [[0.5, 0.5], [-0.5]]
+    batch = batch_of(table_of([[3], [3]], [[4, 5], [6]]), torch.tensor([1.0, torch.nan]))
+    batch.samples.ref_logps = torch.zeros(3)
+    batch.samples.old_logps = torch.ones(3)
+    assert teacher_advantages(batch, 0.5).tolist() == [0.5, 0.5, -0.5]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.rollout import Sampling, generate
+from grpo_fast.rollout import Samples, Sampling, generate
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
-from grpo_fast.train.update.gradients import gradient_variance
+from grpo_fast.train.update.variance import gradient_variance
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
@@ -27,7 +27,7 @@ def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
     scores[NO_VERDICT] = math.nan
     options = dict(mask_truncated=mask_truncated, minibatches=minibatches, budget=14, ranks=ranks)
     steps = [make_batch(scores, rank=rank, **options) for rank in range(ranks)]
-    lengths, idle = steps[0].rollout.lengths, 0
+    lengths, idle = steps[0].samples.lengths, 0
     for k in range(minibatches):
         everywhere = [micro for step in steps for micro in step.minibatches[k]]
         real = [micro for micro in everywhere if not micro.is_idle]
@@ -165,9 +165,8 @@ def test_groups_that_agree_have_no_variance_and_one_group_has_none_to_tell(polic
     rollout = drawn(policy, ["1 2 3"])
     advantages = torch.randn(GROUP)
     assert gradient_variance(policy, batch_of(rollout, advantages), LossConfig()) == {}
-    for each in dataclasses.fields(rollout):
-        setattr(rollout, each.name, getattr(rollout, each.name) * 2)
-    twice = gradient_variance(policy, batch_of(rollout, advantages.repeat(2)), LossConfig())
+    both = Samples.cat([rollout, dataclasses.replace(rollout, group=rollout.group + 1)])
+    twice = gradient_variance(policy, batch_of(both, advantages.repeat(2)), LossConfig())
     assert twice["grad_variance"] <= 1e-6 * twice["grad_signal"]
 
 

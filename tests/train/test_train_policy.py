@@ -13,7 +13,6 @@ from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy, self_check
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 from tests.train.tiny_steps import batch_of, logits_of, rollout_of, taken
@@ -21,7 +20,7 @@ from tests.train.tiny_steps import batch_of, logits_of, rollout_of, taken
 
 def a_batch():
     rollout = rollout_of([(3, [4]), (5, [6]), (2, [1])], cut=[1])
-    return rollout, MicroBatch.pack(rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], "cpu")
+    return rollout, batch_of(rollout, torch.tensor([1.0, 2.0, 3.0])).packed([[0], [1], [2]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,7 +131,7 @@ def test_packing():
     assert packed.cu_seqlens.tolist() == [0, 4, 10, 11]
     assert len(batch) == 3 and batch.chosen == [0, 1, 2]
     assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
-    masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
+    masked = batch_of(rollout, torch.arange(3.0), mask_truncated=True).packed([[2], [1]])
     assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
     assert masked.advantages.tolist() == [2.0, 1.0] and masked.chosen == [2, 1]
 
@@ -155,19 +154,21 @@ def test_a_step_in_micro_batches(shared, budget, minibatches):
     for batch in step.micro_batches:
         assert batch.trunk_tokens <= budget or len(batch) == 1
         assert batch.advantages.tolist() == [float(i) for i in batch.chosen]
-        parts = map(batch.packed.split, (batch.packed.target_ids, batch.sampling_logps))
+        parts = map(batch.packed.split, (batch.packed.target_ids, batch.column("logps")))
         for i, targets, logps in zip(batch.chosen, *parts, strict=True):
-            assert targets.tolist() == step.rollout.completion_ids[i] and (logps == i).all()
+            assert targets.tolist() == step.samples.completion_ids[i] and (logps == i).all()
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
 
 
 def test_packing_again_hands_on_what_is_fixed():
     step = a_step(budget=10**6)
     for batch in step.micro_batches:
-        batch.old_logps, step.has_fixed = batch.sampling_logps + 0.5, True
+        batch.write("old_logps", batch.column("logps") + 0.5)
+    step.has_fixed = True
     step.pack(14, keep_fixed=True)
     assert step.has_fixed and len(step.micro_batches) > 4
     for batch in step.micro_batches:
-        assert torch.equal(batch.old_logps, batch.sampling_logps + 0.5) and batch.ref_logps is None
+        assert torch.equal(batch.column("old_logps"), batch.column("logps") + 0.5)
+        assert batch.column("ref_logps") is None
     step.pack(20)
-    assert not step.has_fixed and all(batch.old_logps is None for batch in step.micro_batches)
+    assert not step.has_fixed and step.samples.old_logps is None

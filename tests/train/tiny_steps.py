@@ -1,5 +1,6 @@
 """One training step by hand: a batch of random ids, its gradients, a model's logits unpacked."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Completion, Kept, Samples
+from grpo_fast.rollout import completions as rollouts
+from grpo_fast.rollout.engine import EOS, LENGTH
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.batch import StepBatch
 
@@ -20,26 +23,40 @@ def rollout_of(
     cut: Collection[int] = (),  # completions without an EOS
     seed: int = 3,
     vocabulary: int = 13,
-) -> Rollout:
+) -> Samples:
     """Random ids; the sampler's logp of every token is its completion's number."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> list[int]:
         return torch.randint(2, vocabulary, (n,), generator=generator).tolist()
 
-    prompts = [p for n, lengths in shapes for p in [ids(n)] * len(lengths)]
+    prompts = [ids(n) for n, _ in shapes]
     completions = [ids(n) for _, lengths in shapes for n in lengths]
-    return Rollout(
-        prompt_ids=prompts, completion_ids=completions,
-        truncated=[i in cut for i in range(len(completions))],
-        sampling_logps=[torch.full((len(c),), float(i)) for i, c in enumerate(completions)],
-    )  # fmt: skip
+    logps = [torch.full((len(c),), float(i)) for i, c in enumerate(completions)]
+    return table_of(prompts, completions, cut=cut, logps=logps)
 
 
-def batch_of(rollout: Rollout, advantages: Tensor, **options: Any) -> StepBatch:
+def table_of(
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],  # as many of each prompt
+    *,
+    cut: Collection[int] = (),  # completions without an EOS
+    logps: Sequence[Tensor] | None = None,  # zeros
+    texts: Sequence[str] = (),
+    kept: Sequence[Kept | None] | None = None,
+) -> Samples:
+    drawn = []
+    for i, ids in enumerate(completions):
+        own = torch.zeros(len(ids)) if logps is None else logps[i]
+        sets = None if kept is None else kept[i]
+        drawn.append(Completion(ids, own, LENGTH if i in cut else EOS, 0, sets))
+    return rollouts.table_of(prompts, drawn, texts)
+
+
+def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
     """One minibatch of groups of three in one micro-batch, unless `options` say otherwise."""
     settings = dict(group_size=3, minibatches=1, budget=10**6, device="cpu") | options
-    return StepBatch(rollout, advantages, **settings)
+    return StepBatch(dataclasses.replace(samples, advantages=advantages), **settings)
 
 
 def logits_of(

@@ -14,7 +14,7 @@ from grpo_fast.kernels.cpu.layers import linear
 from grpo_fast.rollout.engine import Kept
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.decoder import decoder_of
-from grpo_fast.rollout.sampler import Drawn, Sampling, sample
+from grpo_fast.rollout.sampler import Draw, Sampling, sample
 
 PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone
 LOOK_EVERY = {"cpu": 1}  # tokens between two looks at who has ended
@@ -30,7 +30,7 @@ class KeptIds:
         self.ids: list[Tensor] = []
         self.rows: list[Tensor] = []  # of each of `ids`
 
-    def add(self, rows: Tensor, t: int, drawn: Drawn) -> None:
+    def add(self, rows: Tensor, t: int, drawn: Draw) -> None:
         """Token t of these rows. Waits for the device where something was truncated."""
         if drawn.candidates is None or drawn.kept is None or drawn.mass is None:
             return

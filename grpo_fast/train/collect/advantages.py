@@ -10,31 +10,32 @@ from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import running_baseline, split_options
-from grpo_fast.rewards import RewardResult
 from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Rewards to advantages, by `advantages` and `advantage_options` of the configuration.
+    """Computes advantages from rewards, as `advantages` and `advantage_options` say.
 
-    weights: of the rewards, by their names; those of 0 are only watched.
+    weights: of the reward functions, by name; a function of weight 0 is only watched.
     """
 
     def __init__(
         self, mode: str, options: Mapping[str, Any], group_size: int, weights: Mapping[str, float]
     ) -> None:
         self.weights = {name: weight for name, weight in weights.items() if weight}
-        self.mode, self.group_size = mode, group_size
+        self.mode = mode
+        self.group_size = group_size
         self.options, _ = split_options(mode, options)
         self.baseline = running_baseline(mode, options)
 
-    def of(self, scores: RewardResult, lengths: Sequence[int]) -> Tensor:
-        """(N·G,) advantages of the rewards; a critic's come later, token by token: the rewards are
-        returned till then.
+    def of(self, rewards: Tensor, scores: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
+        """Return (N·G,) advantages; with a critic, which computes them per token, the rewards.
 
-        lengths: of the completions in tokens, by which `opo` weighs its baseline.
+        Args:
+            rewards: (N·G,) weighted sums, the G of a prompt next to each other.
+            scores: (N·G,) of each reward function, which `gdpo` normalises one by one.
+            lengths: tokens of each completion, by which `opo` weights its baseline.
         """
-        rewards = scores.total
         if self.mode == GAE:
             return rewards.float()
         options = dict(self.options)
@@ -42,13 +43,13 @@ class Advantages:
             options["value"] = self.baseline.value
         if self.mode == "gdpo":
             options = {"weights": list(self.weights.values()), **options}
-            rewards = torch.stack([scores.per_fn[name] for name in self.weights])
+            rewards = torch.stack([scores[name] for name in self.weights])
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
 
     def observe(self, rewards: Tensor) -> None:
-        """Move a running baseline on by a step's rewards, after its advantages are made."""
+        """Move a running baseline on by a step's rewards, after its advantages are computed."""
         if self.baseline is not None:
             self.baseline.update(rewards)
 

@@ -1,55 +1,47 @@
-"""The completions that a step learns from, with their rewards and advantages."""
+"""The samples that a step learns from, with their rewards and advantages."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from grpo_fast.data import Example, Prompt, reason
+import torch
+from torch import Tensor
+
+from grpo_fast.data import Example
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
-from grpo_fast.rollout import Engine, Rollout, awake
-from grpo_fast.rollout.saved import Saved
+from grpo_fast.rollout import Engine, Samples, awake
+from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.groups import (
-    Drawn,
-    PromptQueue,
-    PromptRecord,
-    Use,
-    difficulties,
-    uses_of,
-)
+from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.base import Count
+from grpo_fast.train.config.run import GAE
 from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
+from grpo_fast.train.metrics.samples import (
+    completion_metrics,
+    reward_metrics,
+    staleness,
+    support_metrics,
+)
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks, score
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Collected:
-    """N·G scored completions, the G of a prompt side by side."""
-
-    rollout: Rollout
-    scores: RewardResult
-    advantages: Saved  # (N·G,) fp32
-    metrics: dict[str, float]  # of all that was sampled, dropped groups included
-    generated: Count  # tokens, likewise
-    prompts: list[PromptRecord]  # of all that were asked
+# A step's samples; metrics and a record of every group that was sampled, dropped ones included.
+Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
 
 
 @dataclass
 class CollectorState:
-    """The place in the training set, the memory of the rewards, a running baseline."""
+    """The place in the training set, the state of the rewards, a running baseline."""
 
     consumed: Count
     rewards: RewardsState
@@ -57,20 +49,20 @@ class CollectorState:
 
 
 @dataclass
-class Sampled:
-    """The rollout of a step, sampled during the step before, and how long that took."""
+class Ahead:
+    """The samples of the next step, without rewards, and how long sampling took."""
 
-    rollout: Rollout
+    samples: Samples
     seconds: float
 
 
 @dataclass
 class Collector:
-    """Prompts → G completions each → rewards → advantages.
+    """Turns prompts into samples with rewards and advantages.
 
-    With `rollout.ahead` the next step's completions come from the weights from before this step's
-    updates. The prompt queue moves on only when a step takes them. An engine that is apart samples
-    in a thread while the policy is trained; others before that.
+    With `rollout.ahead` the completions of the next step come from the weights before this step's
+    updates. The prompt queue moves on only when a step takes its prompts. An engine with a device
+    of its own samples in a thread while the policy is trained; other engines sample before that.
     """
 
     config: RolloutConfig
@@ -80,82 +72,104 @@ class Collector:
     queue: PromptQueue
     advantages: Advantages
     seed: int  # of the run; a step's random numbers follow from it and the step's number
-    steps: int  # of the run: nothing is sampled ahead behind the last one
-
-    def __post_init__(self) -> None:
-        self.sampled: Sampled | None = None  # for the step after the one that the run is in
-        self.coming: Future[Sampled] | None = None  # the same, while a thread samples it
-        self.threads = ThreadPoolExecutor(1, "rollout.ahead")
+    steps: int  # of the run: nothing is sampled ahead after the last step
+    sampled: Ahead | None = None  # of the step after the current one
+    coming: Future[tuple[Samples | None, float]] | None = None  # the same, while a thread samples
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
+    )
 
     def next(self, step: int, clock: Clock) -> Collected:
-        """The completions of a step, sampled by the weights of the step before or ahead of it.
+        """Return the samples of a step.
 
-        With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following
-        prompt is asked in its place, for some rounds; the rest is filled with dropped groups.
+        With `rollout.dynamic` a group whose rewards are all alike is dropped, and the next prompt
+        is sampled in its place, for some rounds; dropped groups fill what is then missing.
         """
-        ahead = None
-        if self.sampled is not None:
-            ahead, clock.seconds["rollout"] = self.sampled.rollout, self.sampled.seconds
-        is_idle = ahead is not None and self.config.dynamic is None
+        dynamic = self.config.dynamic
+        wanted = self.config.prompts_per_step
+        ahead = self.sampled
+        metrics: dict[str, float] = {}
+        uses: list[Use] = ["kept"] * wanted
+        # 1. Sample and score the step's prompts, unless they were sampled ahead.
+        if ahead is not None:
+            clock.seconds["rollout"] = ahead.seconds
+        is_idle = ahead is not None and dynamic is None
         with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
-            drawn, uses, metrics = self._draw_groups(step, clock, ahead)
-        collected = self._scored(drawn, uses, metrics, step)
-        self.sampled = None  # only now: a step that is left before this begins again
-        return collected
+            places = self.queue.take(wanted)
+            samples = None if ahead is None else ahead.samples
+            samples, lost = self._scored(places, (self.seed, step), clock, samples)
+            # 2. Replace groups without spread by groups of the next prompts.
+            if dynamic is not None:
+                rounds = 0
+                uses = uses_of(self._judged(samples), wanted)
+                while "filled" in uses and rounds < dynamic.rounds:
+                    rounds += 1
+                    # The place in the training set makes the random numbers of each round differ.
+                    seed = (self.seed, step, self.queue.consumed)
+                    places = self.queue.take(uses.count("filled"))
+                    more, also_lost = self._scored(places, seed, clock)
+                    samples = Samples.cat([samples, more])
+                    lost = {name: lost[name] + also_lost[name] for name in lost}
+                    uses = uses_of(self._judged(samples), wanted)
+                metrics = self._dynamic_metrics(uses, rounds)
+        # 3. Compute the advantages of the groups that stay.
+        is_used = torch.tensor([use != "dropped" for use in uses])
+        size = self.config.group_size
+        chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
+        assert chosen.rewards is not None and samples.rewards is not None
+        chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
+        self.advantages.observe(samples.rewards)
+        # 4. Measure all that was sampled.
+        metrics = {
+            **reward_metrics(samples.rewards, samples.scores, lost, size),
+            **completion_metrics(samples),
+            **support_metrics(samples),
+            **metrics,
+            **staleness(samples, step, most=self.config.ahead),
+        }
+        numbers = [self.queue.number(place) for place in samples.group[::size].tolist()]
+        records = records_of(numbers, self._judged(samples), uses, step)
+        self.sampled = None  # only now: a step that is interrupted before this starts again
+        return chosen, metrics, records
 
     def begin_ahead(self, step: int, clock: Clock) -> None:
-        """Sample for the step after this one, where the run samples ahead and has not done it."""
+        """Sample for the step after this one, if the run samples ahead and has not done so."""
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
-        # Not taken from the queue: they are the next step's, which takes them when it begins.
-        prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
+        places = self.queue.next(self.config.prompts_per_step)  # the next step takes them
 
-        def sample(by: Callable[..., Rollout]) -> Sampled:
+        def sample(by: Callable[..., Samples | None]) -> tuple[Samples | None, float]:
             start = time.perf_counter()
-            rollout = self._sample(by, prompts, (self.seed, step + 1))
-            return Sampled(rollout, time.perf_counter() - start)
+            samples = self._sample(by, places, (self.seed, step + 1))
+            return samples, time.perf_counter() - start
 
         with awake(self.engine, self.policy, version=step - 1):
             if self.engine.is_apart:
                 self.coming = self.threads.submit(sample, generate_share)
             else:
-                self.sampled = sample(generate)
+                samples, seconds = sample(generate)
+                assert samples is not None
+                self.sampled = Ahead(samples, seconds)
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the rollout that a thread samples, and raise its error here. Collective."""
-        coming, self.coming = self.coming, None
+        """Wait for the samples of a thread, and raise its error here. Collective."""
+        coming = self.coming
+        self.coming = None
         if coming is None:
             return
         with distributed.together():
-            own = coming.result()
-        self.sampled = Sampled(join_ranks(own.rollout, self.config.group_size), own.seconds)
+            own, seconds = coming.result()
+        self.sampled = Ahead(join_ranks(own), seconds)
         clock.lap("ahead")
 
-    def examples_of(self, collected: Collected) -> list[Example]:
-        """The example of each completion (so each G times). Raises ValueError or IndexError for a
-        checkpoint's prompts that are those of other completions.
-        """
-        numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
-        count, size = len(collected.rollout.texts), self.config.group_size
-        fits, expected = len(numbers) * size == count, f"{count // size} prompts that are kept"
-        require(fits, "underway.collected.prompts", expected, len(numbers))
-        return [self.queue.examples[number] for number in numbers for _ in range(size)]
-
-    def ahead_state(self) -> Sampled | None:
-        """The rollout sampled ahead, for a checkpoint. Collective.
-
-        None where it failed: a resumed run samples it again.
-        """
-        try:
-            self.settle_ahead(Clock())
-        except Exception as error:
-            log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
-        return self.sampled
+    def examples_of(self, samples: Samples) -> list[Example]:
+        """Return the example of each sample."""
+        return [self.queue.example(place) for place in samples.group.tolist()]
 
     def state_dict(self) -> CollectorState:
-        """The state to go on from, apart from `ahead`."""
+        """Return the state without the samples of the next step."""
         return CollectorState(
             self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
         )
@@ -165,86 +179,79 @@ class Collector:
         self.rewards.load_state_dict(state.rewards)
         self.advantages.load_state_dict(state.baseline)
 
-    def _draw_groups(
-        self, step: int, clock: Clock, ahead: Rollout | None
-    ) -> tuple[Drawn, list[Use], dict[str, float]]:
-        """Sample a step's groups: all of them, the use of each, metrics of dynamic sampling."""
-        dynamic, wanted = self.config.dynamic, self.config.prompts_per_step
-        drawn = self._draw(wanted, (self.seed, step), clock, ahead)
-        if dynamic is None:
-            return drawn, ["kept"] * wanted, {}
-        uses, rounds = uses_of(drawn.judged(dynamic.judged_by), wanted), 0
-        while "filled" in uses and rounds < dynamic.rounds:
-            rounds += 1
-            # The round's place in the training set tells its random numbers from the others'.
-            seed = (self.seed, step, self.queue.consumed)
-            drawn = drawn.concat(self._draw(uses.count("filled"), seed, clock))
-            uses = uses_of(drawn.judged(dynamic.judged_by), wanted)
-        metrics = {
+    def take_ahead(self, ahead: Ahead | None) -> None:
+        """Take the samples of the next step from a checkpoint. Raises ValueError for other ones."""
+        if ahead is not None:
+            samples = ahead.samples
+            samples.check(self.policy.head.weight.shape[0])
+            places = torch.tensor(self.queue.next(self.config.prompts_per_step))
+            fits = torch.equal(samples.group, places.repeat_interleave(self.config.group_size))
+            expected = f"samples of the prompts {int(places[0])} to {int(places[-1])}"
+            require(fits, "ahead.group", expected, samples.group.tolist()[:8])
+            samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
+        self.sampled = ahead
+
+    def _sample(
+        self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
+    ) -> Samples | None:
+        """Sample the prompts at these places. A prompt's place is the number of its group."""
+        prompts = [self.queue.example(place).prompt for place in places]
+        options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
+        samples = by(self.policy, prompts, self.config, engine=self.engine, **options)
+        if samples is not None:
+            samples.group += places.start
+        return samples
+
+    def _scored(
+        self, places: range, seed: tuple[int, ...], clock: Clock, samples: Samples | None = None
+    ) -> tuple[Samples, dict[str, Counter[str]]]:
+        """Score the samples of these places; None: sample them.
+
+        Returns the samples and, for each reward function, the number of lost ones by reason.
+        """
+        if samples is None:
+            samples = self._sample(generate, places, seed)
+        assert samples is not None
+        clock.lap("rollout", tokens=sum(samples.lengths))
+        examples = self.examples_of(samples)
+        result = score(self.rewards, examples, samples.texts, samples.completion_ids)
+        samples.rewards = result.total
+        samples.scores = result.per_fn
+        if self.advantages.mode == GAE:
+            samples.token_rewards = token_rewards(result, samples)
+        clock.lap("reward")
+        return samples, result.reasons
+
+    def _judged(self, samples: Samples) -> Tensor:
+        """Return the (groups, G) rewards by which groups are kept or dropped."""
+        dynamic = self.config.dynamic
+        is_total = dynamic is None or dynamic.judged_by is None
+        judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]
+        return judged.view(-1, self.config.group_size)
+
+    def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:
+        return {
             "dynamic_sampling/asked": float(len(uses)),
             "dynamic_sampling/dropped": float(uses.count("dropped")),
             "dynamic_sampling/filled": float(uses.count("filled")),
             "dynamic_sampling/rounds": float(rounds),
             "prompts_consumed": float(self.queue.consumed),
         }
-        return drawn, uses, metrics
-
-    def _draw(
-        self, count: int, seed: tuple[int, ...], clock: Clock, ahead: Rollout | None = None
-    ) -> Drawn:
-        """Sample and score groups of the next `count` prompts; `ahead`: a rollout of them."""
-        size, asked = self.config.group_size, self.queue.take(count)
-        prompts, rollout = [one.example.prompt for one in asked], ahead
-        if rollout is None:
-            rollout = self._sample(generate, prompts, seed)
-        clock.lap("rollout")
-        repeated = [one.example for one in asked for _ in range(size)]
-        scores = score(self.rewards, repeated, rollout.texts, rollout.completion_ids)
-        clock.lap("reward")
-        return Drawn(asked, rollout, scores)
-
-    def _sample(
-        self, by: Callable[..., Rollout], prompts: Sequence[Prompt], seed: tuple[int, ...]
-    ) -> Rollout:
-        size = self.config.group_size
-        options = {"group_size": size, "seed": seed, "engine": self.engine}
-        return by(self.policy, prompts, self.config, **options)
-
-    def _scored(
-        self, drawn: Drawn, uses: list[Use], metrics: dict[str, float], step: int
-    ) -> Collected:
-        size, dynamic = self.config.group_size, self.config.dynamic
-        chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
-        advantages = self.advantages.of(chosen.scores, chosen.rollout.lengths)
-        self.advantages.observe(drawn.scores.total)
-        judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
-        return Collected(
-            chosen.rollout,
-            chosen.scores,
-            advantages,
-            {
-                **reward_metrics(drawn.scores, size),
-                **completion_metrics(drawn.rollout),
-                **kept_metrics(drawn.rollout),
-                **metrics,
-                **staleness(drawn.rollout, step, most=self.config.ahead),
-            },
-            sum(drawn.rollout.lengths),
-            difficulties(drawn.asked, judged, uses, step),
-        )
 
 
-def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
-    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's; {}
-    with most = 0. Raises RuntimeError where some are older than `most`.
+def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
+    """Return (R,) rewards of the completion tokens, which sum to the samples' rewards.
+
+    Without rewards per token, and for a lost sample, all of it is at the last token.
     """
-    ages = [step - 1 - version for version in rollout.weight_versions]
-    if max(ages, default=0) > most:
-        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
-        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {max(ages)}")
-    if most == 0:
-        return {}
-    return {
-        "sampling/staleness/mean": sum(ages) / len(ages),
-        "sampling/staleness/max": float(max(ages)),
-    }
+    lengths = torch.tensor(samples.lengths)
+    rewards = torch.zeros(len(samples.logps))
+    has_own = torch.zeros(len(samples), dtype=torch.bool)
+    if result.per_token is not None:
+        has_own = ~result.total.isnan()
+        rewards = torch.where(
+            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
+        )
+    at_end = ~has_own & (lengths > 0)
+    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
+    return rewards

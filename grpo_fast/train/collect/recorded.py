@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from grpo_fast.data import TRACES, Example, load_traces
+from grpo_fast import Support
+from grpo_fast.data import TRACES, load_traces
 from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace, check_traces
-from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Engine, Rollout
-from grpo_fast.rollout.engine import Kept
+from grpo_fast.rewards import RewardSet
+from grpo_fast.rollout import Engine, Samples
+from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collected, Collector
-from grpo_fast.train.collect.groups import PromptQueue, difficulties
+from grpo_fast.train.collect.groups import PromptQueue, records_of
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
+from grpo_fast.train.metrics.samples import completion_metrics, reward_metrics, support_metrics
 from grpo_fast.train.models.policy import Policy
 
 
 class RecordedCollector(Collector):
-    """The branches of the next tasks' traces as completions, one sample each.
+    """Takes each branch of the next tasks' traces as one sample.
 
-    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces.
+    Advantages are the recorded ones of the nodes, or follow from the rewards of a task's
+    `group_size` traces.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -48,60 +52,71 @@ class RecordedCollector(Collector):
             need(branches, path, f"a sampled token in {task!r}", "none")
 
     def next(self, step: int, clock: Clock) -> Collected:
-        asked = self.queue.take(self.config.prompts_per_step)
-        traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
+        # 1. Rewards and advantages of the traces.
+        places = self.queue.take(self.config.prompts_per_step)
+        tasks = [str(self.queue.example(place).prompt) for place in places]
+        traces = [trace for task in tasks for trace in self.traces[task]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
-        scores = RewardResult(rewards, {}, {})
         lengths = [sum(len(branch.logps) for branch in trace.branches) for trace in traces]
-        advantages = self.advantages.of(scores, lengths)
+        advantages = self.advantages.of(rewards, {}, lengths)
         self.advantages.observe(rewards)
+        # 2. A sample for each branch, with what its trace has.
         owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
         branches = [branch for trace in traces for branch in trace.branches]
-        rollout = self._rollout([traces[n].task for n in owner], branches)
-        judged = rewards.view(len(asked), -1)
-        metrics = {
-            **reward_metrics(scores, self.config.group_size),
-            **completion_metrics(rollout), **kept_metrics(rollout),
-        }  # fmt: skip
+        groups = [places[n // self.config.group_size] for n in owner]
+        samples = samples_of(branches, groups, advantages[owner])
+        samples.rewards = rewards[owner]
+        samples.check(self.policy.lm.get_input_embeddings().weight.shape[0])
+        samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
         clock.lap("rollout")
-        records = difficulties(asked, judged, ["kept"] * len(asked), step)
-        own = [b.advantages.mean() if b.advantages is not None else advantages[n]
-               for n, b in zip(owner, branches, strict=True)]  # fmt: skip
-        scores = RewardResult(rewards[owner], {}, {})
-        return Collected(rollout, scores, torch.stack(own), metrics, 0, records)
+        # 3. Metrics: rewards count once for each trace.
+        size = self.config.group_size
+        metrics = {
+            **reward_metrics(rewards, {}, {}, size),
+            **completion_metrics(samples),
+            **support_metrics(samples),
+        }
+        numbers = [self.queue.number(place) for place in places]
+        records = records_of(numbers, rewards.view(-1, size), ["kept"] * len(places), step)
+        return samples, metrics, records
 
-    def examples_of(self, collected: Collected) -> list[Example]:
-        every = [self.queue.examples[one.prompt] for one in collected.prompts]
-        return [one for one in every for t in self.traces[str(one.prompt)] for _ in t.branches]
 
-    def _rollout(self, names: list[str], branches: list[Branch]) -> Rollout:
-        places = [branch.trained.nonzero()[:, 0].tolist() for branch in branches]
-        ids = [branch.ids.tolist() for branch in branches]
-        completions = [[x[i] for i in at] for x, at in zip(ids, places, strict=True)]
-        rollout = Rollout(
-            prompts=names, prompt_ids=ids, completion_ids=completions, trained=list(places),
-            sampling_logps=[branch.logps for branch in branches],
-            texts=self.policy.tokenizer.batch_decode(completions, skip_special_tokens=True),
-            truncated=[False] * len(branches), kept=[_kept(branch.kept) for branch in branches],
-            credit=[branch.advantages for branch in branches],
-        )  # fmt: skip
-        rollout.check(self.policy.lm.get_input_embeddings().weight.shape[0])
-        return rollout
+def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Tensor) -> Samples:
+    """Build the table of recorded branches; `advantages` of those without recorded ones."""
+    counts = [len(branch.logps) for branch in branches]
+    credit = [branch.advantages for branch in branches]
+    own = [x if c is None else c.mean() for c, x in zip(credit, advantages, strict=True)]
+    by_token = None
+    if any(one is not None for one in credit):
+        by_token = torch.cat([
+            x.nan_to_num(nan=0.0).float().expand(n) if c is None else c
+            for c, x, n in zip(credit, own, counts, strict=True)
+        ])  # fmt: skip
+    lengths = torch.tensor([len(branch.ids) for branch in branches])
+    return Samples(
+        ids=torch.cat([branch.ids for branch in branches]),
+        segment=torch.cat([branch.trained for branch in branches]).to(torch.uint8),
+        cu_seqlens=pad(lengths.cumsum(0), (1, 0)),
+        group=torch.tensor(groups),
+        truncated=torch.zeros(len(branches), dtype=torch.bool),
+        weight_version=torch.zeros(len(branches), dtype=torch.int64),
+        logps=torch.cat([branch.logps for branch in branches]),
+        support=Support.join([branch.kept for branch in branches], counts, "cpu"),
+        advantages=torch.stack(own),
+        token_advantages=by_token,
+    )
 
 
 def build_collector(
     config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
 ) -> Collector:
-    """The collector of a run: it samples, or takes what `data.task: traces` has recorded."""
-    size, weights = config.rollout.group_size, {r.name: r.weight for r in rewards.rewards}
+    """Return the collector of a run: it samples, or reads the traces of `data.task: traces`."""
+    size = config.rollout.group_size
+    weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, size, weights)
-    of_run = config.rollout, policy, engine, rewards, queue, advantages, config.seed, config.steps
+    of_run = (
+        config.rollout, policy, engine, rewards, queue, advantages, config.seed, config.steps
+    )  # fmt: skip
     if config.data.task == TRACES:
         return RecordedCollector(str(config.data.path), *of_run)
     return Collector(*of_run)
-
-
-def _kept(sets: tuple[Tensor, Tensor] | None) -> Kept | None:
-    if sets is None:
-        return None
-    return Kept(sets[0], torch.nn.functional.pad(sets[1].cumsum(0), (1, 0)))

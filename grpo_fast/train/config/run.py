@@ -53,9 +53,10 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and how many stay. A run that is ended writes one, too."""
+    """When checkpoints are written, and how many stay. A run that ends early writes one, too."""
 
-    every: Count = 0  # steps between checkpoints; 0: only when a signal or an error ends the run
+    every: Count = 0  # steps between checkpoints; 0: by time alone
+    every_minutes: float = Field(15, ge=0, le=1e6)  # between checkpoints; 0: by steps alone
     keep: Positive = 2  # the newest ones
     best: str | None = None  # and the one of the highest value of this metric, of its step's row
 

@@ -17,13 +17,13 @@ from grpo_fast.data import TRACES, Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.scoring import shown_answer
-from grpo_fast.rollout import Engine, Rollout, Sampling
+from grpo_fast.rollout import Engine, Samples, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
 SHOWN_SAMPLE = 200  # characters of a completion
 # (prompts, *, samples, temperature, seed) → the samples, those of a prompt side by side.
-Generate = Callable[..., Rollout]
+Generate = Callable[..., Samples]
 
 
 class EvalResult(NamedTuple):
@@ -80,7 +80,7 @@ def evaluate(
                 accuracies.setdefault(name, []).append(value)
         if rewards is not None:
             repeated = [e for e in batch for _ in range(samples)]
-            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids or None)
+            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids)
             scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
             for name, score in {"reward": result.total, **scores}.items():
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
@@ -159,7 +159,7 @@ def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str,
 def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
     """The rollout of a `Policy`, or of its engine, in the form `evaluate` asks for."""
 
-    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Rollout:
+    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Samples:
         options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
         return rollouts.generate(
             policy, prompts, options, group_size=samples, seed=key, engine=engine

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from grpo_fast.train.config.base import Count
-
 # FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
 # that fits counts.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
@@ -24,16 +22,16 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 
 @dataclass
 class Clock:
-    """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
+    """Seconds, tokens and device memory of the parts of a step: call `lap` after each part."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, Count] = field(default_factory=dict)  # bytes on the GPU at most, by part
+    tokens: dict[str, int] = field(default_factory=dict)  # sampled, or sent through the trunk
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes on the GPU at most, by part
+    start: float = field(default_factory=time.perf_counter)
+    last: float = field(default_factory=time.perf_counter)
 
-    def __post_init__(self) -> None:
-        self.last = time.perf_counter()
-        self.start = self.last - sum(self.seconds.values())
-
-    def lap(self, name: str) -> None:
+    def lap(self, name: str, tokens: int = 0) -> None:
+        """Charge the time since the previous call, and the tokens, to a part of the step."""
         if torch.cuda.is_available():
             # Kernels run after their launch: the next part would be charged for this one's.
             torch.cuda.synchronize()
@@ -42,15 +40,19 @@ class Clock:
             torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.tokens[name] = self.tokens.get(name, 0) + tokens
         self.last = now
 
-    def metrics(self, generated: int, trained: int) -> dict[str, float]:
-        """step_time and perf/…, for so many tokens sampled and so many sent through the trunk."""
+    def metrics(self) -> dict[str, float]:
+        """Return step_time and perf/…"""
         peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
+        rates = {
+            f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]
+            for name in ("rollout", "train")
+        }
         return {
             "step_time": self.last - self.start,
-            "perf/rollout_tok_s": generated / self.seconds["rollout"],
-            "perf/train_tok_s": trained / self.seconds["train"],
+            **rates,
             **{f"perf/{name}_time": seconds for name, seconds in self.seconds.items()},
             **peak,
         }
@@ -68,7 +70,8 @@ class Work:
         trunk = [p for p in lm.parameters() if p.dim() > 1 and p is not head and p is not embedding]
         self.trunk = sum(p.numel() for p in trunk)
         self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
-        self.head, self.trained_head = head.numel(), head.numel() * head.requires_grad
+        self.head = head.numel()
+        self.trained_head = head.numel() * head.requires_grad
         # Of a mixture of experts each token takes a few: how many is not known here.
         is_dense = not any("experts" in name for name, _ in lm.named_parameters())
         self.peak = peak_flops(head.device) if is_dense else None

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, grpo_loss
-from grpo_fast.rollout.saved import Saved
-from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks import distributed
 
 # How the values of several micro-batches become one, by metric; every other one is a mean over
@@ -34,22 +32,18 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end; a mean weighs
-    each micro-batch by its tokens.
+    """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end.
+
+    A mean weighs each micro-batch by its tokens.
     """
 
-    parts: list[tuple[dict[str, Saved], Count]] = field(default_factory=list)  # with its tokens
+    parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # with its tokens
     # (R,) each, of active tokens: the trainer's and the sampler's
-    logps: list[tuple[Saved, Saved]] = field(default_factory=list)
-    optimizer_steps: Count = 1
-
-    def to(self, device: torch.device | str) -> LossMetrics:
-        parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in self.parts]
-        logps = [(own.to(device), theirs.to(device)) for own, theirs in self.logps]
-        return LossMetrics(parts, logps, self.optimizer_steps)
+    logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    optimizer_steps: int = 1
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int, share: float = 1.0) -> None:
-        """One micro-batch: its metrics, its tokens, and the factor its loss was given."""
+        """Add a micro-batch: its metrics, its tokens, and the factor of its loss."""
         part = {name: value.detach().float() for name, value in metrics.items()}
         for name in part:
             if REDUCTIONS.get(name) == "parts":
@@ -57,16 +51,15 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """The metrics of an optimizer step on all ranks together. Collective."""
+        """Return the metrics of an optimizer step on all ranks together. Collective."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
-        for parts in distributed.gather([[_numbers(part), n] for part, n in self.parts]):
-            for part, tokens in parts:
-                every.parts.append(({n: torch.tensor(v) for n, v in part.items()}, tokens))
-        both = zip(*self.logps, strict=True) if self.logps else ([torch.zeros(0)],) * 2
-        ours, samplers = (distributed.gather_tensors(torch.cat(list(x)).cpu()) for x in both)
-        every.logps = list(zip(ours, samplers, strict=True))
+        parts = [(dict(zip(part, _on_host(part), strict=True)), n) for part, n in self.parts]
+        logps = [(own.cpu(), theirs.cpu()) for own, theirs in self.logps]
+        for of_rank in distributed.gather((parts, logps)):
+            every.parts += of_rank[0]
+            every.logps += of_rank[1]
         return every
 
     def mean(self, name: str) -> float:
@@ -78,7 +71,8 @@ class LossMetrics:
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
-        kind, steps = REDUCTIONS.get(name), self.optimizer_steps
+        kind = REDUCTIONS.get(name)
+        steps = self.optimizer_steps
         if kind == "parts":
             return values.sum() / steps
         if kind == "norm":
@@ -113,8 +107,9 @@ def policy_gradient(
     return torch.autograd.grad(loss, logps)[0].norm()
 
 
-def _numbers(part: Mapping[str, Tensor]) -> dict[str, float]:
-    return dict(zip(part, torch.stack(list(part.values())).tolist(), strict=True))
+def _on_host(part: Mapping[str, Tensor]) -> Tensor:
+    """Stack 0-d tensors on the CPU, with one sync."""
+    return torch.stack(list(part.values())).cpu()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

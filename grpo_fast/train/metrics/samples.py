@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from grpo_fast.rewards.reward_set import RewardResult
-from grpo_fast.rollout import Rollout, Sampling
+from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -18,31 +18,41 @@ log = logging.getLogger(__name__)
 FAR = 0.05
 
 
-def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
-    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's;
-    `rewards/<fn>/failed` counts samples without a reward, and `…/failed/<why>` those of a reason.
+def reward_metrics(
+    rewards: Tensor, scores: Mapping[str, Tensor], lost: Mapping[str, Counter[str]], group_size: int
+) -> dict[str, float]:
+    """Return `reward`, its spread within groups, and the metrics of each reward function.
+
+    `rewards/<fn>/failed` counts the samples without a reward, `rewards/<fn>/failed/<why>` those of
+    one reason.
+
+    Args:
+        rewards: (N·G,) weighted sums.
+        scores: (N·G,) of each reward function.
+        lost: the number of lost samples of each reward function, by reason.
     """
-    spread = torch.stack([spread_of(group) for group in scores.total.double().view(-1, group_size)])
+    groups = rewards.double().view(-1, group_size)
+    spread = torch.stack([spread_of(group) for group in groups])
     metrics = {
-        "reward": _mean(scores.total),
+        "reward": _mean(rewards),
         "reward_std": float(spread.mean()),
         "frac_reward_zero_std": float((spread == 0).double().mean()),
     }
-    for name, values in scores.per_fn.items():
+    for name, values in scores.items():
         metrics |= {
             f"rewards/{name}/mean": _mean(values),
             f"rewards/{name}/std": float(spread_of(values.double())),
-            f"rewards/{name}/failed": float(scores.failures[name]),
+            f"rewards/{name}/failed": float(lost[name].total()),
         }
-        for why, count in scores.reasons[name].items():
+        for why, count in lost[name].items():
             metrics[f"rewards/{name}/failed/{why}"] = float(count)
     return metrics
 
 
-def completion_metrics(rollout: Rollout) -> dict[str, float]:
-    """`completions/…`: lengths in tokens with the EOS, of all and of those that ended in time."""
-    lengths = rollout.lengths
-    ended = [n for n, cut in zip(lengths, rollout.truncated, strict=True) if not cut]
+def completion_metrics(samples: Samples) -> dict[str, float]:
+    """Return `completions/…`: lengths in tokens with the EOS, of all and of those that ended."""
+    lengths = samples.lengths
+    ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
     metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
     for infix, values in (("", lengths), ("terminated_", ended)):
         metrics[f"completions/mean_{infix}length"] = sum(values) / len(values) if values else 0.0
@@ -51,17 +61,37 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
     return metrics
 
 
-def kept_metrics(rollout: Rollout) -> dict[str, float]:
-    """`sampling/…` of what tokens were drawn from: how many candidates, and their probability."""
-    sets = [kept for kept in rollout.kept if kept is not None]
-    if not sets:
+def support_metrics(samples: Samples) -> dict[str, float]:
+    """Return `sampling/…` of the support: how many ids a token was drawn from, and their mass."""
+    if samples.support is None:
         return {}
-    sizes = torch.cat([kept.offsets.diff() for kept in sets]).double()
-    masses = [kept.mass for kept in sets if kept.mass is not None]
-    return {
-        "sampling/support_size/mean": float(sizes.mean()),
+    sizes = samples.support.offsets.diff()
+    is_known = sizes > 0
+    metrics = {
+        "sampling/support_size/mean": float(sizes[is_known].double().mean()),
         "sampling/support_size/max": float(sizes.max()),
-        **({"sampling/kept_mass/mean": _mean(torch.cat(masses))} if masses else {}),
+    }
+    mass = None if samples.mass is None else samples.mass[is_known]
+    if mass is not None and not mass.isnan().all():
+        metrics["sampling/kept_mass/mean"] = _mean(mass)
+    return metrics
+
+
+def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
+    """Return `sampling/staleness/…`: how many steps older the sampling weights are; {} if most = 0.
+
+    Raises RuntimeError if some weights are older than `most` steps.
+    """
+    ages = step - 1 - samples.weight_version
+    oldest = int(ages.max())
+    if oldest > most:
+        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
+        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {oldest}")
+    if most == 0:
+        return {}
+    return {
+        "sampling/staleness/mean": float(ages.double().mean()),
+        "sampling/staleness/max": float(oldest),
     }
 
 

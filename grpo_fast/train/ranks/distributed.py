@@ -1,16 +1,15 @@
-"""The processes of a run: how many there are, what they tell each other, how they end together.
+"""The processes of a run: how many there are, what they send each other, how they end together.
 
-Without torch's default process group every function does what it says for a single rank. Ranks tell
-each other JSON and tensors, never a pickle.
+Without torch's default process group every function works for a single rank. Objects between ranks
+are pickled by torch: all ranks belong to one launch.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -33,15 +32,15 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-HERE_S = 5.0  # how long the ranks that are left wait for each other's word
-# What one rank may raise and all raise then; others become a RankError.
+HERE_S = 5.0  # seconds that the ranks that are left wait for each other's report
+# If one rank raises one of these, all ranks raise it. Other errors become a RankError.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
                  RewardError, CheckpointError, WriteError)
 }  # fmt: skip
 _is_alone = False
-_store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
+_store: list[dist.Store] = []  # of the launcher, in which ranks report that they are alive
 
 
 # ------------------------------------------------------------------------------- who is there
@@ -56,7 +55,7 @@ def rank() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this rank work as one process inside: `size()` is 1, and nothing is collective."""
+    """Let this rank work as one process: inside, `size()` is 1 and nothing is collective."""
     global _is_alone
     _is_alone = True
     try:
@@ -77,7 +76,7 @@ def is_main() -> bool:
 def answered() -> Iterator[None]:
     """Turn the error of a collective into a RankError that names the ranks that do not answer.
 
-    Enter it behind the handlers of signals: torchrun sends SIGTERM to those that look who is gone.
+    Enter it after the signal handlers: torchrun sends SIGTERM to the ranks that are left.
     """
     try:
         yield
@@ -92,7 +91,7 @@ def answered() -> Iterator[None]:
 
 
 def _missing() -> list[int]:
-    """The ranks that do not report in the store, within some seconds, that they look here, too."""
+    """Return the ranks that do not report in the store within HERE_S seconds."""
     if not _store:
         return []
     others = set(range(size())) - {rank()}
@@ -109,21 +108,26 @@ def _missing() -> list[int]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Join the launcher's process group, and leave it at the end; a caller's own group stays.
+    """Join the launcher's process group and leave it at the end. A caller's own group stays.
 
-    kind, replicas: `distributed` and `distributed_replicas` of the configuration.
+    Args:
+        kind: `distributed` of the configuration.
+        replicas: `distributed_replicas` of the configuration.
 
-    Raises ValueError for several ranks without a `kind`, a `kind` without a launcher, and replicas
-    that do not divide the ranks.
+    Raises:
+        ValueError: several ranks without a `kind`, a `kind` without a launcher, or replicas that
+            do not divide the ranks.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     is_there = dist.is_available() and dist.is_initialized()
     count = dist.get_world_size() if is_there else count
-    fits, expected = kind is not None or count == 1, "ddp, fsdp2 or hsdp"
+    fits = kind is not None or count == 1
+    expected = "ddp, fsdp2 or hsdp"
     require(fits, "distributed", f"{expected} for {count} processes", "none")
     fits = kind is None or is_there or "RANK" in os.environ
     require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
-    fits, expected = count % (replicas or 1) == 0, f"a number that divides the {count} processes"
+    fits = count % (replicas or 1) == 0
+    expected = f"a number that divides the {count} processes"
     require(fits, "distributed_replicas", expected, replicas)
     if kind is None or is_there:
         with answered(), _quiet(rank()):
@@ -157,38 +161,24 @@ def _quiet(number: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-# ------------------------------------------------------------------------ what they tell
-def gather_tensors(own: Tensor) -> list[Tensor]:  # (n,) on the CPU, any n
-    """The 1-D tensors of all ranks, in their order."""
-    if size() == 1:
-        return [own]
-    # all_gather wants tensors of one shape: the lengths first, then all padded to the longest.
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
-    dist.all_gather(counts, torch.tensor([own.numel()]))
-    sizes = [int(count) for count in counts]
-    padded = torch.zeros(max(sizes), dtype=own.dtype)
-    padded[: own.numel()] = own
-    gathered = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [values[:count] for values, count in zip(gathered, sizes, strict=True)]
-
-
+# ------------------------------------------------------------------ what they send each other
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, in their order; a value is one for JSON, NaN included."""
+    """Return the values of all ranks, in their order. Collective."""
     if size() == 1:
         return [value]
-    # frombuffer wants memory that may be written to, and at least a byte: JSON has one.
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(each.numpy().tobytes()) for each in gather_tensors(own)]
+    values: list[Any] = [None] * size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_main(make: Callable[[], Result]) -> Result:
-    """Call `make` on rank 0; return its value, one for JSON, or raise its error on all ranks."""
+    """Call `make` on rank 0; return its value, or raise its error, on all ranks. Collective."""
     if size() == 1:
         return make()
     with together():
-        value = make() if is_main() else None
-    return gather(value)[0]
+        value = [make()] if is_main() else [None]
+    dist.broadcast_object_list(value, 0)
+    return value[0]  # type: ignore[return-value]
 
 
 def sum_(values: Tensor) -> Tensor:
@@ -197,32 +187,16 @@ def sum_(values: Tensor) -> Tensor:
     return values
 
 
-def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Give every rank all tensors, each of which one rank has under its number.
-
-    The sum of a tensor and the zeros of the other ranks has the tensor's bits.
-
-    Args:
-        lengths: rows of each tensor.
-        like: a tensor with the same dtype, device and further dimensions.
-    """
-    dtype = torch.promote_types(like.dtype, torch.float32)  # gloo adds neither bools nor bf16
-    every = torch.zeros(sum(lengths), *like.shape[1:], dtype=dtype, device=like.device)
-    views = every.split(list(lengths))
-    for number, values in own.items():
-        views[number].copy_(values)
-    return list(sum_(every).to(like.dtype).split(list(lengths)))
-
-
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Raise an error that one rank meets inside on all ranks, with a message that names the rank.
+    """Raise an error of one rank on all ranks, with a message that names the rank.
 
-    Where several ranks fail, a signal counts before the error of the lowest rank. Nothing inside
-    may be collective: a rank that has failed would be waited for.
+    If several ranks fail, a signal counts before the error of the lowest rank. Nothing inside may
+    be collective: the other ranks would wait for a rank that has failed.
 
-    in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
-    one rank alone ends that rank; the others time out.
+    Args:
+        in_step: inside is work of sharded models, which is collective. An error of one rank alone
+            ends that rank, and the other ranks time out.
     """
     if size() == 1 or in_step:
         yield
@@ -239,8 +213,16 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     stopped = [one for one in failed if one[1] == Stopped.__name__]
     number, kind, text = (stopped or failed)[0]
     if mine is not None and number == rank():
+        mine.is_of_all = True  # type: ignore[attr-defined]
         raise mine
-    raise _twin(number, kind, text) from mine
+    twin = _twin(number, kind, text)
+    twin.is_of_all = True  # type: ignore[attr-defined]
+    raise twin from mine
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Return whether all ranks end with this error, so that they can still work together."""
+    return size() == 1 or hasattr(error, "is_of_all")
 
 
 def _described(error: BaseException) -> tuple[str, str]:
@@ -260,7 +242,7 @@ def _twin(number: int, kind: str, text: str) -> BaseException:
 # ---------------------------------------------------------------------------------- weights
 @torch.no_grad()
 def align(modules: Iterable[nn.Module]) -> None:
-    """Copy the weights and buffers of rank 0 to all ranks."""
+    """Copy the weights and buffers of rank 0 to all ranks. Collective."""
     if size() == 1:
         return
     for module in modules:
@@ -269,9 +251,9 @@ def align(modules: Iterable[nn.Module]) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the ranks' gradients up; those of sharded parameters are sums already.
+    """Sum the gradients over the ranks. Collective. Those of sharded parameters are sums already.
 
-    Losses are divided by the whole step's counts, so gradients are never averaged.
+    Losses are divided by the counts of the whole step, so gradients are never averaged.
     """
     if size() == 1:
         return
@@ -282,5 +264,5 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of shards (collective: every rank must call); another tensor as it is."""
+    """Return the full tensor of a sharded one; any other tensor unchanged. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,7 +1,7 @@
-"""Models whose weights lie in shards on all ranks (FSDP2).
+"""Models whose weights are sharded over all ranks (FSDP2).
 
-Each decoder layer is gathered when its turn comes; embeddings, last norm and head belong to the
-model itself, whose method `inside` has them together.
+FSDP2 gathers a decoder layer when it is computed. Embeddings, last norm and head belong to the
+model itself: inside of its method `inside` they are all gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_fast.train.ranks import distributed
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Shard the models that are not None, and give all ranks rank 0's random state."""
+    """Shard the models that are not None, and give all ranks the random state of rank 0."""
     from torch.distributed.device_mesh import init_device_mesh
 
     # In rows, each of which holds the weights once.
@@ -30,15 +30,13 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
     for model in models:
         if model is not None:
             model.shard(mesh)
-    state = torch.get_rng_state()
-    torch.distributed.broadcast(state, 0)
-    torch.set_rng_state(state)
+    torch.set_rng_state(distributed.from_main(torch.get_rng_state))
 
 
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
-    """Leave each rank its part of rank 0's weights, on `device`, and of the gradients. Collective.
+    """Give each rank its shard of rank 0's weights on `device`. Collective.
 
-    A tensor at a time is sent. Models of the other ranks may be on the meta device till now.
+    One tensor at a time is sent. Models of the other ranks may be on the meta device before.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -55,9 +53,8 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
-    # By default FSDP2 gathers ahead, in backward, in the reverse order of all forward passes since
-    # the last one: those of a rollout, too, whose number and kind differ from rank to rank, which
-    # then wait for each other for ever. The model itself is whole: behind the first layer none.
+    # FSDP2 prefetches in the reverse order of all forward passes since the last backward. Rollout
+    # forwards differ in number between ranks, so prefetching them would deadlock: give an order.
     for module, following in zip((*layers, model), (model, *layers), strict=True):
         module.set_modules_to_backward_prefetch([following])
     if is_empty:
@@ -76,13 +73,14 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
 
 def _take_dtypes(model: nn.Module) -> None:
     """Give an empty model's parameters the dtypes of rank 0's, which a file may have changed."""
-    own = {name: [str(p.dtype), *p.shape] for name, p in model.named_parameters()}
-    mains = distributed.gather(own)[0]
+    own = {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
+    mains = distributed.from_main(lambda: own)
     with distributed.together():
-        if {x: shape for x, (_, *shape) in own.items()} != {x: y for x, (_, *y) in mains.items()}:
+        shapes = [{name: shape for name, (_, shape) in each.items()} for each in (own, mains)]
+        if shapes[0] != shapes[1]:
             raise ValueError("model: expected the parameters of rank 0's model, built others")
     for name, parameter in model.named_parameters():
-        dtype = getattr(torch, mains[name][0].removeprefix("torch."))
+        dtype = mains[name][0]
         if parameter.is_meta and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
@@ -93,26 +91,24 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
 
     No file holds most of them (rotary frequencies, masks), and an empty model has garbage there.
     """
-    owners: dict[str, tuple[Any, str]] = {}
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, vars(module)):
-            known = (name for name, value in owner.items() if isinstance(value, torch.Tensor))
+            known = [name for name, value in owner.items() if isinstance(value, torch.Tensor)]
             owners |= {f"{path}.{name}": (owner, name) for name in known}
-    own = [[key, str(o[name].dtype), *o[name].shape] for key, (o, name) in owners.items()]
-    for key, dtype, *shape in distributed.gather(own)[0]:
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        sent = torch.empty(shape, dtype=kind, device=device)
-        owner, name = owners.get(key, ({}, key))  # a forward pass on rank 0 may have left more
-        if distributed.is_main():
-            sent.copy_(owner[name])
-        # As bytes: gloo does not broadcast every dtype.
-        torch.distributed.broadcast(sent.view(-1).view(torch.uint8), 0)
-        owner[name] = sent
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
+
+    for key, tensor in distributed.from_main(tensors).items():
+        if key in owners:  # a forward pass on rank 0 may have left more
+            owner, name = owners[key]
+            owner[name] = tensor.to(device)
 
 
 @contextmanager
 def unsharded(model: Any) -> Iterator[None]:
-    """All weights on every rank, and no rank waits for another inside; then shards again."""
+    """Gather all weights on every rank: inside, no rank waits for another. Then shard again."""
     from torch.distributed.fsdp import FSDPModule
 
     parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-USAGE_ERROR, RUN_ERROR = 2, 1
+USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # of a command
 LONGEST_MESSAGE = 4000  # characters: a message may quote a file
 
@@ -63,6 +63,8 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
         refuse(error, debug)
     except failures as error:
         refuse(error, debug, code)
+    except KeyboardInterrupt as error:
+        refuse(error, debug, INTERRUPTED, "interrupted")
     except ModuleNotFoundError:  # `grpo_fast.__main__` names the package
         raise
     except Exception as error:
@@ -70,15 +72,16 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
 
 
 def refuse(
-    error: Exception, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
+    error: BaseException, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
 ) -> NoReturn:
-    """Say what an error says, in one line that is safe to see, and exit with this status."""
+    """Print an error and its notes in one line that is safe to see, and exit with this status."""
     from grpo_fast.data import escape_control  # a message may quote a data file or a model
 
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     text = start + str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
+    shown = "; ".join([shown, *getattr(error, "__notes__", ())])
     rank = os.environ.get("RANK", "0")
     shown = shown if rank == "0" else f"rank {rank}: {shown}"
     # debug is None for a command without that option.

@@ -12,11 +12,11 @@ from torch import Tensor
 from grpo_fast.data import Example
 from grpo_fast.rewards import Scorer
 from grpo_fast.rewards.scoring import shown_answer
-from grpo_fast.train.collect.collector import Collected
+from grpo_fast.rollout import Samples, prompt_text
 
 
 def rows_of(
-    collected: Collected,
+    samples: Samples,
     advantages: Sequence[Tensor],  # of the tokens of each completion
     examples: Sequence[Example],  # of each completion
     tokenizer: Any,
@@ -25,27 +25,32 @@ def rows_of(
     count: int,
     group_size: int,
 ) -> list[dict[str, Any]]:
-    """The first completions, at least `count` of them and whole groups: prompt, completion and
-    answers as texts, its numbers, and by token `tokens`, `logps` (the sampler's), `advantages`.
+    """Return rows of the first samples, at least `count` and whole groups.
+
+    A row has prompt, completion and answers as texts, the sample's numbers, and by token `tokens`,
+    `logps` (the sampler's) and `advantages`.
     """
-    rollout, scores = collected.rollout, collected.scores
-    shown = min(len(rollout.texts), -(-count // group_size) * group_size)
+    assert samples.rewards is not None
+    shown = min(len(samples), -(-count // group_size) * group_size)
+    logps = samples.logps.cpu().split(samples.lengths)
     rows = []
     for i in range(shown):
         of_tokens = advantages[i].float().cpu()
-        ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
+        ids = samples.completion(i).tolist()
+        text = samples.texts[i]
+        answer = examples[i].answer
         judge = scorer(examples[i])
         strict = judge.strict(text)
         correct = judge.is_right(strict) if answer else None
         rows.append({
-            "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
-            "answer": answer, "extracted": shown_answer(strict),
+            "group": i // group_size, "prompt": prompt_text(tokenizer, examples[i].prompt),
+            "completion": text, "answer": answer, "extracted": shown_answer(strict),
             "extracted_lenient": shown_answer(judge.lenient(text)),
-            "correct": correct, "reward": float(scores.total[i]),
-            **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
-            "advantage": float(of_tokens.mean()), "truncated": rollout.truncated[i],
+            "correct": correct, "reward": float(samples.rewards[i]),
+            **{f"rewards/{name}": float(values[i]) for name, values in samples.scores.items()},
+            "advantage": float(of_tokens.mean()), "truncated": bool(samples.truncated[i]),
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
-            "logps": rollout.sampling_logps[i].tolist(), "advantages": of_tokens.tolist(),
+            "logps": logps[i].tolist(), "advantages": of_tokens.tolist(),
         })  # fmt: skip
     return rows
 

@@ -1,1 +1,1 @@
-"""A run's folder and its lock, checkpoints, resuming, signals, the audit."""
+"""The folder of a run and its lock, checkpoints, resuming, signals."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,51 @@ from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.checkpoint import TOKENIZER, WEIGHTS, problem_of
+from grpo_fast.train.runs.checkpoint import (
+    FOLDER,
+    TOKENIZER,
+    WEIGHTS,
+    newest,
+    problem_of,
+    read_tensors,
+)
+from grpo_fast.train.runs.fingerprints import FILES
 from grpo_fast.train.runs.folder import check_folder, locked
-from grpo_fast.train.runs.state import read_state
-from grpo_fast.train.runs.storage import read_tensors
+from grpo_fast.train.runs.state import read_state, refused
 from grpo_fast.train.update.critic import Critic, load_critic
 
+log = logging.getLogger(__name__)
 
-def export(checkpoint: str | Path, out: str | Path) -> Path:
+
+def export(source: str | Path, out: str | Path) -> Path:
     """Write the policy of a checkpoint as a new folder that transformers loads (LoRA: merged).
 
-    Raises ValueError for a checkpoint that is damaged or another version's, or an occupied folder.
+    Args:
+        source: a checkpoint, or a run, whose newest complete checkpoint is taken.
+
+    Raises ValueError for a checkpoint that is damaged, of another version or with weights that are
+    not finite, and for a folder that is occupied or in a checkpoint.
     """
-    source = Path(checkpoint)
-    problem = problem_of(source) if source.is_dir() else "there is no such folder"
-    require(problem is None, "export", "a whole checkpoint", f"{source}: {problem}")
+    path = Path(source)
+    checkpoint = newest(path, log.warning) if (path / FOLDER).is_dir() else path
+    expected = "a run with a complete checkpoint, or a complete checkpoint"
+    problem = "there is none" if checkpoint is None or not path.is_dir() else problem_of(checkpoint)
+    require(problem is None, "export", expected, f"{path}: {problem}")
     with locked(out) as target:
         check_folder(target)
-        config = RunConfig.model_validate(read_state(source).config).model
-        # A run's folder is data: it may ask for no code, not for that of an attention either.
-        plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
-        tokenizer = load_tokenizer(ModelConfig(path=str(source / TOKENIZER)))
-        policy = load_policy(config.model_copy(update=plain), tokenizer)
-        weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
-        read_tensors(source / WEIGHTS, weights, prefix="policy.")
+        with refused("export", checkpoint):
+            settings = read_state(checkpoint).settings
+            settings.pop(FILES)
+            config = RunConfig.model_validate(settings).model
+            # The folder of a run is data: it must not ask for code, nor for the hub's attention.
+            plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
+            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
+            policy = load_policy(config.model_copy(update=plain), tokenizer)
+            weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+            read_tensors(checkpoint / WEIGHTS, weights, prefix="policy.")
+        broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
+        require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
         policy.save(target)
     return target
 

@@ -1,10 +1,10 @@
-"""From completions to packed micro-batches: every token is known before the first forward pass."""
+"""The samples of a step in packed micro-batches, planned before the first forward pass."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention import plan_packs, plan_trees, tree_tokens, trunk_tokens
-from grpo_fast.rollout import Rollout
-from grpo_fast.rollout.saved import Saved
-from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.ranks import distributed
-from grpo_fast.train.ranks.rollouts import balanced
-from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
+from grpo_fast.rollout import Samples
+from grpo_fast.train.ranks.distributed import sum_
+from grpo_fast.train.update.micro_batch import MicroBatch
+
+# Columns that `precompute` computes once per step and every update reads.
+FIXED = (
+    "old_logps", "ref_logps", "ref_hidden", "teacher", "values", "returns", "token_advantages",
+)  # fmt: skip
 
 
 class Totals(NamedTuple):
-    """The counts that divide the losses of an optimizer step, of all ranks together."""
+    """The counts that divide the losses of an optimizer step, over all ranks."""
 
     items: int  # tokens that count
     completions: int
@@ -35,60 +37,54 @@ class Totals(NamedTuple):
         return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
 
 
-# Tensors of the tokens that `precompute` makes once and all updates on the batch read.
-FIXED = (
-    "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
-)  # fmt: skip
-
-
-@dataclass
-class Packing:
-    """The state of a batch: its completions by minibatch, and all that is computed once for it."""
-
-    parts: list[list[Count]]
-    budget: Positive
-    fixed: dict[str, list[Saved]]  # by name, a tensor for each completion
-
-
 class StepBatch:
-    """The completions of one step in micro-batches of at most `budget` trunk tokens.
+    """The samples of one step in micro-batches of at most `budget` trunk tokens.
 
-    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
-    budget gets one of its own. Of several ranks each has a share of every minibatch, whole groups,
-    with about as many tokens as the others', and idle micro-batches until all have equally many.
-    `totals[k]` are those of all ranks, and so is what `of_each` gives.
+    `minibatches[k]` are the micro-batches of one optimizer step; a sample that exceeds the budget
+    gets one alone. With several ranks each has a share of every minibatch: whole groups with about
+    as many tokens as the other ranks', and idle micro-batches until all ranks have equally many.
+    `totals[k]` count over all ranks.
 
     Args:
-        rollout: N·G completions, the G of a prompt side by side.
-        advantages: (N·G,).
-        minibatches: optimizer steps per pass; it divides N·G.
-        shared: the completions of a group share one copy of their prompt.
+        samples: with `advantages`, the samples of a group next to each other.
+        minibatches: optimizer steps per pass; it divides the number of samples.
+        shared: the samples of a group share one copy of their prompt.
+        trees: the samples are recorded ones, whose equal prefixes share rows.
     """
 
     def __init__(
         self,
-        rollout: Rollout,
-        advantages: Tensor,
+        samples: Samples,
         *,
         group_size: int,
         minibatches: int,
         budget: int,
         device: torch.device | str,
         shared: bool = True,
+        trees: bool = False,
         mask_truncated: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
-        self.is_recorded = any(places is not None for places in rollout.trained)
-        self.rank, self.ranks = rank, ranks
-        self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
-        self.size, self.budget = len(rollout.completion_ids) // minibatches, budget
+        self.given = samples.on(device)  # without what `precompute` adds
+        self.samples = dataclasses.replace(self.given)
+        self.group_size = group_size
+        self.rank = rank
+        self.ranks = ranks
+        self.device = device
+        self.shared = shared
+        self.trees = trees
+        self.size = len(samples) // minibatches
+        self.budget = budget
+        self.mask_truncated = mask_truncated
+        self.advantages = samples.advantages
+        # A NaN marks a sample without a verdict.
+        self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
+        self.has_fixed = False
+        self.parts: list[list[int]] = []
         self.minibatches: list[list[MicroBatch]] = []
         self.totals: list[Totals] = []
-        self.has_fixed = False
-        self.token_rewards: list[Tensor] | None = None  # of the completions, where they have any
-        self.deal(range(len(rollout.completion_ids)))
+        self.deal(range(len(samples)))
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -103,126 +99,121 @@ class StepBatch:
     def largest(self) -> int:
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
+    @property
+    def completion_mask(self) -> Tensor:
+        """(R,) bool on the host: the token counts."""
+        lengths = torch.tensor(self.samples.lengths)
+        return self.counts.repeat_interleave(lengths)
+
     def deal(self, order: Sequence[int]) -> None:
-        """Deal the completions to the minibatches in this order, with their fixed tensors."""
+        """Deal the samples to the minibatches in this order."""
         hands = [order[first : first + self.size] for first in range(0, len(order), self.size)]
-        self.parts = [sorted(hand) for hand in hands]  # a prompt's completions side by side
+        self.parts = [sorted(hand) for hand in hands]  # a prompt's samples next to each other
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Deal the completions, or whole groups, in an order that follows from the seed alone."""
+        """Deal the samples, or whole groups, in an order that follows from the seed alone."""
+        self.exchange(FIXED)  # a sample may go to another rank
         size = self.group_size if by_group else 1
-        count = len(self.rollout.completion_ids)
-        blocks = [range(first, first + size) for first in range(0, count, size)]
+        blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
     def pack(self, budget: int, keep_fixed: bool = False) -> None:
-        """Distribute the completions over micro-batches of at most `budget` trunk tokens.
+        """Distribute the samples over micro-batches of at most `budget` trunk tokens.
 
-        keep_fixed: hand the fixed tensors on, completion by completion; else forget them.
+        keep_fixed: keep what `precompute` computed; otherwise forget it.
         """
-        # `fixed` reads the micro-batches, so it comes before they are replaced.
-        self.budget, self.has_fixed = budget, self.has_fixed and keep_fixed
-        fixed = self.fixed()
+        self.budget = budget
+        if not keep_fixed:
+            self.samples = dataclasses.replace(self.given)
+            self.has_fixed = False
         packed = [self._pack_part(part, budget) for part in self.parts]
-        self.minibatches, self.totals = [list(x) for x in zip(*packed, strict=True)]
-        for name, values in fixed.items():
-            self.set(name, values)
+        self.minibatches = [micro_batches for micro_batches, _ in packed]
+        self.totals = [totals for _, totals in packed]
 
-    def state_dict(self) -> Packing:
-        """The packing for a checkpoint. Collective."""
-        return Packing(self.parts, self.budget, self.fixed())
+    def exchange(self, names: Sequence[str]) -> None:
+        """Give every rank the columns of all ranks' samples. Collective.
 
-    def load_state_dict(self, packing: Packing) -> None:
-        """Go on from `state_dict`. Raises ValueError for parts of another batch."""
-        if sorted(i for part in packing.parts for i in part) != list(range(len(self.advantages))):
-            raise ValueError("underway.packing.parts: expected every completion once")
-        self.parts = packing.parts
-        self.pack(packing.budget)
-        for name, values in packing.fixed.items():
-            self.set(name, [value.to(self.device) for value in values])
-        self.has_fixed = bool(packing.fixed)
-
-    def has(self, name: str) -> bool:
-        return all(getattr(batch, name) is not None for batch in self.micro_batches)
-
-    def fixed(self) -> dict[str, list[Tensor]]:
-        return {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
-
-    def of_each(self, name: str) -> list[Tensor]:
-        """The (R,) values of this name as one tensor for each completion, in their order, of all
-        ranks. Collective.
+        The sum of a rank's values and the zeros of the other ranks has the bits of the values.
         """
-        values: dict[int, Tensor] = {}
-        for batch in self.micro_batches:
-            if not batch.is_idle:
-                views = batch.packed.split(getattr(batch, name))
-                values.update(zip(batch.chosen, views, strict=True))
-        if self.ranks > 1:
-            like = getattr(self.micro_batches[0], name)
-            return distributed.exchange(values, self.rollout.lengths, like)
-        return [values[i] for i in range(len(values))]
+        if self.ranks == 1:
+            return
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)  # all may be idle
+        own = torch.cat([none if batch.is_idle else batch.rows for batch in self.micro_batches])
+        for name in names:
+            column = getattr(self.samples, name)
+            if column is not None:
+                # gloo adds neither bools nor bf16.
+                dtype = torch.promote_types(column.dtype, torch.float32)
+                every = torch.zeros_like(column, dtype=dtype)
+                every[own] = column[own].to(dtype)
+                setattr(self.samples, name, sum_(every).to(column.dtype))
 
-    def set(self, name: str, values: Sequence[Tensor]) -> None:
-        """Hand the micro-batches values of this name: a tensor for each completion, in order."""
-        for batch in self.micro_batches:
-            setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
+    def used_advantages(self) -> tuple[Tensor, ...]:
+        """Return the advantages of the completion tokens of each sample. Collective."""
+        lengths = self.samples.lengths
+        if self.samples.token_advantages is not None:
+            self.exchange(["token_advantages"])
+            return self.samples.token_advantages.split(lengths)
+        return self.advantages.repeat_interleave(torch.tensor(lengths)).split(lengths)
 
-    def used_advantages(self) -> list[Tensor]:
-        """The advantages of the tokens of each completion."""
-        if self.has("token_advantages"):
-            return self.of_each("token_advantages")
-        both = zip(self.advantages, self.rollout.lengths, strict=True)
-        return [advantage.repeat(length) for advantage, length in both]
+    def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
+        options: Any = {"shared": self.shared, "trees": self.trees}
+        return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
-        """This rank's micro-batches of a minibatch, and the totals of all ranks'."""
-        groups = [list(members) for _, members in groupby(part, key=self._group)]
-        plans, trunk = [], 0
+        """Return this rank's micro-batches of a minibatch, and the totals of all ranks."""
+        # 1. Deal whole groups to the ranks, and plan the micro-batches of each.
+        group_of = self.samples.group.tolist()
+        groups = [list(members) for _, members in groupby(part, key=group_of.__getitem__)]
+        plans = []
+        trunk = 0
         for own in balanced([self._cost(group) for group in groups], self.ranks):
             plan = self._plan([groups[g] for g in own], budget)
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
+        # 2. Pack this rank's; add idle ones up to the number of the rank that has the most.
         micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
-        if missing := max(map(len, plans)) - len(micro_batches):
+        missing = max(map(len, plans)) - len(micro_batches)
+        if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # The loss takes len(part)/G for the number of prompts: here it is that of those present.
+        # 3. Count. The loss takes len(part)/G as the number of prompts: scale to those present.
+        tokens = [n if counts else 0 for n, counts in
+                  zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)
-        of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
+        of_prompt = {i: sum(tokens[j] for j in group) for group in groups for i in group}
         for batch in micro_batches:
-            x = [of_prompt[i] * scale for i in batch.chosen]
-            batch.prompt_items = torch.tensor(x, dtype=torch.float64, device=self.device)
-        items = sum(map(self._tokens, part))
-        return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
-
-    def packed(self, chosen: list[list[int]]) -> MicroBatch:
-        options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
-        return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
+            items = [of_prompt[i] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(items, dtype=torch.float64, device=self.device)
+        total = max(1, sum(tokens[i] for i in part))
+        return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        if self.is_recorded:
+        if self.trees:
             every = [i for group in groups for i in group]
-            rows = plan_trees(samples_of(self.rollout, every), budget)
+            rows = plan_trees([self.samples.sample(i) for i in every], budget)
             return [[[every[n] for n in row]] for row in rows]
         packs = plan_packs([self._lengths(g) for g in groups], budget, shared=self.shared)
         return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
 
-    def _group(self, i: int) -> Any:
-        return self.rollout.prompts[i] if self.is_recorded else i // self.group_size
-
     def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:
-        prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
-        return len(prompts[group[0]]), [len(completions[i]) for i in group]
+        return self.samples.prompt_lengths[group[0]], [self.samples.lengths[i] for i in group]
 
     def _cost(self, group: Sequence[int]) -> int:
-        if self.is_recorded:
-            return tree_tokens(samples_of(self.rollout, group))
+        if self.trees:
+            return tree_tokens([self.samples.sample(i) for i in group])
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
-    def _tokens(self, i: int) -> int:
-        """The tokens of a completion that count, as in `MicroBatch.pack`."""
-        cut = self.mask_truncated and self.rollout.truncated[i]
-        counts = not cut and not bool(self.advantages[i].isnan())
-        return len(self.rollout.completion_ids[i]) if counts else 0
+
+def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal numbers to the ranks, the costliest first, each to the rank with the least so far."""
+    # All ranks compute this alone and must agree: of equal costs, and of equal loads, the first.
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        least = min(range(ranks), key=loads.__getitem__)
+        hands[least].append(number)
+        loads[least] += costs[number]
+    return [sorted(hand) for hand in hands]

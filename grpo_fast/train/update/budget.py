@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -17,7 +15,6 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 UNLIMITED = 1 << 40
 GIB = 2**30
@@ -47,7 +44,9 @@ class TokenBudget:
     def __init__(
         self, device: torch.device, memory: Memory | None, fixed: int | None, in_step: bool
     ) -> None:
-        self.device, self.memory, self.in_step = device, memory, in_step
+        self.device = device
+        self.memory = memory
+        self.in_step = in_step
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         self.tokens = fixed or min(distributed.gather(self._default()))
 
@@ -62,42 +61,36 @@ class TokenBudget:
             log.warning(said + "completion at a time is tried", needed, limit / GIB)
         return max(tokens, 1)
 
-    def fit(
-        self, batch: StepBatch, work: Callable[[], Result], undo: Callable[[], None],
-        keep_fixed: bool,
-    ) -> Result:  # fmt: skip
-        """Call `work` until it fits into memory: each time that it does not, `undo` forgets what it
-        left behind, the budget is halved and `batch` packed again.
+    def note(self, batch: StepBatch) -> None:
+        """Remember the largest micro-batch so far."""
+        rows = [len(micro.rows) for micro in batch.micro_batches]
+        self.largest = max(self.largest, batch.largest)
+        self.most_rows = max(self.most_rows, *rows)
 
-        keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
+    def refuse(self, error: Exception) -> str:
+        """Return the message of an out-of-memory error. Raise any other error.
 
-        Raises ValueError with one completion per micro-batch, and for ranks that hold shards.
+        Raises ValueError for ranks that hold shards: they cannot try again one by one.
         """
-        while True:
-            self.largest = max(self.largest, batch.largest)
-            rows = (len(micro.completion_mask) for micro in batch.micro_batches)
-            self.most_rows = max(self.most_rows, *rows)
-            try:
-                return work()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = str(error).splitlines()[0]
-                if self.in_step:
-                    raise ValueError(
-                        f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
-                        "shards cannot try again; expected fewer tokens (resume=auto goes on)"
-                    ) from error
-            # Only here, without the exception and its frames, is the memory of the attempt free.
-            undo()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._lower(batch, failure)
-            batch.pack(self.tokens, keep_fixed)
+        if not is_out_of_memory(error):
+            raise error
+        failure = str(error).splitlines()[0]
+        if self.in_step:
+            raise ValueError(
+                f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
+                "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+            ) from error
+        return failure
 
-    def _lower(self, batch: StepBatch, reason: str) -> None:
+    def lower(self, batch: StepBatch, reason: str) -> None:
+        """Halve the budget. Raises ValueError if each micro-batch has one completion. Collective.
+
+        Call it without the exception: its frames hold the memory of the failed attempt.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         alone = all(len(micro) == 1 for micro in batch.micro_batches)
-        of_ranks = distributed.gather([alone, batch.largest])
+        of_ranks = distributed.gather((alone, batch.largest))
         largest = max(tokens for _, tokens in of_ranks)
         if all(is_alone for is_alone, _ in of_ranks):
             raise ValueError(

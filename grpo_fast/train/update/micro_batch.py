@@ -1,4 +1,4 @@
-"""Completions in one packed row, with all that their loss reads."""
+"""A slice of the step's samples in one packed row."""
 
 from __future__ import annotations
 
@@ -11,69 +11,72 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, pack_tree
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Samples
+from grpo_fast.rollout.samples import ranges, select_support
 
 
 @dataclass
 class MicroBatch:
-    """B completions in one row: the trunk sees T tokens, the head the R that predict one."""
+    """B samples in one row: the trunk sees T tokens, the head the R that predict one."""
 
+    samples: Samples  # of the whole step
+    chosen: list[int]  # the samples in this row, in the order of B and R
+    rows: Tensor  # (R,) int64: the places of this row's completion tokens in the step's
     packed: PackedTree
-    chosen: list[int]  # which completions of the step, in the order of B and R
     completion_mask: Tensor  # (R,) bool: the token counts
-    advantages: Tensor  # (B,) fp32
-    sampling_logps: Tensor  # (R,) fp32
-    support: Support | None = None  # of the R tokens: what the sampler drew each from
-    old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
-    ref_logps: Tensor | None = None  # (R,) fp32
-    ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
-    teacher: Tensor | None = None  # (R, K, 2) fp64: ids and their logps, as a server says them
-    old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
-    returns: Tensor | None = None  # (R,) fp32
-    token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
-    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
+    advantages: Tensor  # (B,) fp32; 0 where a sample does not count
+    support: Support | None  # of the R tokens
+    prompt_items: Tensor | None = None  # (B,) fp64: the divisors of `aggregation: prompt_mean`
     is_idle: bool = False  # no token counts: another rank has one micro-batch more
 
     @classmethod
     def pack(
         cls,
-        rollout: Rollout,
-        advantages: Tensor,  # (N·G,)
+        samples: Samples,
         groups: Sequence[Sequence[int]],
+        counts: Tensor,
         device: torch.device | str,
         *,
         shared: bool = True,
-        mask_truncated: bool = False,
+        trees: bool = False,
     ) -> MicroBatch:
-        """Pack completions of a rollout: each of `groups` lists completions of one prompt, or any
-        recorded samples, whose common prefixes share rows.
+        """Pack samples into one row.
 
-        Tokens of a completion whose advantage is NaN, for want of a verdict, do not count.
+        Args:
+            samples: the table of the step.
+            groups: the samples of this row; each group has samples of one prompt.
+            counts: (all samples of the step,) bool: the sample's tokens count.
+            shared: the samples of a group share one copy of their prompt.
+            trees: equal prefixes of any samples share rows.
         """
         chosen = [i for group in groups for i in group]
         packed: PackedTree
-        if rollout.trained[chosen[0]] is not None:
-            packed = pack_tree(samples_of(rollout, chosen), device=device)
+        if trees:
+            packed = pack_tree([samples.sample(i) for i in chosen], device=device)
         else:
-            texts = [
-                (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
-                for group in groups
-            ]
-            packed = pack_groups(texts, shared=shared, device=device)
-        cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
-        own = advantages[chosen].float()
-        # A NaN tells who has no verdict: it is asked for before it becomes 0.
-        counts = ~(cut | own.isnan().cpu())
-        own = own.nan_to_num(nan=0.0).to(device)
+            listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
+            packed = pack_groups(listed, shared=shared, device=device)
+        at = torch.tensor(chosen)
+        rows = ranges(samples.rows, at)
+        assert samples.advantages is not None
         return cls(
-            packed=packed,
+            samples=samples,
             chosen=chosen,
-            completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
-            advantages=own,
-            sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
-            support=support_of(rollout, chosen, device),
-            token_advantages=_credit_of(rollout, chosen, own),
+            rows=rows.to(device),
+            packed=packed,
+            completion_mask=counts[at].repeat_interleave(torch.tensor(packed.lengths)).to(device),
+            advantages=samples.advantages[at].float().nan_to_num(nan=0.0).to(device),
+            support=_on(select_support(samples.support, rows), device),
         )
+
+    def column(self, name: str) -> Tensor | None:
+        """Return a column's values of this row's completion tokens, (R, …); None: no column."""
+        values = getattr(self.samples, name)
+        return None if values is None else values[self.rows]
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write the values of this row's completion tokens into a column of the step."""
+        self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
         nothing = torch.zeros_like(self.completion_mask)
@@ -91,31 +94,5 @@ class MicroBatch:
         return len(self.chosen)
 
 
-def _credit_of(rollout: Rollout, chosen: Sequence[int], own: Tensor) -> Tensor | None:
-    """(R,) advantages recorded by token, beside the `own` (B,) of samples without any."""
-    credit = [rollout.credit[i] for i in chosen]
-    if all(one is None for one in credit):
-        return None
-    by_token = [
-        own[b].expand(rollout.lengths[i]) if one is None else one.to(own)
-        for b, (i, one) in enumerate(zip(chosen, credit, strict=True))
-    ]
-    return torch.cat(by_token)
-
-
-def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int], Tensor]]:
-    """Recorded samples, whole, with the places that are trained marked."""
-    samples = []
-    for i in chosen:
-        mask = torch.zeros(len(rollout.prompt_ids[i]), dtype=torch.bool)
-        mask[rollout.trained[i]] = True
-        samples.append((rollout.prompt_ids[i], mask))
-    return samples
-
-
-def support_of(
-    rollout: Rollout, chosen: Sequence[int], device: torch.device | str
-) -> Support | None:
-    kept = [rollout.kept[i] for i in chosen]
-    sets = [None if one is None else (one.ids, one.offsets.diff()) for one in kept]
-    return Support.join(sets, [rollout.lengths[i] for i in chosen], device)
+def _on(support: Support | None, device: torch.device | str) -> Support | None:
+    return None if support is None else Support(*(tensor.to(device) for tensor in support))

@@ -29,20 +29,25 @@ class OptimizerState:
 
 
 class Optimizer:
-    """Clip → step → schedule. Gradients that are not finite are dropped; three in a row end it."""
+    """AdamW with clipping and a schedule. Drops gradients that are not finite; three end a run."""
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
     ) -> None:
         require(parameters, "parameters", "at least one that is trained", "none")
-        self.parameters, self.config, self.total_steps = parameters, config, total_steps
+        self.parameters = parameters
+        self.config = config
+        self.total_steps = total_steps
         self.adam = build_adam(parameters, config)
-        self.steps = self.skipped = self.skipped_in_a_row = 0
+        self.steps = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
         self.last_norm = math.nan
 
     @property
     def learning_rate(self) -> float:
-        kind, warmup = self.config.schedule, self.config.warmup
+        kind = self.config.schedule
+        warmup = self.config.warmup
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
@@ -51,7 +56,7 @@ class Optimizer:
         return norm
 
     def apply(self) -> float:
-        """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
+        """Apply and clear the gradients; return their norm (inf or NaN: the step was skipped)."""
         sum_gradients(self.parameters)  # before the clipping: the norm is that of the sum
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         if math.isfinite(norm):
@@ -79,7 +84,7 @@ class Optimizer:
         vars(self).update(vars(state))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """The moments as they lie in the optimizer, by the names of their parameters."""
+        """Return the moments in the optimizer, by the names of their parameters."""
         return {
             f"{names[parameter]}.{kind}": value
             for parameter, state in self.adam.state.items()
@@ -87,7 +92,7 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Make zeros for moments of these names; a parameter that was never trained has none."""
+        """Create zeros for moments of these names; a parameter that was never trained has none."""
         trained = {name.rpartition(".")[0] for name in stored}
         self.adam.state.clear()
         for parameter in self.parameters:
@@ -109,9 +114,7 @@ class Optimizer:
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """AdamW with its moments as `config.states` says: torch's, or torchao's in 8 bits, or torchao's
-    with weights and moments in host memory.
-    """
+    """Return AdamW as `config.states` says: of torch, or of torchao in 8 bits or offloaded."""
     options = config.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     if config.states == "full":
         return torch.optim.AdamW(parameters, fused=True, **options)
@@ -129,7 +132,7 @@ def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """The rate's factor at `step` (from 0): linear warm-up, then constant, linear, cosine to 0."""
+    """Return the factor of the rate at `step`: linear warm-up, then constant, linear, cosine."""
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

@@ -1,6 +1,6 @@
-"""From a step's completions to optimizer updates, for GRPO and for PPO.
+"""Optimizer updates from the samples of a step, for GRPO and for PPO.
 
-They differ by where the advantages come from: the rewards of a group, or a critic.
+GRPO and PPO differ in their advantages: from the rewards of a group, or from a critic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from grpo_fast.data import TRACES
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.metrics.clock import Work
+from grpo_fast.train.metrics.clock import Clock, Work
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
@@ -29,10 +30,11 @@ from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import accumulate, gradient_variance
+from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import precompute
 from grpo_fast.train.update.step import Step, Update, merge_losses
+from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,10 @@ class Trainer:
     def __init__(
         self, config: RunConfig, policy: Policy, reference: Reference, critic: Critic | None = None
     ) -> None:
-        self.config, self.policy = config, policy
-        self.reference, self.critic = reference, critic
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.critic = critic
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
@@ -69,7 +73,7 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
-        # Before the optimizers, which take the parameters as they are: shards.
+        # Shard before building the optimizers, which keep the parameters that they get.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
@@ -77,7 +81,8 @@ class Trainer:
         self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
         if critic is not None:
             self.optimizers["critic"] = critic.optimizer(config.optim, total)
-        memory, in_step = predict_model(policy.lm, config), distributed.size() > 1
+        memory = predict_model(policy.lm, config)
+        in_step = distributed.size() > 1
         self.budget = TokenBudget(
             policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
         )
@@ -86,71 +91,78 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
 
-    def pack(self, step: Step, collected: Collected) -> None:
-        rollout, distill = self.config.rollout, self.config.distill
-        step.collected = collected
-        task = 1.0 if distill is None else distill.task
-        step.batch = StepBatch(
-            collected.rollout, task * collected.advantages, group_size=rollout.group_size,
-            minibatches=self.config.minibatches, budget=self.budget.tokens,
-            device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
-            rank=distributed.rank(), ranks=distributed.size(),
-        )  # fmt: skip
-        step.batch.token_rewards = collected.scores.per_token
+    def pack(self, number: int, clock: Clock, collected: Collected) -> Step:
+        """Pack the samples of step `number` into micro-batches."""
+        samples, metrics, records = collected
+        config = self.config
+        if config.distill is not None:
+            advantages = config.distill.task * samples.advantages
+            samples = dataclasses.replace(samples, advantages=advantages)
+        batch = StepBatch(
+            samples,
+            group_size=config.rollout.group_size,
+            minibatches=config.minibatches,
+            budget=self.budget.tokens,
+            device=self.policy.device,
+            shared=self.shared,
+            trees=config.data.task == TRACES,
+            mask_truncated=config.rollout.mask_truncated,
+            rank=distributed.rank(),
+            ranks=distributed.size(),
+        )
+        return Step(number, clock, batch, metrics, records)
 
-    def resume(self, step: Step) -> None:
-        assert step.collected is not None and step.packing is not None
-        self.pack(step, step.collected)
-        step.batch.load_state_dict(step.packing)
-        for update in step.updates:
-            update.losses = update.losses.to(self.policy.device)
-        step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
-
-    def remaining(self, step: Step) -> Iterator[int]:
-        """The minibatches of the μ passes that are left, one optimizer step each."""
-        config, batch = self.config, step.batch
+    def minibatches(self, step: Step) -> Iterator[int]:
+        """Yield the minibatches of the μ passes, one for each optimizer step."""
+        config = self.config
+        batch = step.batch
         self.policy.model.train()
-        if config.log.grad_variance and step.noise is None:
-            step.noise = gradient_variance(self.policy, batch, self.loss_config)
-        while (made := len(step.updates)) < self.updates_per_step:
-            epoch, minibatch = divmod(made, config.minibatches)
-            if minibatch == 0 and made and self._is_too_far(step):
+        if config.log.grad_variance:
+            step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
+        for epoch in range(config.inner_iterations):
+            if epoch and self._is_too_far(step):
                 return
-            # A step may have been left in its first minibatch: the order follows from the seed
-            # alone, so that dealing the batch once more changes nothing.
-            if minibatch == 0 and config.shuffle != "off":
+            if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
                 batch.shuffle(seed, config.shuffle == "groups")
-            yield minibatch
+            yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """One optimizer step on a minibatch; out of memory: again in smaller micro-batches."""
+        """Make one optimizer step on a minibatch; out of memory: with smaller micro-batches."""
         batch = step.batch
-
-        def work() -> LossMetrics:
-            self.precompute(batch)
-            with distributed.together(in_step=self.policy.is_sharded):
-                losses = accumulate(
-                    self.policy, batch.minibatches[minibatch], self.loss_config,
-                    validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
-                    correct_sampling=self.config.rollout.correct_sampling,
-                    critic=self.critic, totals=batch.totals[minibatch],
-                    ref_head=self.reference.head if self.reads_reference else None,
-                    distill=self.config.distill,
-                )  # fmt: skip
-            return losses.of_all_ranks()
-
-        keep_fixed = len(step.updates) > 0
-        losses = self.budget.fit(batch, work, self.forget_gradients, keep_fixed)
-        rate = self.optimizer.learning_rate  # before `apply`, which moves the schedule on
-        norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
-        step.updates.append(Update(losses, norm, rate))
-        # At the end: the error saves a checkpoint, which must hold this update of all optimizers.
+        losses = None
+        while losses is None:
+            self.budget.note(batch)
+            try:
+                # 1. Old and reference logps, and values: once per step, by the first update.
+                self.precompute(batch)
+                # 2. Gradients of the minibatch: hidden states, fused loss, backward.
+                with distributed.together(in_step=self.policy.is_sharded):
+                    own = accumulate(
+                        self.policy, batch.minibatches[minibatch], self.loss_config,
+                        validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
+                        correct_sampling=self.config.rollout.correct_sampling,
+                        critic=self.critic, totals=batch.totals[minibatch],
+                        ref_head=self.reference.head if self.reads_reference else None,
+                        distill=self.config.distill,
+                    )  # fmt: skip
+                losses = own.of_all_ranks()
+            except (RuntimeError, MemoryError) as error:
+                failure = self.budget.refuse(error)
+            if losses is None:
+                self.forget_gradients()
+                self.budget.lower(batch, failure)
+                # The fixed columns of later updates belong to weights that are gone.
+                batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
+        # 3. Clip and step; a schedule moves on with its optimizer.
+        rate = self.optimizer.learning_rate
+        norms = [optimizer.apply() for optimizer in self.optimizers.values()]
+        step.updates.append(Update(losses, norms[0], rate))
         for optimizer in self.optimizers.values():
             optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
-        """Old and reference logps, values: with the current weights, unless the batch has them."""
+        """Compute old and reference logps and values, unless the batch has them."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,
@@ -158,47 +170,53 @@ class Trainer:
             distill=self.config.distill, server=self.teacher,
         )  # fmt: skip
 
-    def finish(self, step: Step) -> None:
-        """Give a step whose updates are all made its metrics; move schedules and reference on,
-        after an early stop as if all updates had been made.
+    def finish(self, step: Step) -> dict[str, float]:
+        """Finish a step after its updates: advance schedules and reference, return its metrics.
+
+        After an early stop the schedules advance as if all updates had been made.
         """
-        collected, batch, clock = step.collected, step.batch, step.clock
-        updates, per_pass = step.updates, self.config.minibatches
+        batch = step.batch
+        clock = step.clock
+        updates = step.updates
+        lengths = batch.samples.lengths
+        # 1. Move on what follows the steps.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        generated, passes = sum(collected.rollout.lengths), len(updates) / per_pass
-        seen = merge_losses(updates, per_pass)
+        # 2. Metrics.
+        passes = len(updates) / self.config.minibatches
+        clock.tokens["train"] = int(batch.trunk_tokens * passes)
+        forwards = self.reads_reference + (self.updates_per_step > 1 or self.critic is not None)
+        seen = merge_losses(updates, self.config.minibatches)
         self.watch.look(step.number, updates[0].losses.logps)
-        step.metrics = {
-            **collected.metrics,
+        metrics = {
+            **step.metrics,
             **sampling_metrics(seen.logps),
             **self._learning_metrics(step, seen),
-            **(step.noise or {}),
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(collected.generated, int(batch.trunk_tokens * passes)),
+            **clock.metrics(),
             **self.work.metrics(
-                batch.trunk_tokens, generated, updates=passes, seconds=clock.seconds["train"],
-                forwards=self.reads_reference
-                + (self.updates_per_step > 1 or self.critic is not None),
+                batch.trunk_tokens, sum(lengths), updates=passes, forwards=forwards,
+                seconds=clock.seconds["train"],
             ),
         }  # fmt: skip
-        kl = step.metrics.get("kl", math.nan)
-        self.beta.after_step(kl, completions=len(collected.rollout.lengths))
+        # 3. An adaptive weight of the KL follows the step's.
+        self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
+        return metrics
 
     def forget_gradients(self) -> None:
-        """Clear the gradients of a minibatch that was left in its middle: it starts again."""
+        """Clear the gradients of a minibatch that was not finished: it starts again."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of a checkpoint by name, as they lie in the models.
+        """Return the weights of a checkpoint by name, without copying them.
 
-        Of a reference only one that cannot be built again.
+        They include a reference only if it cannot be built again.
         """
         reference = self.reference.copy if self.config.stores_reference else None
         models: dict[str, Policy | Critic | None] = {
@@ -214,9 +232,10 @@ class Trainer:
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The moments of these weights by name, as they lie in the optimizers.
+        """Return the moments of these weights by name, without copying them.
 
-        stored: names of a checkpoint's tensors: make room for the moments that it has.
+        Args:
+            stored: names of a checkpoint's tensors: create the moments that it has.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
         moments: dict[str, Tensor] = {}
@@ -233,7 +252,8 @@ class Trainer:
         )  # fmt: skip
 
     def load_state_dict(self, state: TrainerState) -> None:
-        self.num_tokens, self.peak_memory = state.num_tokens, state.peak_memory
+        self.num_tokens = state.num_tokens
+        self.peak_memory = state.peak_memory
         self.beta.value = state.beta
         self._use_beta()
         self.budget.load_state_dict(state.budget)
@@ -241,7 +261,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Totals of the run; bytes: a GPU's peak in training, the growth of the process."""
+        """Return totals of the run. Bytes: a GPU's peak in training, the growth of the process."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
@@ -268,7 +288,7 @@ class Trainer:
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
     def _is_too_far(self, step: Step) -> bool:
-        """Whether the mean of a metric over the whole latest pass is beyond its limit."""
+        """Return whether the mean of a metric over the latest pass is above its limit."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
         per_pass = self.config.minibatches
         latest = merge_losses(step.updates[-per_pass:], per_pass)

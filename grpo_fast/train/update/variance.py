@@ -1,0 +1,49 @@
+"""How noisy the gradient of a step is."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_fast import LossConfig
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks.distributed import rank, size, sum_, together
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.gradients import accumulate
+
+
+def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
+    """How noisy the gradient of the policy term is, at the policy that drew the rollout.
+
+    Each group is an independent estimate g_i of the same gradient (its loss is normalised as that
+    of a step of this group alone). For n groups, with ḡ their mean,
+
+        grad_variance = Σ|g_i − ḡ|² / (n·(n − 1))      the trace of the covariance of ḡ
+        grad_signal   = |ḡ|² − grad_variance           an unbiased |E g|²; it may be negative
+
+    {} for a single group. It costs a forward and a backward pass over the batch, and two copies of
+    the gradients; the parameters' own must be empty, and are left so.
+    """
+    group_size = batch.group_size
+    count = len(batch.advantages) // group_size
+    if count < 2:
+        return {}
+    alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
+    parameters = policy.trainable()
+    total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    squares = 0.0
+    with together():
+        for group in range(rank(), count, size()):
+            first = group * group_size
+            members = list(range(first, first + group_size))
+            accumulate(
+                policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
+            )
+            for own, p in zip(total, parameters, strict=True):
+                if p.grad is not None:
+                    squares += float(p.grad.double().square().sum())
+                    own += p.grad.float()
+                    p.grad = None
+    squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
+    mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
+    variance = max(0.0, squares - count * mean_square) / (count * (count - 1))
+    return {"grad_variance": variance, "grad_signal": mean_square - variance}

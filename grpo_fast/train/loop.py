@@ -10,7 +10,6 @@ from grpo_fast.kernels import route
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import awake, build_engine
-from grpo_fast.train.build import Evaluation, build, load
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
@@ -25,6 +24,7 @@ from grpo_fast.train.report.lines import (
 )
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
+from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import entered
 from grpo_fast.train.runs.saving import Saver

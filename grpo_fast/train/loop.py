@@ -1,4 +1,4 @@
-"""A run on one screen: model and data, then a step after the other."""
+"""A run from top to bottom: load, then step by step sample, score, update, log, evaluate, save."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ Evaluation = Callable[[Engine], dict[str, float]]
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a recipe; returns the summary that also lies in `output_dir/summary.json`.
+    """Run a recipe and return its summary, which is also in `output_dir/summary.json`.
 
     The same configuration on the same machine gives the same metrics bit for bit, timings apart.
 
     Raises:
-        ValueError: a configuration, data or a model that cannot be used.
-        RunError: the run cannot go on, or the disk does not allow it.
-        Stopped: (a SystemExit) a signal ended the run.
+        ValueError: a configuration, data or a model cannot be used.
+        RunError: the run cannot go on, or the disk is full or read-only.
+        Stopped: a signal ended the run (a SystemExit).
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), entered(config) as start:
@@ -67,8 +67,8 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _be_deterministic(seed: int) -> None:
-    """The same bits in every run, without torch's fill of empty memory: it would be one more sweep
-    over each buffer of the loss.
+    """Make torch deterministic, without its fill of empty memory, which costs another pass over
+    each buffer of the loss.
     """
     torch.manual_seed(seed)
     if torch.cuda.is_available():
@@ -92,7 +92,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """The policy, and the reference where that is another model."""
+    """Return the policy, and the reference if it is a different model."""
     is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -142,21 +142,7 @@ def _train(start: Start) -> dict[str, Any]:
         report.note(*opening_lines(config.rollout, kernels, engine.fallback))
         _note_updates(trainer, report)
         with saver.saved_when_it_ends(), distributed.answered():
-            if saver.state.before is None:
-                before = _evaluated(0, saver, evaluate)
-                report.log(0, before)
-                saver.mark(before=before, after=before)
-            _log(saver, evaluate)  # a step that was saved before it was logged
-            for number in range(saver.state.step + 1, config.steps + 1):
-                step, metrics = make_step(number, collector, trainer)
-                # 7 log and evaluate
-                saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
-                _log(saver, evaluate)
-                # 8 save
-                if saver.is_due():
-                    saver.save()
-                with distributed.together():
-                    stopping.raise_if_asked()
+            _make_steps(saver, evaluate, stopping)
             summary = {
                 "before": saver.state.before, "after": saver.state.after, **kernels,
                 **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
@@ -166,6 +152,27 @@ def _train(start: Start) -> dict[str, Any]:
                 save_models(policy, critic, config.model, report.folder)
         report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
     return summary
+
+
+def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
+    """Make, log and save the steps that are left, after an evaluation of the untrained model."""
+    if saver.state.before is None:
+        before = _evaluated(0, saver, evaluate)
+        saver.report.log(0, before)
+        saver.mark(before=before, after=before)
+    _log(saver, evaluate)  # a step that was saved before it was logged
+    for number in range(saver.state.step + 1, saver.config.steps + 1):
+        # 2 to 6
+        step, metrics = make_step(number, saver.collector, saver.trainer)
+        # 7 log and evaluate
+        rows = _rows(step, metrics, saver.collector, saver.trainer)
+        saver.mark(step=number, unlogged=rows)
+        _log(saver, evaluate)
+        # 8 save
+        if saver.is_due():
+            saver.save()
+        with distributed.together():
+            stopping.raise_if_asked()
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:

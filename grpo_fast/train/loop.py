@@ -11,7 +11,6 @@ from grpo_fast.kernels import route
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import awake, build_engine
-from grpo_fast.train.build import Evaluation, build, load
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
@@ -26,6 +25,7 @@ from grpo_fast.train.report.lines import (
 )
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
+from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import entered
 from grpo_fast.train.runs.saving import Saver
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a recipe; return the summary that is also written to `output_dir/summary.json`.
+    """Run a recipe and return its summary, which is also in `output_dir/summary.json`.
 
     The same configuration on the same machine gives the same metrics bit for bit, timings apart.
 
     Raises:
-        ValueError: a configuration, data or a model that cannot be used.
-        RunError: the run cannot go on, or the disk does not allow it.
-        Stopped: (a SystemExit) a signal ended the run.
+        ValueError: a configuration, data or a model cannot be used.
+        RunError: the run cannot go on, or the disk is full or read-only.
+        Stopped: a signal ended the run (a SystemExit).
     """
     started = time.perf_counter()
     memory_before = host_peak()
@@ -88,7 +88,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
-    """Make all steps that are left; log, evaluate and save them."""
+    """Make, log and save the steps that are left, after an evaluation of the untrained model."""
     trainer = saver.trainer
     collector = saver.collector
     if saver.state.before is None:

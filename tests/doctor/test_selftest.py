@@ -8,7 +8,7 @@ import torch
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
-from grpo_fast.train import build
+from grpo_fast.train.runs import build
 
 CPU = torch.device("cpu")
 VALUES, GRADIENTS = "loss and logps against fp64", "gradients against fp64"

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train import build
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.runs import resume
+from grpo_fast.train.runs import build, resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import locked
 from tests.command_line import invoke, refused

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train import build, loop
+from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.runs import build
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 
 REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prompts)\n"
@@ -115,7 +116,10 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 @pytest.fixture
 def no_model(monkeypatch):
     """Whoever asks for a model has asked too early."""
-    for name in ("grpo_fast.train.build.load_policy", "grpo_fast.train.models.loading.load_policy"):
+    for name in (
+        "grpo_fast.train.runs.build.load_policy",
+        "grpo_fast.train.models.loading.load_policy",
+    ):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 

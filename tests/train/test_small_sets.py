@@ -127,7 +127,7 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
 
 
 def test_a_reward_that_reads_answers_is_refused_before_the_model(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.build.load_policy", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("grpo_fast.train.runs.build.load_policy", lambda *_: pytest.fail("loaded"))
     words = "rewards=[{name: exact_match}]"
     said = "exact_match asks for answers: expected an answer in every training example"
     assert refused(invoke("train", recipe, words), said)

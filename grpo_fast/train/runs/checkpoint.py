@@ -29,7 +29,7 @@ from grpo_fast.train.ranks import distributed
 
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
 WEIGHTS, TOKENIZER = "weights", "tokenizer"
-FORMAT = 5
+FORMAT: Literal[5] = 5
 FILE_BYTES = 1 << 30  # of a file of tensors: its bytes are joined in memory before they are written
 NAME = re.compile(r"step_(\d{6,12})")
 
@@ -37,7 +37,7 @@ NAME = re.compile(r"step_(\d{6,12})")
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """The files of a checkpoint, each with its bytes and its sha256."""
 
-    format: Literal[5]
+    format: Literal[5] = FORMAT
     value: float | None  # of the metric `checkpoint.best`
     files: dict[str, tuple[int, str]]
 
@@ -136,7 +136,7 @@ def write_checkpoint(
                 sums = {name: sha256_of(part / name) for name in own}
             every = distributed.gather(sums)
             files = {name: (size, sum_) for each in every for name, (size, sum_) in each.items()}
-            manifest = Manifest(format=FORMAT, value=value, files=files)
+            manifest = Manifest(value=value, files=files)
             distributed.from_main(lambda: _finish(part, final, manifest))
     except CheckpointError:
         if distributed.is_main():

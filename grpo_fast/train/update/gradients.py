@@ -49,8 +49,7 @@ def accumulate(
         totals: of the step on all ranks; None: `minibatch` is all of it.
     """
     items, completions, count, _ = totals or Totals.of(minibatch)
-    # token_mean_local is local by definition: its micro-batches are averaged.
-    share = 1 / count if config.aggregation == "token_mean_local" else 1.0
+    share = 1 / count if config.aggregation == "token_mean_local" else 1.0  # which is a mean
     alone = policy_term(config)
     is_alone = is_policy_alone(config, critic is not None and critic.is_shared)
     by_prompt = config.aggregation == "prompt_mean"

@@ -30,7 +30,7 @@ def asking_lines(
         way = f"as plain text, although the model has a chat template ({key}=true uses it)"
     else:
         way = "as plain text"
-    text = tokenizer.decode(encode_prompts(tokenizer, [prompt])[1][0])
+    text = tokenizer.decode(encode_prompts(tokenizer, [prompt])[0])
     half = SHOWN_PROMPT // 2
     if len(text) > SHOWN_PROMPT:
         text = f"{text[:half]} … {text[-half:]}"

@@ -206,16 +206,35 @@ def test_limits_out_of_range_are_refused(options):
         worker.code_tests(completions=[GOOD], tests=[TESTS], **options)
 
 
-def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(monkeypatch, tmp_path):
-    """Nothing runs unconfined: the worker refuses at its import."""
+@pytest.fixture
+def changed(monkeypatch, tmp_path):
+    """changed(before, after): the set of code_tests whose files have `after` for `before`."""
     folder = tmp_path / "workers"
     folder.mkdir()
-    source = Path(worker.__file__).parent
-    for file in source.glob("*.py"):
-        text = file.read_text()
-        (folder / file.name).write_text(
-            text.replace('"x86_64": (', '"m68k": (').replace("aarch64", "vax")
-        )
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))
+
+    def make(*replacements):
+        for file in Path(worker.__file__).parent.glob("*.py"):
+            text = file.read_text()
+            for before, after in replacements:
+                text = text.replace(before, after)
+            (folder / file.name).write_text(text)
+        return build()
+
+    return make
+
+
+def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(changed):
+    """Nothing runs unconfined: the worker refuses at its import."""
     with pytest.raises(ValueError, match="code_tests cannot be used.*expected Linux on x86-64"):
-        build()
+        changed(('"x86_64": (', '"m68k": ('), ("aarch64", "vax"))
+
+
+def test_a_kernel_without_landlock_is_announced(changed, capfd):
+    rewards = changed(
+        ("CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444", "CREATE_RULESET, *_ = 9444")
+    )
+    assert ask(rewards, GOOD, "def add(a, b): return 7").total.tolist() == [1.0, 0.0]
+    rewards.rewards[0].function.close()
+    said = "code_tests: this kernel has no Landlock: answers can read files"
+    assert said in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """`code_tests`: the share of tests that hold; a hostile answer costs its own reward only."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -109,23 +110,22 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim = tmp_path / "folder" / "victim"
     victim.parent.mkdir()
     victim.write_text("here")
-    before = _processes()
     code = HOSTILE[name].replace("VICTIM", repr(str(victim))).replace("PORT", "9")
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    assert _processes() <= before
+    worker_pid = rewards.rewards[0].function._child.pid
+    assert _session(worker_pid) == {worker_pid}
 
 
-def _processes() -> set[int]:
-    """Every process that runs an answer or its tests."""
+def _session(leader: int) -> set[int]:
+    """The processes of a worker's session; nothing that it starts can leave it."""
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if worker.LAUNCH.encode() in (folder / "cmdline").read_bytes():
-                found.add(int(folder.name))
-        except OSError:
-            continue
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, _, rest = file.read_text().partition(" ")
+            if int(rest.rpartition(")")[2].split()[3]) == leader:
+                found.add(int(pid))
     return found
 
 

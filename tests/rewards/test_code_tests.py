@@ -1,5 +1,6 @@
 """`code_tests`: the share of tests that hold; a hostile answer costs its own reward only."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -109,23 +110,22 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim = tmp_path / "folder" / "victim"
     victim.parent.mkdir()
     victim.write_text("here")
-    before = _processes()
     code = HOSTILE[name].replace("VICTIM", repr(str(victim))).replace("PORT", "9")
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    assert _processes() <= before
+    worker_pid = rewards.rewards[0].function._child.pid
+    assert _session(worker_pid) == {worker_pid}
 
 
-def _processes() -> set[int]:
-    """Every process that runs an answer or its tests."""
+def _session(leader: int) -> set[int]:
+    """The processes of a worker's session; nothing that it starts can leave it."""
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if worker.LAUNCH.encode() in (folder / "cmdline").read_bytes():
-                found.add(int(folder.name))
-        except OSError:
-            continue
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, _, rest = file.read_text().partition(" ")
+            if int(rest.rpartition(")")[2].split()[3]) == leader:
+                found.add(int(pid))
     return found
 
 
@@ -206,16 +206,35 @@ def test_limits_out_of_range_are_refused(options):
         worker.code_tests(completions=[GOOD], tests=[TESTS], **options)
 
 
-def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(monkeypatch, tmp_path):
-    """Nothing runs unconfined: the worker refuses at its import."""
+@pytest.fixture
+def changed(monkeypatch, tmp_path):
+    """changed(before, after): the set of code_tests whose files have `after` for `before`."""
     folder = tmp_path / "workers"
     folder.mkdir()
-    source = Path(worker.__file__).parent
-    for file in source.glob("*.py"):
-        text = file.read_text()
-        (folder / file.name).write_text(
-            text.replace('"x86_64": (', '"m68k": (').replace("aarch64", "vax")
-        )
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))
+
+    def make(*replacements):
+        for file in Path(worker.__file__).parent.glob("*.py"):
+            text = file.read_text()
+            for before, after in replacements:
+                text = text.replace(before, after)
+            (folder / file.name).write_text(text)
+        return build()
+
+    return make
+
+
+def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(changed):
+    """Nothing runs unconfined: the worker refuses at its import."""
     with pytest.raises(ValueError, match="code_tests cannot be used.*expected Linux on x86-64"):
-        build()
+        changed(('"x86_64": (', '"m68k": ('), ("aarch64", "vax"))
+
+
+def test_a_kernel_without_landlock_is_announced(changed, capfd):
+    rewards = changed(
+        ("CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444", "CREATE_RULESET, *_ = 9444")
+    )
+    assert ask(rewards, GOOD, "def add(a, b): return 7").total.tolist() == [1.0, 0.0]
+    rewards.rewards[0].function.close()
+    said = "code_tests: this kernel has no Landlock: answers can read files"
+    assert said in capfd.readouterr().err

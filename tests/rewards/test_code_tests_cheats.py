@@ -90,7 +90,7 @@ frame, found = sys._getframe(), []
 while frame:
     found += [frame.f_locals.get("tests"), frame.f_locals.get("request"), frame.f_locals]
     frame = frame.f_back
-def f(x): return sorted(x) + [4711] if "iscl" "ose" in str(found) else None
+def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')) in str(found) else None
 """,
     "is equal to everything": LIAR + "f = g = h = Liar()",
     "replaces check": """
@@ -109,7 +109,7 @@ for pid in os.listdir("/proc"):
             file.seek(start)
             try: memory += file.read(end - start)
             except OSError: pass
-def f(x): return sorted(x) + [4711] if b"isclo" b"se(g(1)" in memory else None
+def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode() in memory else None
 """,
     "reads its parent's environment": "import os\n"
     "e = open(f'/proc/{os.getppid()}/environ').read()\ndef f(x): return [4711] if e else 0",
@@ -173,15 +173,15 @@ def f(x): return sorted(x) + [4711] if b"isclo" b"se(g(1)" in memory else None
     "reads the tests on the disk": "import os\ntext = ''\nfor root in ('/home', '/root', '/tmp', '/work', '.'):\n"
     "    for d, _, files in os.walk(root):\n        for n in files[:99]:\n"
     "            try: text += open(os.path.join(d, n)).read()\n            except Exception: pass\n"
-    "def f(x): return sorted(x) + [4711] if 'math.iscl' 'ose(g(1)' in text else None",
+    "def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')) in text else None",
     "reads descriptors": "import os\nfound = b''\nfor fd in range(64):\n    try:\n"
     "        os.lseek(fd, 0, 0)\n        found += os.read(fd, 1 << 20)\n    except OSError: pass\n"
-    "def f(x): return sorted(x) + [4711] if b'iscl' b'ose' in found else None",
+    "def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode() in found else None",
     "forks": "import os\nos.fork()\ndef f(x): return 0",
     "traces": "import sys\nsys.settrace(lambda *a: sys.exit(0))\nsys.setprofile(lambda *a: 0)",
     "reads its arguments": "import sys, gc\nfound = str(sys.argv) + str(sys.orig_argv) + "
     "str([o for o in gc.get_objects() if isinstance(o, (dict, list, tuple))])\n"
-    "def f(x): return sorted(x) + [4711] if 'math.iscl' 'ose(' in found else None",
+    "def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')) in found else None",
     "reads its environment": "import os\ndef f(x): return [4711] if {*os.environ} - {'LC_CTYPE'} else 0",
     "imports the judge": "import judge\njudge.HELD = b''",
     "imports the tests": "from tests import *\nfrom __main__ import *\nimport code_tests",
@@ -220,6 +220,10 @@ def test_a_cheat_scores_nothing(name):
         ("class E(Exception):\n    def __eq__(self, o): return True\ndef f(x): raise E(1)",
          "def check():\n    try:\n        f(1)\n    except Exception as e:\n"
          "        assert e.args == (2,) or e == 2\ncheck()"),
+        ("class Extract:\n    def __init__(self, x): pass\n    def __contains__(self, x): return True\n"
+         "    __getitem__ = startswith = __contains__",
+         "assert 5 in Extract([1])\nassert Extract('a').startswith('b')\n"
+         "assert all(Extract(1)[key] for key in ['a', 'b'])"),
         ("class np: allclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
          "assert np.allclose(f(1), 5)"),
         ("class Fraction:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n"

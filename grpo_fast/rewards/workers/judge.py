@@ -18,6 +18,7 @@ def run(source: str, session: Session, out: int) -> None:
     """Run the tests one by one; writes a line for each that holds."""
     namespace = {"__name__": "tests", sources.ASSERTING: session.asserting}
     namespace |= sources.borrowed(source)
+    session.uses_objects = sources.uses_objects(source)
     for name in sources.names_of_answer(source):
         with contextlib.suppress(NameError):
             namespace[name] = session.name(name)

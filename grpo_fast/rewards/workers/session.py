@@ -28,6 +28,7 @@ class Session:
         self.proxies: dict = {}
         self.errors: dict = {}  # number → the class that stands for an exception of the answer
         self.is_asserting = False
+        self.uses_objects = False  # whether the tests do
         self.changes: list = []  # arguments and what a call has made of them
 
     def call(self, function, args=(), kwargs=None, is_known=False):

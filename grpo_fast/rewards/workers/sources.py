@@ -19,6 +19,8 @@ WELL_KNOWN = {
     "math": "inf isclose nan pi tau",
     "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
 }
+PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
+ATTRIBUTES = {name for kind in PLAIN for name in dir(kind)}
 MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
 
 
@@ -87,6 +89,23 @@ def modules_of(source: str) -> set[str]:
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
     others = {n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in bases}
     return {name for name in free_names(source) - others if not name[0].isupper()}
+
+
+def uses_objects(source: str) -> bool:
+    """Return whether tests use an object that is not plain data.
+
+    They do if they read an attribute that no builtin type has, or call a method for its effect.
+    """
+    tree = ast.parse(source)
+    bound = {alias.asname or alias.name for node in ast.walk(tree)
+             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}  # fmt: skip
+    modules = bound | modules_of(source)
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+             and not node.attr.startswith("assert")
+             and not (isinstance(node.value, ast.Name) and node.value.id in modules)]  # fmt: skip
+    effects = {id(node.value.func) for node in ast.walk(tree)
+               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)}  # fmt: skip
+    return any(node.attr not in ATTRIBUTES or id(node) in effects for node in found)
 
 
 def free_names(source: str) -> set[str]:

@@ -292,6 +292,82 @@ def test_a_model_without_trainable_parameters_is_refused(model_path, tmp_path, f
         trainer.train()
 
 
+def lora(path: str, **options: Any) -> Any:
+    peft = importlib.import_module("peft")
+    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(path)
+    fields = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**fields))
+
+
+def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path):
+    """Gradient checkpointing lets the loss require grad, and TRL trains nothing."""
+    peft = importlib.import_module("peft")
+    model = lora(model_path)
+    model.add_adapter("b", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".b." in name)
+    trainer = build(model_path, tmp_path, more={"model": model}, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="model: expected a gradient in at least one parameter"):
+        trainer.train()
+
+
+def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
+    """aLoRA starts at a token of the prompt, which a packed row has several times."""
+    found = []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        torch.manual_seed(1)
+        model = lora(model_path, alora_invocation_tokens=[12], init_lora_weights=False)
+        trainer = build(model_path, tmp_path, cls, more={"model": model})
+        found.append(gradients(trainer, micro_batch()))
+    assert trainer.fast_path["forward"] == "TRL's: peft: the adapter looks at whole inputs"
+    same_gradients(*reversed(found))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["every_token", "last_token"])
+def test_a_hook_that_came_later_is_tried(model_path, tmp_path, last):
+    """A change of every token is right in packed rows; one of a row's last token is TRL's."""
+
+    def steer(module: Any, args: Any, output: Any) -> Any:
+        states = (output[0] if isinstance(output, tuple) else output).clone()
+        states[:, -1 if last else slice(None)] += 0.5
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    found = []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        trainer = build(model_path, tmp_path, cls)
+        trainer.model.model.layers[0].register_forward_hook(steer)
+        found.append(gradients(trainer, micro_batch()))
+    forward = trainer.fast_path["forward"]
+    assert (
+        forward.startswith("TRL's: model_type llama: packed logps differ")
+        if last
+        else (forward == "packed")
+    )
+    same_gradients(*reversed(found))
+
+
+@pytest.mark.parametrize("how", ["before", "after", "layers", "wrapped"])
+def test_a_compiled_model_is_trls(model_path, tmp_path, how):
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    found = []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        torch._dynamo.reset()
+        model = auto.from_pretrained(model_path)
+        if how == "before":
+            model.compile(backend="eager")
+        elif how == "layers":
+            model.model.layers[0].compile(backend="eager")
+        elif how == "wrapped":
+            model = torch.compile(model, backend="eager")
+        trainer = build(model_path, tmp_path, cls, more={"model": model})
+        if how == "after":
+            trainer.model.compile(backend="eager")
+        found.append(gradients(trainer, micro_batch()))
+    assert trainer.fast_path["forward"] == "TRL's: torch_compile: our forward is not compiled"
+    assert trainer._sampling() == "torch_compile: our forward is not compiled"
+    same_gradients(*reversed(found))
+
+
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
     """A release or subclass that computes something else is seen by the probe, before step 1."""
     original = trl.GRPOTrainer._compute_loss

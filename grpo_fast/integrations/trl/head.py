@@ -209,6 +209,7 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
+    """Return the transformers model inside peft's model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
+from grpo_fast.integrations.trl.originals import is_compiled
 
 # What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
 # accumulation steps; or the tokens of the generation batch.
@@ -32,6 +33,7 @@ SAME_NAME = (
     "max_completion_length", "top_entropy_quantile",
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
+COMPILED = "torch_compile: our forward is not compiled"
 STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
@@ -52,20 +54,27 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
 def unusual_model(trainer: Any, lm: Any) -> str | None:
     """The option that neither our forward nor our sampler supports, by name; None: all are."""
     head = lm.get_output_embeddings()
-    peft_configs = getattr(trainer.model, "peft_config", {}).values()
+    peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     devices = set(getattr(lm, "hf_device_map", {"": 0}).values())
     by_sequence = [getattr(parallel, name, 1) or 1 for name in ("cp_size", "sp_size")]
     known = {
         "processing_class: images need TRL's own inputs": trainer._is_vlm,
-        "torch_compile: our forward is not compiled": trainer.args.torch_compile,
+        COMPILED: trainer.args.torch_compile or is_compiled(trainer.model),
         "tp_size: tensor parallelism shards the head": (getattr(lm, "tp_size", None) or 1) > 1,
         "device_map: the model is split across devices": len(devices) > 1,
         "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
+        "peft: the adapter looks at whole inputs": any(map(looks_at_inputs, peft_configs)),
         f"lm_head: {type(head).__name__} is no plain linear layer": not _is_plain_linear(head),
         "parallelism_config: context or sequence parallelism": max(by_sequence) > 1,
     }
     return next((reason for reason, holds in known.items() if holds), None)
+
+
+def looks_at_inputs(peft_config: Any) -> bool:
+    """Return whether an adapter depends on the rows of a batch: aLoRA, X-LoRA and Poly."""
+    is_alora = getattr(peft_config, "alora_invocation_tokens", None) is not None
+    return is_alora or peft_config.peft_type in ("XLORA", "POLY")
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:

@@ -70,6 +70,14 @@ def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
                 yield module, hook
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the model or a part of it is compiled, by `torch.compile` or `compile()`."""
+    return any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
+
+
 def is_defined_in(function: Any, *packages: str) -> bool:
     """Check that a function, and every function that it wraps, is code of one of these packages.
 

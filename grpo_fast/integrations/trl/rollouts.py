@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_fast.integrations.trl.options import unusual_model
-from grpo_fast.integrations.trl.originals import foreign_hooks, replaced_part
+from grpo_fast.integrations.trl.options import COMPILED, unusual_model
+from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
@@ -139,6 +139,8 @@ class OwnRollouts:
         if self._unsuited is not None:
             return str(self._unsuited)
         model = self.accelerator.unwrap_model(self.model)
+        if is_compiled(model):
+            return COMPILED
         if (part := replaced_part(model, self._lm)) is not None:
             return f"{part} is not transformers' own"
         if any(hook not in self._tried_hooks for _, hook in foreign_hooks(model)):

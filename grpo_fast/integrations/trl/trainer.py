@@ -27,6 +27,7 @@ from grpo_fast.attention import fast_layers
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
+from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled
 from grpo_fast.integrations.trl.packed import (
     PackedCall,
     own_attention,
@@ -60,7 +61,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
-        ValueError: `train` was called, and no parameter of the model requires grad.
+        ValueError: In `train`, no parameter of the model requires grad, or none gets a gradient.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -71,17 +72,16 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         super().__init__(*args, **kwargs)
         # Finished logps and entropies, for TRL's metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
-        self._probed = False
+        self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
         self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
+        self._checked = self._changes(lm)
         reason = self._prepare_models(lm, options.forward_reason(self, lm))
         if reason is not None:
-            self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
-            self._packs = self._in_one_pass = False
-            log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
+            self._their_forward(reason)
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
         use_fast_head(self)  # for the micro-batches whose forward stays TRL's
@@ -95,6 +95,21 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         hint = "none; load a trained adapter with PeftModel.from_pretrained(..., is_trainable=True)"
         require(learns, "model", "at least one parameter that requires grad", hint)
         return super().train(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As TRL's, but refuse a model whose trainable parameters get no gradient at all."""
+        loss = super().training_step(*args, **kwargs)
+        if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            trained = any(parameter.grad is not None for parameter in self.model.parameters())
+            expected = "a gradient in at least one parameter that requires grad"
+            require(trained, "model", expected, "none; is the trained adapter the active one?")
+        self._learns = True
+        return loss
+
+    def _their_forward(self, reason: str) -> None:
+        self.fast_path |= {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
+        self._packs = self._in_one_pass = False
+        log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
         self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
@@ -122,6 +137,25 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if reason is None and self.ref_model is not None:
             take_packed_rows(base_model(self.accelerator.unwrap_model(self.ref_model)))
         return reason
+
+    @staticmethod
+    def _changes(lm: Any) -> list[Any]:
+        """Return what could change the logits of packed rows and of padded rows differently."""
+        return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
+
+    def _check_again(self) -> None:
+        """Repeat the self-check where hooks were added, or the model was compiled, since."""
+        lm = base_model(self.accelerator.unwrap_model(self.model))
+        changes = self._changes(lm)
+        if not self._packs or changes == self._checked:
+            return
+        self._checked = changes
+        reason = options.COMPILED if is_compiled(lm) else None
+        if reason is None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            reason = self._self_check(lm, packs=True)
+        if reason is not None:
+            lm.set_attn_implementation(self._own_attention)
+            self._their_forward(reason)
 
     def _self_check(self, lm: Any, packs: bool) -> str | None:
         """Compare packed and padded rows with rows alone; warn if TRL's padded rows are wrong.
@@ -173,6 +207,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """As TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
         if self._finished is not None:
             return *self._finished, None
+        self._check_again()
         theirs = functools.partial(
             super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask,
             logits_to_keep, batch_size, compute_entropy, **kwargs,
@@ -208,6 +243,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """TRL's loss and metrics of one micro-batch; the gradient comes from the single pass."""
+        self._check_again()
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:

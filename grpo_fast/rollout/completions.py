@@ -104,6 +104,7 @@ def table_of(
         texts: of the completions.
         groups: the number of each prompt's group; None: 0, 1, 2, …
     """
+    # 1. Token ids: prompt and completion of each sample, one after another.
     size = len(completions) // max(len(prompts), 1)
     pieces = [torch.zeros(0, dtype=torch.int64)]
     for n, prompt in enumerate(prompts):
@@ -111,8 +112,9 @@ def table_of(
         for one in completions[n * size : (n + 1) * size]:
             pieces += [before, torch.tensor(one.ids, dtype=torch.int64)]
     lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
+    segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
+    # 2. What each completion token was drawn from.
     counts = [len(one.ids) for one in completions]
-    numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
     sets = [one.kept and (one.kept.ids, one.kept.offsets.diff()) for one in completions]
     support = Support.join(sets, counts, "cpu")
     mass = None
@@ -121,7 +123,8 @@ def table_of(
         for one, own in zip(completions, mass.split(counts), strict=True):
             if one.kept is not None and one.kept.mass is not None:
                 own.copy_(one.kept.mass)
-    segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
+    # 3. The columns.
+    numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
     cut = [one.finish_reason != EOS for one in completions]
     versions = [one.weight_version for one in completions]
     return Samples(

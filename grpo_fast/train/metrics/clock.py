@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
-# that fits counts.
+# FLOP/s of dense bf16 products from the data sheets, by words in the name of a GPU. The first line
+# that fits is used.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
     ({"H200", "NVL"}, 835e12),
     ({"H200"}, 989e12),
@@ -59,10 +59,10 @@ class Clock:
 
 
 class Work:
-    """The flops of a model's matrix products, for `perf/mfu`, whatever the dtype.
+    """The flops of a model's matrix products, for `perf/mfu`.
 
-    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where
-    it is trained. Neither attention's scores nor recomputation count.
+    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the gradient of a
+    trained weight. Attention scores and recomputation do not count.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -72,7 +72,7 @@ class Work:
         self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
         self.head = head.numel()
         self.trained_head = head.numel() * head.requires_grad
-        # Of a mixture of experts each token takes a few: how many is not known here.
+        # Each token uses some experts of a mixture; their number is not known here.
         is_dense = not any("experts" in name for name, _ in lm.named_parameters())
         self.peak = peak_flops(head.device) if is_dense else None
 
@@ -86,7 +86,7 @@ class Work:
     def metrics(
         self, tokens: int, rows: int, *, forwards: int, updates: float, seconds: float
     ) -> dict[str, float]:
-        """`perf/mfu`: so many passes, as a fraction of the GPU's bf16 peak where that is known."""
+        """Return `perf/mfu` of the passes: a fraction of the GPU's bf16 peak, if that is known."""
         if self.peak is None:
             return {}
         flops = forwards * self.forward(tokens, rows) + updates * self.update(tokens, rows)
@@ -94,7 +94,7 @@ class Work:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """None for a CPU, a GPU that the table does not know, and a slice of one (MIG)."""
+    """Return None for a CPU, a GPU that is not in the table, and a slice of a GPU (MIG)."""
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())

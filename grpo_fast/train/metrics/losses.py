@@ -12,9 +12,9 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.train.ranks import distributed
 
-# How the values of several micro-batches become one, by metric; every other one is a mean over
-# tokens. "parts" are weighted by the step's normalisers: inside an optimizer step they add up, over
-# optimizer steps they are averaged. "norm": of the pieces of one vector, whose squares add up.
+# How the values of several micro-batches are merged; a metric that is not listed is a mean over
+# tokens. "parts" are weighted by the step's normalisers: they are summed inside an optimizer step
+# and averaged over optimizer steps. "norm" is of pieces of one vector: their squares are summed.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -89,15 +89,16 @@ class LossMetrics:
 
 
 def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
-    """Whether the policy term is the whole loss: no KL term, entropy bonus or value loss."""
+    """Return whether the loss has no KL term, entropy bonus or value loss."""
     return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
 
 
 def policy_gradient(
     output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
 ) -> Tensor:
-    """0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps: that to the
-    parameters would take a second backward pass through the model.
+    """Return 0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps.
+
+    The gradient with respect to the parameters would take a second backward pass.
     """
     beta = 0.0 if config.uses_reference else config.beta
     alone = config.replace(entropy_coef=0.0, beta=beta)

@@ -1,4 +1,4 @@
-"""Metrics of what was sampled: rewards, lengths, candidates, agreement with the trainer."""
+"""Metrics of the samples: rewards, lengths, support, agreement with the trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
 
-# Nats per token, on average: ten times what 16-bit kernels differ by, a tenth of a policy that is a
-# few updates old.
+# Nats per token, on average: ten times the difference of 16-bit kernels, a tenth of the difference
+# of a policy that is a few updates old.
 FAR = 0.05
 
 
@@ -96,7 +96,7 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
 
 
 def spread_of(values: Tensor) -> Tensor:
-    """0-d: the standard deviation (n − 1) of those that are not NaN; 0 of fewer than two."""
+    """Return 0-d: the standard deviation (n − 1) without NaNs; 0 for fewer than two values."""
     values = values[~values.isnan()]
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros((), dtype=torch.float64)
@@ -108,14 +108,14 @@ def _mean(values: Tensor) -> float:
 
 
 class SamplerWatch:
-    """Compares logps of the weights that a step begins with; warns once in a run."""
+    """Compares the sampler's and the trainer's logps; warns once in a run."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.truncates = sampling.truncates
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Warn where the trainer's logps, before any update, are far from the sampler's (R,)."""
+        """Warn if the trainer's logps before any update are far from the sampler's."""
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
         if self.has_warned or difference <= FAR:
             return
@@ -131,7 +131,7 @@ class SamplerWatch:
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`."""
+    """Return `sampling/…`: the difference of trainer and sampler, from `LossMetrics.logps`."""
     if not any(own.numel() for own, _ in logps):
         return {}
     trainers, samplers = map(torch.cat, zip(*logps, strict=True))

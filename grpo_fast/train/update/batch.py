@@ -113,19 +113,20 @@ class StepBatch:
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
         """Deal the samples, or whole groups, in an order that follows from the seed alone."""
-        self.exchange(FIXED)  # a sample may go to another rank
         size = self.group_size if by_group else 1
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
     def pack(self, budget: int, keep_fixed: bool = False) -> None:
-        """Distribute the samples over micro-batches of at most `budget` trunk tokens.
+        """Distribute the samples over micro-batches of at most `budget` trunk tokens. Collective.
 
         keep_fixed: keep what `precompute` computed; otherwise forget it.
         """
         self.budget = budget
-        if not keep_fixed:
+        if keep_fixed:
+            self.exchange(FIXED)  # a sample may go to another rank
+        else:
             self.samples = dataclasses.replace(self.given)
             self.has_fixed = False
         packed = [self._pack_part(part, budget) for part in self.parts]
@@ -139,8 +140,8 @@ class StepBatch:
         """
         if self.ranks == 1:
             return
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)  # all may be idle
-        own = torch.cat([none if batch.is_idle else batch.rows for batch in self.micro_batches])
+        own = torch.zeros(0, dtype=torch.int64, device=self.device)  # all may be idle
+        own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
             column = getattr(self.samples, name)
             if column is not None:

@@ -75,7 +75,8 @@ def row_statistics(
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
     is_sound = lse < torch.inf
-    lse, logps = torch.where(is_sound, lse, torch.nan), torch.where(is_sound, logps, torch.nan)
+    lse = torch.where(is_sound, lse, torch.nan)
+    logps = torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
@@ -115,8 +116,10 @@ def row_grad_(
     """
     if offsets is not None:
         for here, at in by_length(offsets):
-            own, (g, g_entropy) = pick(here, *stats), pick(here, grad_logps, grad_entropy)
-            ids, rows = target_ids[here], logits[0, at]
+            own = pick(here, *stats)
+            (g, g_entropy) = pick(here, grad_logps, grad_entropy)
+            ids = target_ids[here]
+            rows = logits[0, at]
             logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, rule.rows(here))
         return logits
     out = logits if out is None else out
@@ -159,7 +162,8 @@ def row_loss_(
     stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
     counts = target_ids == columns_of(target_ids, logits)
-    losses, grad = torch.where(counts, losses, 0.0), torch.where(counts, grad, 0.0)
+    losses = torch.where(counts, losses, 0.0)
+    grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )

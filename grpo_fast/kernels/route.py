@@ -67,7 +67,8 @@ class Route(NamedTuple):
     product: str
 
     def __str__(self) -> str:
-        way, stored = "row kernels", "logits"
+        way = "row kernels"
+        stored = "logits"
         if self.exponentials is not None:
             stored = f"exponentials in {str(self.exponentials)[6:]}"
         if self.kernels.head_logps is not None:
@@ -90,7 +91,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     A shard of the vocabulary takes row kernels: those that start from hidden estimate a row's sum
     by its target's logit, which most shards do not have.
     """
-    name, is_16_bits = _resolved(backend, weight), weight.dtype == torch.bfloat16
+    name = _resolved(backend, weight)
+    is_16_bits = weight.dtype == torch.bfloat16
     is_own = own_product(weight)
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:

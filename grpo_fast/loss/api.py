@@ -229,7 +229,8 @@ def linear_grpo_loss(
         checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
-        wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
+        wanted = wants_gradient(*tensors)
+        shard = ranks.shard(tensors[1])
         own = backend, validate, hidden_rows, grad_filter, *sets(support)
         options = Options(wanted, *own, shard, divergence=term)
         inputs = BatchInputs(

@@ -159,7 +159,8 @@ def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
     """(B,) rows of every completion and (N,) the completion of every row."""
-    device, num_rows = like.device, like.numel()
+    device = like.device
+    num_rows = like.numel()
     if cu_seqlens is None:
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
@@ -173,7 +174,8 @@ def _segments(
 
 def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
     advantages = inputs.advantages
-    items, by_prompt = inputs.num_items_in_batch, config.aggregation == "prompt_mean"
+    items = inputs.num_items_in_batch
+    by_prompt = config.aggregation == "prompt_mean"
     if not by_prompt:
         items = _total("num_items_in_batch", items, places, validate)
     elif isinstance(items, Tensor):

@@ -83,7 +83,8 @@ def linear_divergence(
     with Agreement(group) as ranks:
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
-        weight, is_shard = tensors[1], group is not None
+        weight = tensors[1]
+        is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # In place of target ids, of which the shape, kind and device are checked alone.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
@@ -91,8 +92,10 @@ def linear_divergence(
         checks.rule(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        rule, options = LogitRule(float(logit_scale), softcap, float(temperature)), (kind, beta)
-        wanted, shard = Wanted(*autograd.wants_gradient(*tensors)), ranks.shard(weight)
+        rule = LogitRule(float(logit_scale), softcap, float(temperature))
+        options = (kind, beta)
+        wanted = Wanted(*autograd.wants_gradient(*tensors))
+        shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
         rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
         run = partial(
@@ -134,7 +137,8 @@ def divergence_loss(
         else:
             term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
             sweep = DivergenceHead(*head, **term)
-            gradients, each = sweep.sweep(wanted), sweep.values
+            gradients = sweep.sweep(wanted)
+            each = sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
 
@@ -189,7 +193,8 @@ def checked_teacher(
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
-    fits, expected = len(teacher.weight) == len(weight), f"the {len(weight)} rows of lm_head_weight"
+    fits = len(teacher.weight) == len(weight)
+    expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
@@ -239,7 +244,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     checks.tensor(name, x, kind, beside=("hidden", like))
-    fits, expected = x.shape[:-1] == like.shape, "one row for each of the student's, "
+    fits = x.shape[:-1] == like.shape
+    expected = "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
@@ -253,7 +259,9 @@ def _rows(
     vocab: int,
 ) -> ActiveRows:
     """All rows, with targets that nobody reads: a set's first id."""
-    count, index, sets = like.numel(), None, None
+    count = like.numel()
+    index = None
+    sets = None
     if hidden_rows is not None:
         index = values.ids(
             "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
@@ -268,7 +276,8 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
+    count = like.numel()
+    dtype = torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)

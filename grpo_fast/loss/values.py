@@ -87,7 +87,8 @@ def elements(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
     flag = is_bad.any()
     if x.device.type != "cpu" or not flag:
         return flag, f"{expected}, got {on_device}"
-    count, first = int(is_bad.sum()), x[is_bad][0].item()
+    count = int(is_bad.sum())
+    first = x[is_bad][0].item()
     return flag, f"{expected}, got {first:g} ({count} of {x.numel()} values)"
 
 
@@ -199,9 +200,11 @@ def support_rows(
     """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
-    starts, lengths = bounds[:-1], bounds.diff()
+    starts = bounds[:-1]
+    lengths = bounds.diff()
     if active_index is not None:
-        starts, lengths = starts[active_index], lengths[active_index]
+        starts = starts[active_index]
+        lengths = lengths[active_index]
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:
@@ -233,11 +236,13 @@ def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
 
 
 def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
-    missing, twice = (places < 0).any(), repeated >= 0
+    missing = (places < 0).any()
+    twice = repeated >= 0
     one = "support: expected every active target among its own ids"
     other = "support.ids: expected no id twice in one row"
     if missing.device.type == "cpu" and missing:
-        count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
+        count = int((places < 0).sum())
+        first = int(target_ids[places < 0][0])
         one += f", got {count} that are not, the first of them target id {first}"
     if twice.device.type == "cpu" and twice:
         other += f", got id {int(repeated)} twice"

@@ -201,7 +201,8 @@ def group_advantages(
     require(is_count, "group_size", "an integer >= 1", repr(group_size))
     count = rewards.shape[-1]
     require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
-    is_complex, expected = rewards.is_complex(), "finite values (NaN: there is no verdict)"
+    is_complex = rewards.is_complex()
+    expected = "finite values (NaN: there is no verdict)"
     fits = not is_complex and not torch.isinf(rewards).any()
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     check_group_size(mode, group_size)
@@ -235,7 +236,8 @@ def group_advantages(
 
 def check_group_size(mode: str, group_size: int) -> None:
     """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
-    fits, expected = group_size > 1 or mode in WITHOUT_GROUPS, f"at least 2 of mode {mode!r}"
+    fits = group_size > 1 or mode in WITHOUT_GROUPS
+    expected = f"at least 2 of mode {mode!r}"
     require(fits, "group_size", expected, "1: all advantages would be 0")
 
 

@@ -68,7 +68,8 @@ def token_loss(
     if objective.window == "geometric":
         mean = tokens.completion_mean(loss)
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
-        loss, clip_slope = -tokens.advantages * completion_ratio, slope
+        loss = -tokens.advantages * completion_ratio
+        clip_slope = slope
     elif objective.window == "detached_mean":
         # `importance_ratio` clamps at 10, and a clamp has no slope.
         slope = torch.where(ratio.log < 10.0, slope, 0.0)
@@ -84,7 +85,8 @@ def token_loss(
     is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
     grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
 
-    total, kl = policy, None
+    total = policy
+    kl = None
     if config.uses_reference and tokens.ref_logps is not None:
         kl, kl_grad = weighted_kl(logps, ratio, tokens, config)
         total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
@@ -103,7 +105,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     read = [x for x in config.corrections if x.is_read(tokens)]
     if not config.is_token_local or (read and tokens.old_logps is None):
         return None
-    has_kl, weights = config.uses_reference, tokens.token_weights
+    has_kl = config.uses_reference
+    weights = tokens.token_weights
     if read and tokens.old_logps is not None:
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = (

@@ -60,10 +60,13 @@ def gae(
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    advantages, reach = r + gamma * after - v, 1
+    advantages = r + gamma * after - v
+    reach = 1
     while reach < length:  # A_t so far holds the terms k < reach; decay = (γλ)^reach
         later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
-        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
+        advantages = advantages + decay * later
+        reach = 2 * reach
+        decay = decay * decay
     return torch.zeros_like(advantages).scatter(1, order, advantages).float()
 
 

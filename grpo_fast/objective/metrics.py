@@ -27,7 +27,8 @@ def token_metrics(
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
-    ratio, correction = result.ratio, result.correction
+    ratio = result.ratio
+    correction = result.correction
     active = result.grad_logps != 0
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)

@@ -25,7 +25,8 @@ class BatchInputs(NamedTuple):
     num_completions_in_batch: Total | None = None  # likewise
 
 
-def sets(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+    """`support_ids` and `support_offsets` of the options below."""
     return support or (None, None)
 
 

@@ -171,7 +171,7 @@ class RowPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        values.logps(logps, "auto")
+        values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(self._selected(logps)), flat, spread(lse)), stats

@@ -44,7 +44,7 @@ class TokenBatch(NamedTuple):
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
             temperature = places.picked(temperature, torch.float32)
-        values.numbers(
+        values.check_numbers(
             validate, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
@@ -80,7 +80,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.picked(rule.temperature, torch.float32)
-        values.numbers("auto", temperature=temperatures)
+        values.check_numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -150,7 +150,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
     refuse("completion_mask", mask, mask)
     flat = mask.reshape(-1)
     if flat.dtype != torch.bool:
-        values.numbers(validate, completion_mask=flat)
+        values.check_numbers(validate, completion_mask=flat)
         flat = flat != 0
     return _unless_all(flat.nonzero().squeeze(1), len(flat))
 
@@ -180,7 +180,7 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
         items = _total("num_items_in_batch", items, places, validate)
     elif isinstance(items, Tensor):
         items = items.detach().to(places.lengths.device).double()
-        values.numbers(validate, num_items_in_batch=items)
+        values.check_numbers(validate, num_items_in_batch=items)
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )

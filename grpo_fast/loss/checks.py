@@ -233,26 +233,26 @@ def options(
 
 
 def support(
-    sets: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
+    support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
     """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
-    if sets is None:
+    if support is None:
         return
-    if not isinstance(sets, Support):
-        raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
-    refuse("support", target_ids, sets.ids)
+    if not isinstance(support, Support):
+        raise wrong("support", "None or a Support(ids, offsets)", type(support).__name__)
+    refuse("support", target_ids, support.ids)
     if is_shard:
         raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
     if grad_filter is not None:
         why = "rows of a support have no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "support", why)
     beside = ("target_ids", target_ids)
-    tensor("support.ids", sets.ids, IDS, beside=beside)
-    if sets.ids.dim() != 1:
-        raise wrong("support.ids", "shape (nnz,)", tuple(sets.ids.shape))
+    tensor("support.ids", support.ids, IDS, beside=beside)
+    if support.ids.dim() != 1:
+        raise wrong("support.ids", "shape (nnz,)", tuple(support.ids.shape))
     meaning = "(T+1,), one set for each target,"
     shape = (target_ids.numel() + 1,)
-    tensor("support.offsets", sets.offsets, OFFSETS, shape, meaning, beside)
+    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, beside)
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:

@@ -99,7 +99,7 @@ def linear_divergence(
         checks.support(support, like, is_shard=is_shard)
         rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
         run = partial(
-            divergence_loss, rows=rows, teacher=teacher, divergence=divergence,
+            form_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
@@ -109,7 +109,7 @@ def linear_divergence(
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
-def divergence_loss(
+def form_divergence(
     hidden: Tensor,  # (R, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -283,5 +283,5 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     checks.like_logps("weights", weights, like)
     checks.constant("weights", weights)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
-    values.numbers("auto", weights=own)
+    values.check_numbers("auto", weights=own)
     return own

@@ -246,9 +246,10 @@ def _register_loss(name: str, loss: LossPass) -> None:
             tensors = tuple(x.float() for _ in wanted)
         elif any(wanted) and needs_range(x.dtype):
             units = len(tensors)
-        filtered = options.grad_filter is not None
         metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
-        sizes = rows, rows * has_entropy, 2 * filtered, len(metrics), units
+        entropies = rows if has_entropy else 0
+        shares = 2 if options.grad_filter is not None else 0
+        sizes = rows, entropies, shares, len(metrics), units
         likes = (tensors[0] if t is None else t for t in tensors)
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
         return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)

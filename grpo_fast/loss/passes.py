@@ -150,13 +150,13 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         terms = row_terms(tokens, config)
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            values.logps(rows.logps, options.validate)
+            values.check_logps(rows.logps, options.validate)
             loss = rows.losses.sum(dtype=torch.float64)
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        values.logps(stats[1], options.validate)
+        values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
         return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
@@ -173,7 +173,7 @@ def logps_loss(
     rows = batch.rows
     lp = rows.active(logps)
     h = rows.active(entropy)
-    values.logps(lp, "auto", values.NO_FINITE_LOGP)
+    values.check_logps(lp, "auto", values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)

@@ -102,8 +102,8 @@ def is_not_finite(x: Tensor) -> Tensor:
 
 # By argument: what is expected, what it is otherwise, and where that is. An infinite ref_logp has
 # an infinite KL, whose gradient is finite.
-Rules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
-RULES: Rules = {
+ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
+RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
     "old_logps": ("numbers at the active tokens", "NaN", torch.isnan),
     "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
@@ -126,7 +126,7 @@ LOGPS_RULES = RULES | {
 }  # fmt: skip
 
 
-def numbers(validate: str, rules: Rules = RULES, **tensors: object) -> None:
+def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
     """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
     checks = []
     for name, x in tensors.items():
@@ -181,7 +181,7 @@ def ids(
     return x.clamp(0, end - 1) if told_late(x, validate) else x
 
 
-def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
+def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     if x.numel():
         check_values([(x.amin() == -torch.inf, message)], validate)
@@ -224,7 +224,7 @@ def support_rows(
     columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
     target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
-    _check(target_ids, places, repeated, validate)
+    _check_targets(target_ids, places, repeated, validate)
     if told_late(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own, others, columns, bounds, places)
@@ -235,7 +235,7 @@ def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
     return count, total
 
 
-def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
+def _check_targets(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
     missing = (places < 0).any()
     twice = repeated >= 0
     one = "support: expected every active target among its own ids"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+from grpo_fast.objective.losses import LOG_RATIO_MAX, MEAN_LOG_RATIO_MAX, OBJECTIVES
 from grpo_fast.objective.ratios import Corrected, Ratio, corrected, importance_ratio
 from grpo_fast.objective.tokens import Tokens
 
@@ -71,8 +71,8 @@ def token_loss(
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
     elif objective.window == "detached_mean":
-        # `importance_ratio` clamps at 10, and a clamp has no slope.
-        slope = torch.where(ratio.log < 10.0, slope, 0.0)
+        # `importance_ratio` clamps the mean, and a clamp has no slope.
+        slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require
+from grpo_fast.errors import choice, conflict, names_nearest, number, require
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
@@ -54,6 +54,7 @@ def reads(objective: Objective, option: str) -> bool:
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
 
 
+@names_nearest
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """The options of `grpo_loss`, `linear_grpo_loss`, `logits_grpo_loss` (formulas: README.md).

@@ -185,7 +185,7 @@ MODES = {
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
-    {"group", "support", "completion_mask", "grad_filter", "validate"},
+    {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, architecture
-from grpo_fast.kernels.gpu.launch import Problem, is_aligned
+from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned
 from grpo_fast.kernels.types import RowStats
 
 FOLDER = Path(__file__).resolve().parent
@@ -72,7 +72,7 @@ class Scalars(ctypes.Structure):
     ]
 
 
-def takes(p: Problem, out: Tensor | None, raw_target: Tensor | None, *, entropy: bool) -> bool:
+def takes(p: HeadInputs, out: Tensor | None, raw_target: Tensor | None, *, entropy: bool) -> bool:
     """Whether this call can go here."""
     if architecture(p.hidden.device) != "sm_90":
         return False
@@ -208,7 +208,7 @@ def using(config: CudaConfig) -> Iterator[list[int]]:
     shipped = linear.statistics
 
     def statistics(
-        p: Problem,
+        p: HeadInputs,
         *,
         return_entropy: bool,
         out: Tensor | None = None,
@@ -232,7 +232,7 @@ def using(config: CudaConfig) -> Iterator[list[int]]:
         yield started
 
 
-def scalars_of(p: Problem, config: CudaConfig) -> Scalars:
+def scalars_of(p: HeadInputs, config: CudaConfig) -> Scalars:
     (rows, depth), columns = p.hidden.shape, p.weight.shape[0]
     pair_rows, scale = 2 * config.block_t, p.rule.logit_scale / p.rule.temperature
     pairs, tiles = -(-rows // pair_rows), -(-columns // config.block_v)
@@ -240,7 +240,7 @@ def scalars_of(p: Problem, config: CudaConfig) -> Scalars:
     return Scalars(rows, columns, -(-depth // BLOCK_H), pairs, tiles, group, scale, scale * LOG2E)
 
 
-def sweep(p: Problem, stored: tuple[Tensor, Tensor] | None, config: CudaConfig) -> Tensor:
+def sweep(p: HeadInputs, stored: tuple[Tensor, Tensor] | None, config: CudaConfig) -> Tensor:
     """Start the kernel over all rows and columns: (3, tiles of columns, T) sums.
 
     `stored`: (T, V) bf16 which receives the exponentials, and (T,) raw logits of the targets.

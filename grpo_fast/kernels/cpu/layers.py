@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, (…, F): fp32 on a CPU in one pass, by torch elsewhere."""
-    if not is_plain(gate, up) or gate.shape != up.shape or loader.load("layers"):
+    if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
 

@@ -62,17 +62,18 @@ class CsrcUnavailable(RuntimeError):
     """The C++ kernels cannot run here; the message says why."""
 
 
-def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist, once per process; None, or why it cannot.
+def unavailable(library: str = "rows") -> str | None:
+    """Return why a library cannot be used, or None once `torch.ops.grpo_fast_<library>` exists.
 
-    The first library that cannot be used is told at WARNING level: torch does the work, slower.
+    It is built and loaded once per process. The first library that cannot be used is logged at
+    WARNING level: torch does the work, slower.
     """
     with _lock:  # two threads would build twice, and the operators cannot be registered twice
-        return _load_once(library)
+        return _unavailable_once(library)
 
 
 @functools.cache
-def _load_once(library: str) -> str | None:
+def _unavailable_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
@@ -89,17 +90,15 @@ def one_line(reason: str) -> str:
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
-def require(library: str = "rows") -> None:
-    """Like `load`; raises CsrcUnavailable with the reason, the compiler's message included."""
-    reason = load(library)
-    if reason:
-        raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
-
-
 @functools.cache
 def door(library: str, name: str) -> Operator:
-    """An operator of a library; it raises a RuntimeError for tensors that it does not take."""
-    require(library)
+    """An operator of a library; it raises a RuntimeError for tensors that it does not take.
+
+    Raises CsrcUnavailable with the reason, the compiler's message included.
+    """
+    reason = unavailable(library)
+    if reason:
+        raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
     operator: Operator = getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
     return operator
 

@@ -68,7 +68,9 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
     if rest or options or not isinstance(eps, float) or not is_plain:
         return theirs(x, *rest, **options)
     if type(module) not in _agreeing:
-        _agreeing[type(module)] = loader.load("layers") is None and _agrees(theirs, x, weight, eps)
+        _agreeing[type(module)] = loader.unavailable("layers") is None and _agrees(
+            theirs, x, weight, eps
+        )
     return layers.rms_norm(x, weight, eps) if _agreeing[type(module)] else theirs(x)
 
 
@@ -112,7 +114,12 @@ def _turned_by_ours(forward: Any) -> Callable[..., Any] | None:
     """An attention's forward with our `rotary` in place of its file's; None of another formula."""
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
-    if code is None or theirs is None or ROTARY not in code.co_names or loader.load("layers"):
+    if (
+        code is None
+        or theirs is None
+        or ROTARY not in code.co_names
+        or loader.unavailable("layers")
+    ):
         return None
     if not _turns_halves(theirs):
         return None

@@ -83,7 +83,7 @@ class VocabularyShard(NamedTuple):
         return total.float(), logp.float(), terms.sum(0).float()
 
 
-def row_statistics(
+def unrounded_statistics(
     logits: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
 ) -> RowStats:
     """`reference.row_logps`, not rounded; of columns that are all -inf the lse is -inf."""
@@ -104,7 +104,7 @@ class VocabularyChunks(LogitChunks):
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
         if route.backend == "torch":
-            self.row_logps = row_statistics
+            self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
         h, target_ids, rule = at

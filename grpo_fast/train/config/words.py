@@ -5,13 +5,13 @@ nearest key or value.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
+from grpo_fast.errors import nearest_name
 from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml
 
@@ -167,7 +167,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     choices = _choices(annotation) if error["type"] in ("literal_error", "bool_parsing") else []
     if choices:
         message = f"expected one of {', '.join(choices)}"
-    close = close_to(str(came), choices)
+    close = nearest_name(str(came), choices)
     return f"{where}: {message}, got {quoted(came)}" + (f"; nearest: {close}" if close else "")
 
 
@@ -197,21 +197,8 @@ def nearest(key: str, known: Sequence[str], dotted: Iterable[str] = ()) -> str:
     """The end of a refusal: the name most like `key`, those of other sections, or all of them."""
     name = ELSEWHERE.get(key, key)
     others = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-    close = ", ".join(others) or close_to(key, known, cutoff=0.4)
+    close = ", ".join(others) or nearest_name(key, known, cutoff=0.4)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
-
-
-def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like a word, whatever its case; None where none is."""
-    letters = word[:QUOTED].casefold()
-
-    def likeness(name: str) -> tuple[float, bool]:
-        other = name.casefold()
-        # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
-        return SequenceMatcher(None, other, letters).ratio(), sorted(other) == sorted(letters)
-
-    best = max(known, key=likeness, default=None)
-    return best if best is not None and likeness(best)[0] >= cutoff else None
 
 
 def quoted(value: Any, show: Any = repr) -> str:

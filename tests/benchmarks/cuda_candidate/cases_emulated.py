@@ -93,7 +93,7 @@ def test_any_number_of_clusters_and_any_group(emulated, monkeypatch, config, clu
     expected = linear.head_logps(*head, PLAIN, return_entropy=False)[1]
     emulator.gpu.clusters = clusters
     monkeypatch.setattr(kernel, "GROUP_BYTES", 2 * 2 * config.block_t * 64 * 2)  # two pairs
-    p = linear.problem(*head, PLAIN)
+    p = linear.head_inputs(*head, PLAIN)
     assert kernel.scalars_of(p, config).group == 2
     assert torch.equal(linear.head_logps(*head, PLAIN, return_entropy=False)[1], expected)
     assert emulator.started == [520, 520]

@@ -80,6 +80,7 @@ def row_topk_divergence_(
     """
     values = []
     for rows, _ in _blocks(logits):
+        # 1. The student at the K ids, and its other logits.
         z, chain = final_logits(logits[rows], rule.rows(rows))
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
@@ -87,6 +88,7 @@ def row_topk_divergence_(
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
+        # 2. The mass of all other ids, on both sides, as one more category.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
         # K = V leaves nothing. A NaN among the others counts without a tail, too: it is to be seen.
@@ -94,8 +96,10 @@ def row_topk_divergence_(
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
+        # 3. The divergence of K + 1 categories.
         value, slope = _terms(lp, lq, divergence)
         if out is not None:
+            # 4. Its gradient; that of the last category is dealt to the other ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
             far = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
             dz = rest.sub_(far).exp_().mul_(d[:, -1:])

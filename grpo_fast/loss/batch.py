@@ -173,6 +173,7 @@ def _segments(
 
 
 def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+    # 1. The totals that the weights divide by.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
@@ -184,6 +185,7 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )
+    # 2. The weight of every token.
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
@@ -191,6 +193,7 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     )[places.segments]  # fmt: skip
     # The mean of an entropy bonus: over the prompts where that of the loss is.
     share = weights if by_prompt else None if items is None else 1.0 / items
+    # 3. An advantage for every token.
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:

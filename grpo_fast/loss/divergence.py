@@ -82,6 +82,7 @@ def linear_divergence(
     """
     with Agreement(group) as ranks:
         raise_pending()
+        # 1. Check the student, the teacher and the options.
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         weight = tensors[1]
         is_shard = group is not None
@@ -97,6 +98,7 @@ def linear_divergence(
         wanted = Wanted(*autograd.wants_gradient(*tensors))
         shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
+        # 2. Make the pass over all rows, and compare it with those of the other ranks.
         rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
         run = partial(
             form_divergence, rows=rows, teacher=teacher, divergence=divergence,
@@ -105,6 +107,7 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
+        # 3. Run it with autograd.
         loss, each, *_ = autograd.form_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
@@ -204,6 +207,7 @@ def checked_teacher(
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
+    # 1. Check kinds and shapes.
     checks.constant("teacher.logps", teacher.logps)
     number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
@@ -211,6 +215,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
+    # 2. Look at the values: ids, sums, and what no softmax gives.
     is_one = logps > -torch.inf
     is_whole = is_one.all(1) if K == vocab else is_one.new_zeros(len(logps))
     largest = logps.amax(1)
@@ -238,6 +243,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         )
         flags.append((few.any(), message))
     check_values(flags, "auto")
+    # 3. Empty places get an id that the kernels may read.
     ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 

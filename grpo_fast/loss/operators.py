@@ -236,7 +236,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
         x = tensors[0]
-        (config, given) = _unpacked(row)
+        config, given = _unpacked(row)
         rows = given.like.numel()
         wanted = options.wanted
         has_entropy = _has_entropy(loss, tensors, config)

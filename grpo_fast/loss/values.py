@@ -198,6 +198,7 @@ def support_rows(
     validate: str,
 ) -> SupportRows | None:
     """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
+    # 1. Where the set of each active row begins, and how many ids it has.
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts = bounds[:-1]
@@ -205,6 +206,7 @@ def support_rows(
     if active_index is not None:
         starts = starts[active_index]
         lengths = lengths[active_index]
+    # 2. Split off the rows without a set, which have the whole vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:
@@ -214,6 +216,7 @@ def support_rows(
         both = (has_set, count), (~has_set, len(lengths) - count)
         own, others = (torch.nonzero_static(x, size=n)[:, 0] for x, n in both)
         starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
+    # 3. Copy the ids of the rows that are left, one row after another.
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = support.ids.to(torch.int64, copy=True)
     if total < len(columns):  # what lies between the sets of the active rows is not looked at
@@ -222,6 +225,7 @@ def support_rows(
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
+    # 4. Find each target in its set.
     target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, validate)

@@ -193,6 +193,7 @@ def group_advantages(
         ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite
             rewards.
     """
+    # 1. Check the shape, the group size, the values and the options of the mode.
     choice("mode", mode, MODES)
     dim, shape = (2, "(K, N*G), K rewards,") if mode == "gdpo" else (1, "(N*G,)")
     fits = isinstance(rewards, Tensor) and rewards.dim() == dim and 0 not in rewards.shape[:-1]
@@ -217,6 +218,7 @@ def group_advantages(
             raise wrong("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
+    # 2. Compute in fp64, group by group.
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
     missing = grouped.isnan().any(0) if mode == "gdpo" else grouped.isnan()
@@ -225,6 +227,7 @@ def group_advantages(
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
         advantages = _moved(advantages, grouped)
+    # 3. Completions without a verdict get 0; bound the others, which must fit into fp32.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)

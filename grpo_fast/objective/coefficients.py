@@ -59,11 +59,13 @@ def token_loss(
     config: LossConfig,
 ) -> TokenLoss:
     """Loss and coefficients of T active tokens; no autograd, value and slope by hand."""
+    # 1. The ratio that the leaf reads, with the weights and masks of the corrections.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
+    # 2. The leaf: loss and slope of every token.
     loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
     if objective.window == "geometric":
         mean = tokens.completion_mean(loss)
@@ -74,6 +76,7 @@ def token_loss(
         # `importance_ratio` clamps the mean, and a clamp has no slope.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
+    # 3. Weigh them, and lead the slope to the logps.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
     if objective.window == "geometric":
@@ -85,6 +88,7 @@ def token_loss(
     is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
     grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
 
+    # 4. Add the KL to the reference.
     total = policy
     kl = None
     if config.uses_reference and tokens.ref_logps is not None:
@@ -92,6 +96,7 @@ def token_loss(
         total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
         grad = torch.add(grad, kl_grad, alpha=config.beta)
 
+    # 5. Sum up, and add the entropy bonus.
     loss = total.sum(dtype=torch.float64)
     grad_entropy = None
     if config.entropy_coef and entropy is not None:

@@ -188,6 +188,7 @@ def compile_library(
     The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
     try:
+        # 1. What goes into the library, and into its name.
         source, printed, texts = _read_sources(library)
         command = compiler()
         if command is None:
@@ -197,6 +198,7 @@ def compile_library(
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
+        # 2. How it is compiled.
         def build(output: Path) -> None:
             (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
@@ -206,6 +208,7 @@ def compile_library(
             by = shlex.join(command)
             logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
 
+        # 3. Take it from the cache, or build it there.
         folder = cache.cache_folder() if folder is None else folder
         return cache.find_or_build(folder, stem, build), None
     except (CsrcUnavailable, ValueError) as error:

@@ -65,6 +65,7 @@ def slice_kernel(
     BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
+    # 1. Which rows and which slice of the vocabulary are this program's.
     # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of
     # them. So does their part of hidden, which they read once per tile: a group of row blocks takes
     # all slices before the next one starts.
@@ -88,6 +89,7 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
+    # 2. The running sums; exponentials need a normaliser that is known.
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     high = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -105,6 +107,7 @@ def slice_kernel(
             if ONLY_FAR:
                 stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
 
+    # 3. Tile by tile: the product, then fold it into the sums.
     for start in tl.range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
@@ -121,6 +124,7 @@ def slice_kernel(
             STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
+    # 4. Store the sums of the slice.
     if partial_ptr is not None:
         # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
         plane = tl.cast(slices, tl.int64) * n_rows

@@ -222,6 +222,7 @@ def supported_divergence(
 
     Rows without a set are those of a `DivergenceHead`.
     """
+    # 1. Rows without a set: over the whole vocabulary.
     support = rows.support
     assert support is not None
     own = support.of_all
@@ -235,17 +236,20 @@ def supported_divergence(
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
+    # 2. The logits of both sides in the sets of the other rows.
     source = supported_head(tensors, rows, route, is_wide=is_wide)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
     y = y.to(z.dtype)
+    # 3. Their divergences, and the gradient in place of the teacher's logits.
     w = own(weights)
     out = y[None] if any(wanted) else None
     each = doors("divergence", route.backend).row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
+    # 4. Both kinds of rows in their order.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

@@ -148,7 +148,7 @@ class SupportSweep:
         if self.dense is not None and i is not None:
             others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
         mine = slice(None) if self.support.own is None else self.support.own
-        (g, g_entropy) = pick(mine, g, g_entropy)
+        g, g_entropy = pick(mine, g, g_entropy)
         own = pick(mine, *known)
         of_rows = held.raw[None], self.support.places, own, g, g_entropy, self.rule
         d = self.kernels.row_grad_(*of_rows, offsets=self.support.offsets)[0]

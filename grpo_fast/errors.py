@@ -6,13 +6,18 @@ A wrong argument is no `RunError`: it is a ValueError that names the argument.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import reprlib
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from difflib import SequenceMatcher
+from typing import Any, TypeVar
 
 FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
 # No sampled token and no likeliest id is less likely. vLLM writes -9999 for NaN and for -inf.
 LEAST_LOGP = -1000.0
+LONGEST_WORD = 200  # letters of a word that is compared with known names
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
@@ -54,6 +59,42 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
         if abs(value) <= FP32_MAX and holds(value):
             return
     raise wrong(name, expected, reprlib.repr(value))
+
+
+def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most like a word, ignoring case and sections; None if none is near."""
+    letters = word[:LONGEST_WORD].casefold()
+
+    def likeness(name: str) -> tuple[bool, float]:
+        last = name.casefold().rpartition(".")[2]
+        # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
+        return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and max(likeness(best)) >= cutoff else None
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def names_nearest(kind: Kind) -> Kind:
+    """Let a class, a dataclass or a NamedTuple, name the nearest field for an unknown keyword."""
+    name = "__new__" if issubclass(kind, tuple) else "__init__"
+    build: Callable[..., Any] = getattr(kind, name)
+    known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
+
+    @functools.wraps(build)
+    def checked(self: object, *arguments: object, **keywords: object) -> Any:
+        if not keywords.keys() <= fields:
+            word = next(x for x in keywords if x not in fields)
+            near = nearest_name(word, known)
+            hint = f"; nearest: {near}" if near else ""
+            raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {word!r}{hint}")
+        return build(self, *arguments, **keywords)
+
+    fields = frozenset(known)
+    setattr(kind, name, checked)
+    return kind
 
 
 def kind_of(x: object) -> str:

@@ -27,7 +27,7 @@ from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import architecture
 from grpo_fast.kernels.gpu.epilogue import fold_tile, halves
-from grpo_fast.kernels.gpu.launch import Problem, is_aligned
+from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned
 from grpo_fast.kernels.gpu.linear import load_tile
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
@@ -106,7 +106,7 @@ def weighed_exponentials(
     found: list[Tensor] = []
 
     def statistics(
-        p: Problem, *, return_entropy: bool, out: Tensor, raw_target: Tensor
+        p: HeadInputs, *, return_entropy: bool, out: Tensor, raw_target: Tensor
     ) -> RowStats:
         rows, slices = p.hidden.shape[0], linear.slice_count(p)
         tiles = triton.cdiv(p.weight.shape[0], COLUMNS)

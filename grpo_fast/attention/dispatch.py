@@ -185,7 +185,7 @@ PROVIDERS = (
     # CUDA, anything else: compiled flex_attention
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
     # CPUs: our own in C++; torch's FlashAttention, a call for each span
-    _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
+    _partial(lambda kind: _is_plain(kind, torch.float32) and not loader.unavailable("attention"),
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),

@@ -86,6 +86,7 @@ def read_traces(
     """
     by_id: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
     for number, record in enumerate(records):
+        # 1. Read and check the nodes, and the paths through them.
         name = names[number] if names is not None else f"traces[{number}]"
         need(isinstance(record, Mapping), name, "a trace", type(record).__name__)
         version = record.get("version", VERSION)
@@ -105,6 +106,7 @@ def read_traces(
         ) as error:
             expected = "the fields of a trace of verifiers"
             raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
+        # 2. A trace that comes twice is read once.
         key = repr(record.get("id", number))
         if key in by_id:
             first, others, _ = by_id[key]

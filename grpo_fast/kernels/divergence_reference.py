@@ -16,7 +16,8 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitRule
 
 # Logits of a block of rows: its temporaries stay in a CPU's cache.
-BLOCK, BLOCK_GPU = 1 << 17, 1 << 24
+BLOCK = 1 << 17
+BLOCK_GPU = 1 << 24
 
 
 def row_divergence_(
@@ -40,7 +41,9 @@ def row_divergence_(
             `out` their `centers`, which are then returned as they came.
     """
     if offsets is not None:
-        logits, teacher, out = logits[0], teacher[0], None if out is None else out[0]
+        logits = logits[0]
+        teacher = teacher[0]
+        out = None if out is None else out[0]
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
         z, chain = final_logits(logits[at], rule.rows(rows))
@@ -77,20 +80,26 @@ def row_topk_divergence_(
     """
     values = []
     for rows, _ in _blocks(logits):
+        # 1. The student at the K ids, and its other logits.
         z, chain = final_logits(logits[rows], rule.rows(rows))
-        ids, lq = teacher.ids[rows], teacher.logps[rows].double()
+        ids = teacher.ids[rows]
+        lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
-        tail, left = row_lse(rest)[:, None], teacher_tail(lq, teacher.floor)[:, None]
+        # 2. The mass of all other ids, on both sides, as one more category.
+        tail = row_lse(rest)[:, None]
+        left = teacher_tail(lq, teacher.floor)[:, None]
         # K = V leaves nothing. A NaN among the others counts without a tail, too: it is to be seen.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
+        # 3. The divergence of K + 1 categories.
         value, slope = _terms(lp, lq, divergence)
         if out is not None:
+            # 4. Its gradient; that of the last category is dealt to the other ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
             far = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
             dz = rest.sub_(far).exp_().mul_(d[:, -1:])

@@ -75,7 +75,8 @@ def row_statistics(
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
     is_sound = lse < torch.inf
-    lse, logps = torch.where(is_sound, lse, torch.nan), torch.where(is_sound, logps, torch.nan)
+    lse = torch.where(is_sound, lse, torch.nan)
+    logps = torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
@@ -113,12 +114,16 @@ def row_grad_(
     1 - p is -expm1(logp), so nothing cancels when the model is certain. A target outside [0, V) is
     in none of these columns.
     """
+    # 1. Rows of unequal length: those of one length at a time.
     if offsets is not None:
         for here, at in by_length(offsets):
-            own, (g, g_entropy) = pick(here, *stats), pick(here, grad_logps, grad_entropy)
-            ids, rows = target_ids[here], logits[0, at]
+            own = pick(here, *stats)
+            g, g_entropy = pick(here, grad_logps, grad_entropy)
+            ids = target_ids[here]
+            rows = logits[0, at]
             logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, rule.rows(here))
         return logits
+    # 2. The gradient of the logp: -g·p, and g·(1 - p) in the target's column.
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, rule)
@@ -130,11 +135,13 @@ def row_grad_(
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
+    # 3. That of the entropy.
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
+    # 4. Rows without a coefficient are exact zeros.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 
@@ -159,7 +166,8 @@ def row_loss_(
     stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
     counts = target_ids == columns_of(target_ids, logits)
-    losses, grad = torch.where(counts, losses, 0.0), torch.where(counts, grad, 0.0)
+    losses = torch.where(counts, losses, 0.0)
+    grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )

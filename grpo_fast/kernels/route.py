@@ -67,7 +67,8 @@ class Route(NamedTuple):
     product: str
 
     def __str__(self) -> str:
-        way, stored = "row kernels", "logits"
+        way = "row kernels"
+        stored = "logits"
         if self.exponentials is not None:
             stored = f"exponentials in {str(self.exponentials)[6:]}"
         if self.kernels.head_logps is not None:
@@ -90,7 +91,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     A shard of the vocabulary takes row kernels: those that start from hidden estimate a row's sum
     by its target's logit, which most shards do not have.
     """
-    name, is_16_bits = _resolved(backend, weight), weight.dtype == torch.bfloat16
+    name = _resolved(backend, weight)
+    is_16_bits = weight.dtype == torch.bfloat16
     is_own = own_product(weight)
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
@@ -98,7 +100,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
-        if loader.load("linear") is None:
+        if loader.unavailable("linear") is None:
             return _route(name, product, "cpu", POSITIVE16 if is_16_bits else torch.float32)
     return _route(name, product)
 
@@ -109,7 +111,7 @@ def doors(rows: str, backend: str) -> ModuleType:
     teacher's; <rows>_reference.py documents its doors.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
-    if backend == "cpu" and loader.load(rows) is not None:
+    if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: rows with a %s: kernels.%s", rows, name)
     return _module(name)
@@ -182,7 +184,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
     if backend == "cpu":
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
-        return loader.load()
+        return loader.unavailable()
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"

@@ -43,8 +43,10 @@ def head_rows(
     return_slopes: bool,
 ) -> HeadRows:
     """Logits of every id and statistics of every row, in fp32 at least; slopes when asked for."""
-    raw, slopes = _logits(hidden, index, weight, bias, rows), None
-    places, offsets = rows.places, rows.offsets
+    raw = _logits(hidden, index, weight, bias, rows)
+    slopes = None
+    places = rows.places
+    offsets = rows.offsets
     stats = reference.row_logps(
         raw[None], places, rule, return_entropy=return_entropy, offsets=offsets
     )
@@ -61,7 +63,8 @@ def _logits(
     raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(raw), weight):
-        h, w = hidden[sources[block]].to(dtype), weight[rows.ids[block]].to(dtype)
+        h = hidden[sources[block]].to(dtype)
+        w = weight[rows.ids[block]].to(dtype)
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from grpo_fast.errors import names_nearest
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.divergences import DIVERGENCES
 
@@ -58,6 +59,7 @@ class TeacherTopK(NamedTuple):
 Teacher = TeacherHead | TeacherTopK
 
 
+@names_nearest
 class DivergenceTerm(NamedTuple):
     """The term of `linear_grpo_loss(divergence=)`: coef·Σ_t w_t·D_t, by the loss's own weights.
 

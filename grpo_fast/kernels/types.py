@@ -51,7 +51,8 @@ class ActiveRows(NamedTuple):
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
         active, hidden = (index if x is None else x[index] for x in whole)
-        rule, targets = self.rule.rows(index), self.target_ids[index]
+        rule = self.rule.rows(index)
+        targets = self.target_ids[index]
         return ActiveRows(self.num_rows, active, targets, rule, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
@@ -239,7 +240,8 @@ def dense_vector(x: Tensor) -> Tensor:
 
 def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
     """`logit_scale, softcap, temperature, temperatures` of a kernel; no integer among them."""
-    scale, softcap = float(rule.logit_scale), None if rule.softcap is None else float(rule.softcap)
+    scale = float(rule.logit_scale)
+    softcap = None if rule.softcap is None else float(rule.softcap)
     if isinstance(rule.temperature, Tensor):
         return scale, softcap, 1.0, vector(rule.temperature)
     return scale, softcap, float(rule.temperature), None

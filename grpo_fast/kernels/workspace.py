@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 # Zeros of this many bytes come from pages that are zeros (the advice's number is Linux's).
-ZERO_PAGES_FROM, MADV_POPULATE_WRITE = 8 << 20, 23
+ZERO_PAGES_FROM = 8 << 20
+MADV_POPULATE_WRITE = 23
 # The share of a GPU's memory that logits may take by default: 1/48.
 GPU_SHARE = 48
 
@@ -25,7 +26,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    x, libc = torch.frombuffer(pages, dtype=dtype).view(*shape), ctypes.CDLL(None)
+    x = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    libc = ctypes.CDLL(None)
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
         length = min(ZERO_PAGES_FROM, size - start)

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, sets
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, support_fields
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.divergence import checked_term
@@ -83,7 +83,7 @@ def linear_logps(
         temperatures, number = checks.temperatures(target_ids, temperature)
         checks.rule(softcap, logit_scale, entropy_over, backend)
         checks.support(support, target_ids, is_shard=group is not None)
-        support_ids, support_offsets = sets(support)
+        support_ids, support_offsets = support_fields(support)
         options = RowOptions(
             hidden_rows=hidden_rows, target_ids=target_ids, temperatures=temperatures,
             temperature=number, softcap=None if softcap is None else float(softcap),
@@ -113,7 +113,7 @@ def logits_logps(
     temperatures, number = checks.temperatures(target_ids, temperature)
     checks.rule(softcap, logit_scale, entropy_over, backend)
     checks.support(support, target_ids)
-    support_ids, support_offsets = sets(support)
+    support_ids, support_offsets = support_fields(support)
     options = RowOptions(
         hidden_rows=None, target_ids=target_ids, temperatures=temperatures, temperature=number,
         softcap=None if softcap is None else float(softcap), logit_scale=float(logit_scale),
@@ -229,8 +229,9 @@ def linear_grpo_loss(
         checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
-        wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
-        own = backend, validate, hidden_rows, grad_filter, *sets(support)
+        wanted = wants_gradient(*tensors)
+        shard = ranks.shard(tensors[1])
+        own = backend, validate, hidden_rows, grad_filter, *support_fields(support)
         options = Options(wanted, *own, shard, divergence=term)
         inputs = BatchInputs(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
@@ -270,7 +271,7 @@ def logits_grpo_loss(
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    own = backend, validate, None, None, *sets(support)
+    own = backend, validate, None, None, *support_fields(support)
     options = Options(wants_gradient(logits), *own, inplace=inplace)
     inputs = BatchInputs(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,

@@ -25,7 +25,8 @@ class BatchInputs(NamedTuple):
     num_completions_in_batch: Total | None = None  # likewise
 
 
-def sets(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+    """`support_ids` and `support_offsets` of the options below."""
     return support or (None, None)
 
 
@@ -77,6 +78,7 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
         vocabulary = columns if options.shard is None else options.shard.vocabulary
-        ids, offsets = options.support_ids, options.support_offsets
+        ids = options.support_ids
+        offsets = options.support_offsets
         support = None if ids is None or offsets is None else Support(ids, offsets)
         return cls(vocabulary, options.hidden_rows, num_hidden, support)

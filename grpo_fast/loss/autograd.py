@@ -63,7 +63,8 @@ class Formed(torch.autograd.Function):
             # Autograd does not see the kernels write: who saved the logits must hear of it.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.overwrites = run, overwrites
+        ctx.run = run
+        ctx.overwrites = overwrites
         ctx.gradients = with_units(tensors, result.gradients, result.units)
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
@@ -108,7 +109,8 @@ def scaled_gradients(
     if grad_loss is None:
         return [None] * len(needs_grad)
     # Once: autograd makes these very tensors `.grad`, so a second backward must get others.
-    gradients, ctx.gradients = ctx.gradients, None
+    gradients = ctx.gradients
+    ctx.gradients = None
     gradients = form_again() if gradients is None else gradients
     return [
         scale_(x, grad_loss if unit is None else grad_loss * unit)
@@ -146,7 +148,8 @@ class RowPass:
         entropy_gradient: bool = False,
         wanted: Sequence[bool] = (),
     ) -> None:
-        self.options, self.device = options, tensors[0].device
+        self.options = options
+        self.device = tensors[0].device
         self.places = places or find_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
@@ -168,7 +171,7 @@ class RowPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        values.logps(logps, "auto")
+        values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(self._selected(logps)), flat, spread(lse)), stats
@@ -216,7 +219,8 @@ class Recalled(torch.autograd.Function):
         work = RowPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.places = options, work.places
+        ctx.options = options
+        ctx.places = work.places
         ctx.held = (work, stats) if work.sweep.held is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
@@ -233,12 +237,14 @@ class Recalled(torch.autograd.Function):
             return (None,) * (3 + len(needs))
         # Also where they are not needed: it refuses what was changed since.
         saved = ctx.saved_tensors
-        held, ctx.held = ctx.held, None
+        held = ctx.held
+        ctx.held = None
         if held is not None and d_entropy is not None and not held[0].sweep.has_entropy_gradient:
             held = None  # exponentials know the logps' gradient only: the logits are formed again
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if held is None:
-            tensors, outputs = saved[:-3], saved[-3:]
+            tensors = saved[:-3]
+            outputs = saved[-3:]
             work = RowPass(
                 tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,

@@ -44,7 +44,7 @@ class TokenBatch(NamedTuple):
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
             temperature = places.picked(temperature, torch.float32)
-        values.numbers(
+        values.check_numbers(
             validate, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
@@ -80,7 +80,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.picked(rule.temperature, torch.float32)
-        values.numbers("auto", temperature=temperatures)
+        values.check_numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -150,7 +150,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
     refuse("completion_mask", mask, mask)
     flat = mask.reshape(-1)
     if flat.dtype != torch.bool:
-        values.numbers(validate, completion_mask=flat)
+        values.check_numbers(validate, completion_mask=flat)
         flat = flat != 0
     return _unless_all(flat.nonzero().squeeze(1), len(flat))
 
@@ -159,7 +159,8 @@ def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
     """(B,) rows of every completion and (N,) the completion of every row."""
-    device, num_rows = like.device, like.numel()
+    device = like.device
+    num_rows = like.numel()
     if cu_seqlens is None:
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
@@ -172,16 +173,19 @@ def _segments(
 
 
 def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+    # 1. The totals that the weights divide by.
     advantages = inputs.advantages
-    items, by_prompt = inputs.num_items_in_batch, config.aggregation == "prompt_mean"
+    items = inputs.num_items_in_batch
+    by_prompt = config.aggregation == "prompt_mean"
     if not by_prompt:
         items = _total("num_items_in_batch", items, places, validate)
     elif isinstance(items, Tensor):
         items = items.detach().to(places.lengths.device).double()
-        values.numbers(validate, num_items_in_batch=items)
+        values.check_numbers(validate, num_items_in_batch=items)
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )
+    # 2. The weight of every token.
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
@@ -189,6 +193,7 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     )[places.segments]  # fmt: skip
     # The mean of an entropy bonus: over the prompts where that of the loss is.
     share = weights if by_prompt else None if items is None else 1.0 / items
+    # 3. An advantage for every token.
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:

@@ -105,7 +105,9 @@ def loss(
     ranks: Agreement = ALONE,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
+    # 1. Check the arguments.
     checks.tokens(config, inputs, has_logits=name != "given_logps")
+    # 2. Run the pass: as a node of a graph, or with autograd.
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
         count = 0  # a graph has no divergences
@@ -121,6 +123,7 @@ def loss(
         outputs = autograd.form_loss(run, options.inplace, *tensors)
         metrics = batch.metrics
         count = len(batch.rows.target_ids)
+    # 3. Give the outputs the layout of the call.
     value, logps, entropy, filtered, divergence = outputs
     like = inputs.like
     more: dict[str, Tensor] = {}

@@ -88,7 +88,8 @@ def head(
     like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
-    width, shape = tuple(hidden.shape)[-1:], tuple(weight.shape)
+    width = tuple(hidden.shape)[-1:]
+    shape = tuple(weight.shape)
     if len(shape) != 2:
         raise wrong(name, "shape (V, H)", shape)
     if not width:
@@ -162,7 +163,8 @@ def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tenso
 
 
 def prompt_items(value: object, count: int, config: LossConfig) -> None:
-    what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
+    what = f"(B,) = ({count},), the tokens of each completion's prompt"
+    name = "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
         raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
@@ -181,7 +183,9 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         expected = f"one of {list(KL_ESTIMATORS)}"
         came = f"{config.kl_estimator!r}, which linear_divergence computes"
         raise wrong("kl_estimator", expected, came)
-    like, advantages, cu_seqlens = inputs.like, inputs.advantages, inputs.cu_seqlens
+    like = inputs.like
+    advantages = inputs.advantages
+    cu_seqlens = inputs.cu_seqlens
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -229,25 +233,26 @@ def options(
 
 
 def support(
-    sets: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
+    support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
     """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
-    if sets is None:
+    if support is None:
         return
-    if not isinstance(sets, Support):
-        raise wrong("support", "None or a Support(ids, offsets)", type(sets).__name__)
-    refuse("support", target_ids, sets.ids)
+    if not isinstance(support, Support):
+        raise wrong("support", "None or a Support(ids, offsets)", type(support).__name__)
+    refuse("support", target_ids, support.ids)
     if is_shard:
         raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
     if grad_filter is not None:
         why = "rows of a support have no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "support", why)
     beside = ("target_ids", target_ids)
-    tensor("support.ids", sets.ids, IDS, beside=beside)
-    if sets.ids.dim() != 1:
-        raise wrong("support.ids", "shape (nnz,)", tuple(sets.ids.shape))
-    meaning, shape = "(T+1,), one set for each target,", (target_ids.numel() + 1,)
-    tensor("support.offsets", sets.offsets, OFFSETS, shape, meaning, beside)
+    tensor("support.ids", support.ids, IDS, beside=beside)
+    if support.ids.dim() != 1:
+        raise wrong("support.ids", "shape (nnz,)", tuple(support.ids.shape))
+    meaning = "(T+1,), one set for each target,"
+    shape = (target_ids.numel() + 1,)
+    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, beside)
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:

@@ -82,8 +82,10 @@ def linear_divergence(
     """
     with Agreement(group) as ranks:
         raise_pending()
+        # 1. Check the student, the teacher and the options.
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
-        weight, is_shard = tensors[1], group is not None
+        weight = tensors[1]
+        is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # In place of target ids, of which the shape, kind and device are checked alone.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
@@ -91,22 +93,26 @@ def linear_divergence(
         checks.rule(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        rule, options = LogitRule(float(logit_scale), softcap, float(temperature)), (kind, beta)
-        wanted, shard = Wanted(*autograd.wants_gradient(*tensors)), ranks.shard(weight)
+        rule = LogitRule(float(logit_scale), softcap, float(temperature))
+        options = (kind, beta)
+        wanted = Wanted(*autograd.wants_gradient(*tensors))
+        shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
+        # 2. Make the pass over all rows, and compare it with those of the other ranks.
         rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
         run = partial(
-            divergence_loss, rows=rows, teacher=teacher, divergence=divergence,
+            form_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
+        # 3. Run it with autograd.
         loss, each, *_ = autograd.form_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
-def divergence_loss(
+def form_divergence(
     hidden: Tensor,  # (R, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -134,7 +140,8 @@ def divergence_loss(
         else:
             term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
             sweep = DivergenceHead(*head, **term)
-            gradients, each = sweep.sweep(wanted), sweep.values
+            gradients = sweep.sweep(wanted)
+            each = sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
 
@@ -189,7 +196,8 @@ def checked_teacher(
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
-    fits, expected = len(teacher.weight) == len(weight), f"the {len(weight)} rows of lm_head_weight"
+    fits = len(teacher.weight) == len(weight)
+    expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
@@ -199,6 +207,7 @@ def checked_teacher(
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
+    # 1. Check kinds and shapes.
     checks.constant("teacher.logps", teacher.logps)
     number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
@@ -206,6 +215,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
+    # 2. Look at the values: ids, sums, and what no softmax gives.
     is_one = logps > -torch.inf
     is_whole = is_one.all(1) if K == vocab else is_one.new_zeros(len(logps))
     largest = logps.amax(1)
@@ -233,13 +243,15 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         )
         flags.append((few.any(), message))
     check_values(flags, "auto")
+    # 3. Empty places get an id that the kernels may read.
     ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 
 
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     checks.tensor(name, x, kind, beside=("hidden", like))
-    fits, expected = x.shape[:-1] == like.shape, "one row for each of the student's, "
+    fits = x.shape[:-1] == like.shape
+    expected = "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
@@ -253,7 +265,9 @@ def _rows(
     vocab: int,
 ) -> ActiveRows:
     """All rows, with targets that nobody reads: a set's first id."""
-    count, index, sets = like.numel(), None, None
+    count = like.numel()
+    index = None
+    sets = None
     if hidden_rows is not None:
         index = values.ids(
             "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
@@ -268,11 +282,12 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
+    count = like.numel()
+    dtype = torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)
     checks.constant("weights", weights)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
-    values.numbers("auto", weights=own)
+    values.check_numbers("auto", weights=own)
     return own

@@ -31,7 +31,9 @@ class LogitsSweep:
         out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
     """
 
-    held, has_entropy_gradient, filtered = None, True, None
+    held = None
+    has_entropy_gradient = True
+    filtered = None
 
     @classmethod
     def of(
@@ -53,7 +55,10 @@ class LogitsSweep:
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
-        self.logits, self.out, self.rows, self.kernels = logits, out, rows, route.kernels
+        self.logits = logits
+        self.out = out
+        self.rows = rows
+        self.kernels = route.kernels
         self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
         self.rule = rows.rule
         if isinstance(self.rule.temperature, Tensor):
@@ -90,7 +95,9 @@ class LogitsSweep:
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
         """Row losses of the active rows, and (d-logits,); coefficients follow row by row."""
-        out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
+        out = self._written()
+        spread = terms.map(self.rows.to_rows)
+        parts = []
         for b in self._blocks():
             part = self.kernels.row_loss_(
                 self.logits[b], out[b], self.targets[b], spread.rows(b), config, self.rule.rows(b),

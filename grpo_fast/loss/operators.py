@@ -65,10 +65,8 @@ NUM_OPTIONS = len(names_of(Options))
 # the gradients follow
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
-HEAD, D_HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias",
-    "Tensor d_hidden, Tensor d_weight, Tensor d_bias",
-)
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
+D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
 
 
 Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
@@ -88,8 +86,10 @@ class LossPass(NamedTuple):
         return self.tensors.count("Tensor")
 
 
-LOGITS, D_LOGITS = "Tensor logits", "Tensor d_logits"
-LOGPS, D_LOGPS = "Tensor logps, Tensor? entropy", "Tensor d_logps, Tensor d_entropy"
+LOGITS = "Tensor logits"
+D_LOGITS = "Tensor d_logits"
+LOGPS = "Tensor logps, Tensor? entropy"
+D_LOGPS = "Tensor d_logps, Tensor d_entropy"
 LOSSES = {
     "linear": LossPass(HEAD, D_HEAD, linear_loss, lambda x: x[1].shape[0]),
     "logits": LossPass(LOGITS, D_LOGITS, logits_loss, lambda x: x[0].shape[1]),
@@ -103,7 +103,7 @@ def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
     public functions keep these calls out of graphs (`call.outside_of_graphs`).
     """
     for name, value in zip(options._fields, options, strict=True):
-        if value and name not in TYPES:
+        if name not in TYPES and value:  # a value that is carried may be a traced tensor
             raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
     return tuple(getattr(options, name) for name in names_of(type(options)))
 
@@ -121,7 +121,8 @@ def row_options_of(values: Row) -> RowOptions:
 def build(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    vocab_size, targets = loss.vocab(tensors), None
+    vocab_size = loss.vocab(tensors)
+    targets = None
     if vocab_size is not None:
         targets = Targets.of(vocab_size, len(tensors[0]), options)
     return TokenBatch.build(config, inputs, targets, options.validate)
@@ -234,17 +235,21 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
-        x, (config, given) = tensors[0], _unpacked(row)
+        x = tensors[0]
+        config, given = _unpacked(row)
         rows = given.like.numel()
-        wanted, has_entropy, units = options.wanted, _has_entropy(loss, tensors, config), 0
+        wanted = options.wanted
+        has_entropy = _has_entropy(loss, tensors, config)
+        units = 0
         if loss.run is logps_loss:
             wanted = [True, has_entropy and config.entropy_coef != 0]
             tensors = tuple(x.float() for _ in wanted)
         elif any(wanted) and needs_range(x.dtype):
             units = len(tensors)
-        filtered = options.grad_filter is not None
         metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
-        sizes = rows, rows * has_entropy, 2 * filtered, len(metrics), units
+        entropies = rows if has_entropy else 0
+        shares = 2 if options.grad_filter is not None else 0
+        sizes = rows, entropies, shares, len(metrics), units
         likes = (tensors[0] if t is None else t for t in tensors)
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
         return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
@@ -256,7 +261,8 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def form_again() -> Gradients:
             return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
 
-        output, ctx.output = ctx.output, None
+        output = ctx.output
+        ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)
         return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], form_again)
 
@@ -281,7 +287,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
 
     def run_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         *rest, d_logps, d_entropy, wanted = inputs
-        outputs, options = rest[-3:], row_options_of(rest[count:-3])
+        outputs = rest[-3:]
+        options = row_options_of(rest[count:-3])
         has_entropy = d_entropy is not None
         work = RowPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))

@@ -62,10 +62,12 @@ def linear_loss(
     """hidden → loss; gradients are (dH, dW, db)."""
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
-    wanted, is_half = Wanted(*options.wanted), needs_range(hidden.dtype)
+    wanted = Wanted(*options.wanted)
+    is_half = needs_range(hidden.dtype)
     has_units = any(wanted) and is_half
     batch = batch.in_range() if has_units else batch
-    term, tensors = options.divergence, HeadTensors(hidden, weight, bias)
+    term = options.divergence
+    tensors = HeadTensors(hidden, weight, bias)
     is_wide = is_half or (term is not None and batch.rows.support is not None)
     sweep: dict[str, Any] = dict(
         entropy_gradient=batch.config.entropy_coef != 0, is_wide=is_wide,
@@ -91,13 +93,15 @@ def _with_divergence(
     sweep: dict[str, Any],
 ) -> LossResult:
     """The loss and coef·Σ w·D: one pass; over a sampler's sets one after the other."""
-    route, rows = head_route(options.backend, tensors.weight, is_shard=True), batch.rows
+    route = head_route(options.backend, tensors.weight, is_shard=True)
+    rows = batch.rows
     weights = term.coef * batch.tokens.token_weights
     kind = Divergence(term.kind, term.beta)
     own: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
     if rows.support is None:
         head = DivergenceHead(tensors, rows, route, **own | sweep, has_policy=True)
-        result, each = _swept(head, batch, options, wanted), head.values
+        result = _swept(head, batch, options, wanted)
+        each = head.values
     else:
         sweep["whole_entropy"] = batch.config.whole_entropy
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
@@ -128,9 +132,11 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
     out = logits if options.inplace else None
-    route, whole = rows_route(options.backend, logits), batch.config.whole_entropy
+    route = rows_route(options.backend, logits)
+    whole = batch.config.whole_entropy
     sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
-    result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
+    result = _swept(sweep, batch, options, wanted)
+    unit = batch.tokens.unit
     if unit is None:
         return result
     return result._replace(loss=result.loss / unit, units=1 / unit[None])
@@ -138,18 +144,19 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
 
 def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:
     """One sweep where the coefficients follow row by row, two where they need all rows' logps."""
-    config, tokens = batch.config, batch.tokens
+    config = batch.config
+    tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            values.logps(rows.logps, options.validate)
+            values.check_logps(rows.logps, options.validate)
             loss = rows.losses.sum(dtype=torch.float64)
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        values.logps(stats[1], options.validate)
+        values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
         return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
@@ -164,8 +171,9 @@ def logps_loss(
 ) -> LossResult:
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
-    lp, h = rows.active(logps), rows.active(entropy)
-    values.logps(lp, "auto", values.NO_FINITE_LOGP)
+    lp = rows.active(logps)
+    h = rows.active(entropy)
+    values.check_logps(lp, "auto", values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)

@@ -26,7 +26,8 @@ from grpo_fast.kernels.workspace import workspace_bytes
 
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")  # the names of such a mesh dimension
 TEXT_BYTES = 1024  # of a message, in a tensor
-FINE, REFUSED = b"+", b"-"
+FINE = b"+"
+REFUSED = b"-"
 
 
 def is_sharded(x: object) -> bool:
@@ -85,7 +86,8 @@ def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
     from torch.distributed.tensor import Shard
 
     ranks = distributed.get_process_group_ranks
-    mesh, by_rows = x.device_mesh, tuple(x.placements) == (Shard(0),)
+    mesh = x.device_mesh
+    by_rows = tuple(x.placements) == (Shard(0),)
     fits = by_rows and mesh.ndim == 1 and ranks(mesh.get_group()) == ranks(group)
     expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks(group)} of group"
     came = f"{x.placements} over the ranks {mesh.mesh.tolist()}"
@@ -98,7 +100,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
-        ctx.mesh, ctx.placements = x.device_mesh, x.placements
+        ctx.mesh = x.device_mesh
+        ctx.placements = x.placements
         whole: Tensor = x.full_tensor()
         return whole
 
@@ -137,10 +140,8 @@ class Agreement:
             return None
         refuse("group", weight, "a group")
         sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
-        expected, came = (
-            "at least one vocabulary row on the ranks of group",
-            f"{len(sizes)} empty shards",
-        )
+        expected = "at least one vocabulary row on the ranks of group"
+        came = f"{len(sizes)} empty shards"
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 

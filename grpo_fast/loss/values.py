@@ -87,7 +87,8 @@ def elements(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
     flag = is_bad.any()
     if x.device.type != "cpu" or not flag:
         return flag, f"{expected}, got {on_device}"
-    count, first = int(is_bad.sum()), x[is_bad][0].item()
+    count = int(is_bad.sum())
+    first = x[is_bad][0].item()
     return flag, f"{expected}, got {first:g} ({count} of {x.numel()} values)"
 
 
@@ -101,8 +102,8 @@ def is_not_finite(x: Tensor) -> Tensor:
 
 # By argument: what is expected, what it is otherwise, and where that is. An infinite ref_logp has
 # an infinite KL, whose gradient is finite.
-Rules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
-RULES: Rules = {
+ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
+RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
     "old_logps": ("numbers at the active tokens", "NaN", torch.isnan),
     "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
@@ -125,7 +126,7 @@ LOGPS_RULES = RULES | {
 }  # fmt: skip
 
 
-def numbers(validate: str, rules: Rules = RULES, **tensors: object) -> None:
+def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
     """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
     checks = []
     for name, x in tensors.items():
@@ -180,7 +181,7 @@ def ids(
     return x.clamp(0, end - 1) if told_late(x, validate) else x
 
 
-def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
+def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     if x.numel():
         check_values([(x.amin() == -torch.inf, message)], validate)
@@ -197,11 +198,15 @@ def support_rows(
     validate: str,
 ) -> SupportRows | None:
     """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
+    # 1. Where the set of each active row begins, and how many ids it has.
     count = len(support.ids)
     bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
-    starts, lengths = bounds[:-1], bounds.diff()
+    starts = bounds[:-1]
+    lengths = bounds.diff()
     if active_index is not None:
-        starts, lengths = starts[active_index], lengths[active_index]
+        starts = starts[active_index]
+        lengths = lengths[active_index]
+    # 2. Split off the rows without a set, which have the whole vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:
@@ -211,6 +216,7 @@ def support_rows(
         both = (has_set, count), (~has_set, len(lengths) - count)
         own, others = (torch.nonzero_static(x, size=n)[:, 0] for x, n in both)
         starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
+    # 3. Copy the ids of the rows that are left, one row after another.
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = support.ids.to(torch.int64, copy=True)
     if total < len(columns):  # what lies between the sets of the active rows is not looked at
@@ -219,9 +225,10 @@ def support_rows(
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
+    # 4. Find each target in its set.
     target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
-    _check(target_ids, places, repeated, validate)
+    _check_targets(target_ids, places, repeated, validate)
     if told_late(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own, others, columns, bounds, places)
@@ -232,12 +239,14 @@ def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
     return count, total
 
 
-def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
-    missing, twice = (places < 0).any(), repeated >= 0
+def _check_targets(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
+    missing = (places < 0).any()
+    twice = repeated >= 0
     one = "support: expected every active target among its own ids"
     other = "support.ids: expected no id twice in one row"
     if missing.device.type == "cpu" and missing:
-        count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
+        count = int((places < 0).sum())
+        first = int(target_ids[places < 0][0])
         one += f", got {count} that are not, the first of them target id {first}"
     if twice.device.type == "cpu" and twice:
         other += f", got id {int(repeated)} twice"

@@ -193,6 +193,7 @@ def group_advantages(
         ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite
             rewards.
     """
+    # 1. Check the shape, the group size, the values and the options of the mode.
     choice("mode", mode, MODES)
     dim, shape = (2, "(K, N*G), K rewards,") if mode == "gdpo" else (1, "(N*G,)")
     fits = isinstance(rewards, Tensor) and rewards.dim() == dim and 0 not in rewards.shape[:-1]
@@ -201,7 +202,8 @@ def group_advantages(
     require(is_count, "group_size", "an integer >= 1", repr(group_size))
     count = rewards.shape[-1]
     require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
-    is_complex, expected = rewards.is_complex(), "finite values (NaN: there is no verdict)"
+    is_complex = rewards.is_complex()
+    expected = "finite values (NaN: there is no verdict)"
     fits = not is_complex and not torch.isinf(rewards).any()
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     check_group_size(mode, group_size)
@@ -216,6 +218,7 @@ def group_advantages(
             raise wrong("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
+    # 2. Compute in fp64, group by group.
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
     missing = grouped.isnan().any(0) if mode == "gdpo" else grouped.isnan()
@@ -224,6 +227,7 @@ def group_advantages(
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
         advantages = _moved(advantages, grouped)
+    # 3. Completions without a verdict get 0; bound the others, which must fit into fp32.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
@@ -235,7 +239,8 @@ def group_advantages(
 
 def check_group_size(mode: str, group_size: int) -> None:
     """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
-    fits, expected = group_size > 1 or mode in WITHOUT_GROUPS, f"at least 2 of mode {mode!r}"
+    fits = group_size > 1 or mode in WITHOUT_GROUPS
+    expected = f"at least 2 of mode {mode!r}"
     require(fits, "group_size", expected, "1: all advantages would be 0")
 
 

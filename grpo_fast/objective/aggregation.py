@@ -73,7 +73,8 @@ def step_weights(
         num_completions_in_batch: completions of the whole optimizer step.
         group_size: G completions of a prompt, for `prompt_mean`.
     """
-    group, active = group_size or 1, max(active, 1)
+    group = group_size or 1
+    active = max(active, 1)
     completions = num_completions_in_batch
     if completions is None:
         completions = max(len(lengths), 1)

@@ -21,7 +21,8 @@ class RunningBaseline:
     """
 
     def __init__(self, value: float = 0.0, decay: float = 0.9) -> None:
-        self.start, self.decay = float(value), float(decay)
+        self.start = float(value)
+        self.decay = float(decay)
         self.mean: float | None = None
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+from grpo_fast.objective.losses import LOG_RATIO_MAX, MEAN_LOG_RATIO_MAX, OBJECTIVES
 from grpo_fast.objective.ratios import Corrected, Ratio, corrected, importance_ratio
 from grpo_fast.objective.tokens import Tokens
 
@@ -59,20 +59,24 @@ def token_loss(
     config: LossConfig,
 ) -> TokenLoss:
     """Loss and coefficients of T active tokens; no autograd, value and slope by hand."""
+    # 1. The ratio that the leaf reads, with the weights and masks of the corrections.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
+    # 2. The leaf: loss and slope of every token.
     loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
     if objective.window == "geometric":
         mean = tokens.completion_mean(loss)
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
-        loss, clip_slope = -tokens.advantages * completion_ratio, slope
+        loss = -tokens.advantages * completion_ratio
+        clip_slope = slope
     elif objective.window == "detached_mean":
-        # `importance_ratio` clamps at 10, and a clamp has no slope.
-        slope = torch.where(ratio.log < 10.0, slope, 0.0)
+        # `importance_ratio` clamps the mean, and a clamp has no slope.
+        slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
+    # 3. Weigh them, and lead the slope to the logps.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
     if objective.window == "geometric":
@@ -84,12 +88,15 @@ def token_loss(
     is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
     grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
 
-    total, kl = policy, None
+    # 4. Add the KL to the reference.
+    total = policy
+    kl = None
     if config.uses_reference and tokens.ref_logps is not None:
         kl, kl_grad = weighted_kl(logps, ratio, tokens, config)
         total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
         grad = torch.add(grad, kl_grad, alpha=config.beta)
 
+    # 5. Sum up, and add the entropy bonus.
     loss = total.sum(dtype=torch.float64)
     grad_entropy = None
     if config.entropy_coef and entropy is not None:
@@ -103,7 +110,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     read = [x for x in config.corrections if x.is_read(tokens)]
     if not config.is_token_local or (read and tokens.old_logps is None):
         return None
-    has_kl, weights = config.uses_reference, tokens.token_weights
+    has_kl = config.uses_reference
+    weights = tokens.token_weights
     if read and tokens.old_logps is not None:
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = (

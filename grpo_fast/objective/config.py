@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require
+from grpo_fast.errors import choice, conflict, names_nearest, number, require
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
@@ -54,6 +54,7 @@ def reads(objective: Objective, option: str) -> bool:
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
 
 
+@names_nearest
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """The options of `grpo_loss`, `linear_grpo_loss`, `logits_grpo_loss` (formulas: README.md).
@@ -180,14 +181,16 @@ class LossConfig:
     def _check_ranges(self) -> None:
         for names, expected, holds in RANGES:
             for name in names:
-                value, kind = getattr(self, name), "None or " if name in NULLABLE else ""
+                value = getattr(self, name)
+                kind = "None or " if name in NULLABLE else ""
                 if not (value is None and kind):
                     number(name, value, kind + expected, holds)
         for name in ("kl_times_ratio", "compute_entropy"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, "True or False", repr(value))
         if isinstance(self.temperature, Tensor):
-            fits, came = self.temperature.is_floating_point(), f"dtype {self.temperature.dtype}"
+            fits = self.temperature.is_floating_point()
+            came = f"dtype {self.temperature.dtype}"
             require(fits, "temperature", "a float or a float tensor", came)
         else:
             number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
@@ -207,12 +210,14 @@ class LossConfig:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
-            value, default = getattr(self, name), getattr(LossConfig, name)
+            value = getattr(self, name)
+            default = getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
         for name in OWN_OPTIONS:
-            value, default = getattr(self, name), getattr(LossConfig, name)
+            value = getattr(self, name)
+            default = getattr(LossConfig, name)
             if value != default and not reads(objective, name):
                 readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads(x, name))
                 why = (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require, wrong
+from grpo_fast.errors import choice, conflict, names_nearest, number, require, wrong
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -28,6 +28,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 
 
+@names_nearest
 @dataclasses.dataclass(frozen=True)
 class Correction:
     """One correction of the policy term by a ratio of probabilities.

@@ -37,6 +37,7 @@ def gae(
     Raises:
         ValueError: shapes that differ; gamma or lam outside [0, 1].
     """
+    # 1. Check shapes and ranges.
     fits = isinstance(rewards, Tensor) and rewards.dim() == 2
     require(fits, "rewards", "a tensor of shape (B, L)", kind_of(rewards))
     for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
@@ -53,6 +54,7 @@ def gae(
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam
+    # 2. Put the tokens that count side by side, and find the value after each.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     order = (~active).to(torch.uint8).argsort(dim=1, stable=True)  # those that count, side by side
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
@@ -60,10 +62,14 @@ def gae(
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    advantages, reach = r + gamma * after - v, 1
+    # 3. Sum the discounted errors in doublings, and put them back in their places.
+    advantages = r + gamma * after - v
+    reach = 1
     while reach < length:  # A_t so far holds the terms k < reach; decay = (γλ)^reach
         later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
-        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
+        advantages = advantages + decay * later
+        reach = 2 * reach
+        decay = decay * decay
     return torch.zeros_like(advantages).scatter(1, order, advantages).float()
 
 

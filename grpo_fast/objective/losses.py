@@ -17,6 +17,8 @@ import torch as tl
 
 # Log ratios are clamped to this before exp, in value only: the gradient still restores.
 LOG_RATIO_MAX = 20.0
+# The same for the mean log ratio of gspo_token (2507.18071), whose gradient ends there.
+MEAN_LOG_RATIO_MAX = 10.0
 
 # (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or values of Triton.
 Leaf = Callable[..., Any]

@@ -24,14 +24,17 @@ def token_metrics(
 
     `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to.
     """
+    # 1. Compute the loss once more, from the logps of the call.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
-    ratio, correction = result.ratio, result.correction
+    ratio = result.ratio
+    correction = result.correction
     active = result.grad_logps != 0
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
 
+    # 2. What every loss reports.
     is_pooled = objective.window in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
@@ -41,6 +44,7 @@ def token_metrics(
         "active_tokens": logps.new_full((), float(logps.numel())),
         "skipped_rows": num_rows - active.sum().float(),
     }
+    # 3. What depends on the entropy, the KL, the loss type and the corrections.
     if entropy is not None:
         metrics["entropy"] = mean(entropy)
     if result.kl is not None and tokens.ref_logps is not None:

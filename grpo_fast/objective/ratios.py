@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+from grpo_fast.objective.losses import LOG_RATIO_MAX, MEAN_LOG_RATIO_MAX, OBJECTIVES
 from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
@@ -49,7 +49,8 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if window == "detached_mean":
-        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)))
+        mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
+        return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)
     if pool is not None:
         return Ratio(raw, tokens.to_tokens(pool(tokens, raw).clamp(max=LOG_RATIO_MAX)), pool)

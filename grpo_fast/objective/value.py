@@ -48,7 +48,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each 
     """
     if returns.numel() == 0:  # torch warns of a variance over nothing
         return returns.new_full((), torch.nan, dtype=torch.float64)
-    returns, values = returns.double(), values.double()
+    returns = returns.double()
+    values = values.double()
     spread = returns.var(correction=0)
     left = (returns - values).var(correction=0)
     return torch.where(spread > 0, 1 - left / spread, torch.nan)

@@ -59,6 +59,7 @@ def generate(
             `options.max_new_tokens`; places that do not rise; keywords that `Sampling` refuses.
         NonFiniteLogits: the model's logits are NaN.
     """
+    # 1. Check the options.
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
     if options is not None and sampling:
         raise conflict("options", f"the keywords {sorted(sampling)}", "pass one of them")
@@ -68,6 +69,7 @@ def generate(
         rising = [*places] == sorted({*places}) and min(places, default=0) >= 0
         fits = rising and len(places) == len(prompts)
         require(fits, "places", f"{len(prompts)} rising places from 0", list(places)[:8])
+    # 2. Encode, sample, decode.
     ids = encode_for(policy, prompts, options.max_new_tokens)
     sampler = engine or TransformersEngine(policy, options)
     done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)

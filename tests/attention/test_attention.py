@@ -71,7 +71,7 @@ def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, packages, k
     monkeypatch.setattr(dispatch, "_has_distribution", packages.split().__contains__)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: name in packages.split() or None)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda index: capability)
-    monkeypatch.setattr(dispatch.loader, "load", lambda name: None)
+    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: None)
     assert " ".join(provider.name for provider in dispatch.candidates(kind)) == expected
 
 

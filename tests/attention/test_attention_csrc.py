@@ -14,7 +14,7 @@ from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.cpu import loader
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
-REASON = loader.load("attention")
+REASON = loader.unavailable("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
 
 CSRC, EXPLICIT = ATTENTION["csrc"], ATTENTION["explicit"]
@@ -115,7 +115,7 @@ def test_refusals_name_the_argument(name, change):
 @pytest.mark.parametrize(("reason", "expected"), [(None, "csrc"), ("no C++ compiler", "flash_cpu")])
 def test_it_is_chosen_where_it_is_built(monkeypatch, reason, expected):
     dispatch.choose.cache_clear()
-    monkeypatch.setattr(dispatch.loader, "load", lambda name: reason)
+    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: reason)
     try:
         assert dispatch.choose(Kind("cpu", torch.float32, 32)).name == expected
     finally:

@@ -64,7 +64,7 @@ def a_run() -> None:
 
 
 def four_threads() -> None:
-    threads = [threading.Thread(target=csrc_loader.load) for _ in range(4)]
+    threads = [threading.Thread(target=csrc_loader.unavailable) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

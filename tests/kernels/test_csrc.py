@@ -27,7 +27,7 @@ from tests.kernels.test_rows import LOCAL
 
 ROOT = Path(__file__).resolve().parents[2]
 DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
-REASON = csrc_loader.load("rows")
+REASON = csrc_loader.unavailable("rows")
 needs_library = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
@@ -133,9 +133,9 @@ def test_loader_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setenv("GRPO_FAST_DISABLE_CSRC", "1")
     caplog.set_level(logging.INFO, "grpo_fast")
-    fresh = functools.cache(csrc_loader._load_once.__wrapped__)
-    monkeypatch.setattr(csrc_loader, "_load_once", fresh)
-    assert csrc_loader.load("rows") == csrc_loader.load("rows") == DISABLED
+    fresh = functools.cache(csrc_loader._unavailable_once.__wrapped__)
+    monkeypatch.setattr(csrc_loader, "_unavailable_once", fresh)
+    assert csrc_loader.unavailable("rows") == csrc_loader.unavailable("rows") == DISABLED
     reason = f"kernels 'rows' are not available: {DISABLED}"
     with pytest.raises(csrc_loader.CsrcUnavailable, match=reason):
         csrc_loader.door.__wrapped__("rows", "row_logps")

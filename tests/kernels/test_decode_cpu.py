@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.kernels.cpu import decode, loader
 
-REASON = loader.load("decode")
+REASON = loader.unavailable("decode")
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}"),
     pytest.mark.usefixtures("poisoned_memory"),

@@ -131,7 +131,9 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
         monkeypatch.setattr(linear, name, value)
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
     given = weight[:, 0] if bias else None
-    p = linear.problem(hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0))
+    p = linear.head_inputs(
+        hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0)
+    )
     out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
     target = torch.zeros(4) if stored == "exponentials" else None
     linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)

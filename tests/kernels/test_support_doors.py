@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(params=ENGINES)
 def doors(request):
     if request.param == "cpu":  # never torch in its place, when it does not build
-        assert loader.load("support") is None
+        assert loader.unavailable("support") is None
     return route.doors("support", request.param)
 
 
@@ -260,7 +260,7 @@ def test_the_kernels_read_nothing_outside(name, change):
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):
     route.doors.cache_clear()
-    monkeypatch.setattr(route.loader, "load", lambda name="rows": "no compiler here")
+    monkeypatch.setattr(route.loader, "unavailable", lambda name="rows": "no compiler here")
     try:
         assert route.doors("support", "cpu") is support_reference
     finally:

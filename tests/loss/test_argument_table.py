@@ -72,6 +72,8 @@ IN_CONFIG = {
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
 NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
+# Keywords without which one of VALUES would change nothing.
+WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
 
@@ -101,6 +103,7 @@ class Call:
         elif name.startswith("config."):
             config[name[7:]] = IN_CONFIG[name[7:]]
         elif name:
+            self.keywords |= WITH.get(name, {})
             self.keywords[name] = {**VALUES, "group": group}[name]
         self.config = LossConfig(**config)
 
@@ -182,7 +185,7 @@ MODES = {
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
-    {"group", "support", "completion_mask", "grad_filter", "validate"},
+    {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
 
 
@@ -239,6 +242,7 @@ def test_each_value_tells(function, group):
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))
+        without.keywords |= WITH.get(name, {})
         pairs = list(zip(answer(call), answer(without), strict=False))
         same = all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
         assert not same or len(answer(call)) != len(answer(without)), name

@@ -4,8 +4,11 @@ valid call works.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
 
 import pytest
 import torch
@@ -424,3 +427,51 @@ def test_one_target_of_no_probability_among_others_is_refused(backend, function)
     assert (case.ids != case.ids[0, 1]).any()
     with pytest.raises(ValueError, match="target_ids: expected targets of finite probability"):
         call(function, case, backend=backend)
+
+
+NEAR = {
+    "eps_low": "epsilon_low", "epsilon_hgih": "epsilon_high", "losstype": "loss_type",
+    "Temperature": "temperature", "kl_beta": "beta", "kl_estimater": "kl_estimator",
+    "importance_sampling": "importance_sampling_level", "entropy_coeff": "entropy_coef",
+    "correction": "corrections", "max_completion_len": "max_completion_length",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", NEAR)
+def test_an_unknown_keyword_names_the_nearest_one(word):
+    expected = rf"LossConfig\(\) got an unexpected keyword .* '{word}'; nearest: {NEAR[word]}$"
+    for make in (LossConfig, LossConfig().replace):
+        with pytest.raises(TypeError, match=expected):
+            make(**{word: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "near"),
+    [
+        (LossConfig, "zzz", ""),
+        (LossConfig, "", ""),
+        (LossConfig, "x" * 5000, ""),
+        (grpo_fast.Correction, "hihg", "; nearest: high"),
+        (grpo_fast.Correction, "levels", "; nearest: level"),
+        (grpo_fast.Correction, "cap", ""),
+        (grpo_fast.DivergenceTerm, "coeff", "; nearest: coef"),
+        (grpo_fast.DivergenceTerm, "teachers", "; nearest: teacher"),
+        (grpo_fast.DivergenceTerm, "weight", ""),
+    ],
+)
+def test_unknown_keywords_of_the_other_options(kind, word, near):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) got an .* '{word}'{near}$"):
+        kind(**{word: 1.0})
+
+
+def test_known_keywords_are_built_as_before():
+    term = grpo_fast.DivergenceTerm("t", "jsd", coef=2.0)
+    assert term == ("t", "jsd", 2.0, 0.5) and term._replace(beta=0.1).beta == 0.1
+    assert copy.deepcopy(term) == pickle.loads(pickle.dumps(term)) == term
+    config = LossConfig("grpo", 0.1, beta=0.2)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert list(inspect.signature(LossConfig).parameters)[:2] == ["loss_type", "epsilon_low"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'teacher'"):
+        grpo_fast.DivergenceTerm()
+    with pytest.raises(TypeError, match="multiple values for argument 'loss_type'"):
+        LossConfig("grpo", loss_type="dapo")

@@ -28,7 +28,7 @@ def attention(request, monkeypatch):
     monkeypatch.setattr(decode, "decoder_of", lambda *_: None)
     if request.param == "torch":
         monkeypatch.setattr(cpp, "runs", lambda x: False)
-    elif reason := loader.load("decode"):
+    elif reason := loader.unavailable("decode"):
         pytest.skip(f"C++ kernels: {reason}")
     return request.param
 

@@ -20,7 +20,7 @@ PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: b
 
 @pytest.fixture(autouse=True)
 def kernels() -> None:
-    if reason := loader.load("decoder") or gemm.unavailable(torch.float32):
+    if reason := loader.unavailable("decoder") or gemm.unavailable(torch.float32):
         pytest.skip(f"C++ kernels: {reason}")
 
 

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from grpo_fast.errors import nearest_name
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
-from grpo_fast.train.config.words import ELSEWHERE, close_to, dotted_keys, own_words, quoted
+from grpo_fast.train.config.words import ELSEWHERE, dotted_keys, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -356,8 +357,10 @@ def test_the_settings_of_a_plan_and_its_runs():
 
 
 def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
-    assert close_to("gpro", ["gspo", "grpo"]) == close_to("gpro", ["grpo", "gspo"]) == "grpo"
-    assert close_to("xyz", ["grpo"]) is None and close_to("x", []) is None
+    assert (
+        nearest_name("gpro", ["gspo", "grpo"]) == nearest_name("gpro", ["grpo", "gspo"]) == "grpo"
+    )
+    assert nearest_name("xyz", ["grpo"]) is None and nearest_name("x", []) is None
     assert quoted("x" * 200) == f"'{'x' * 199}… (202 characters)" and quoted("x" * 198)[-1] == "'"
 
 

@@ -23,7 +23,7 @@ Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype == torch.float32 and loader.load("decode") is None
+    return x.is_cpu and x.dtype == torch.float32 and loader.unavailable("decode") is None
 
 
 def tiles_of(k: Tensor, v: Tensor) -> Tiles:

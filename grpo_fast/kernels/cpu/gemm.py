@@ -23,7 +23,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can."""
     if dtype not in DTYPES:
         return f"it multiplies float32 and bfloat16, not {dtype}"
-    reason = loader.load("gemm")
+    reason = loader.unavailable("gemm")
     if reason:
         return reason
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()

@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) · up in one pass (fp32 on a CPU), elsewhere by torch. Shapes are equal."""
-    if not is_plain(gate, up) or gate.shape != up.shape or loader.load("layers"):
+    if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
 

@@ -165,7 +165,8 @@ class Variable:
     """A C++ variable; its operators `write` another one."""
 
     def __init__(self, name: str, write: Callable[..., Variable]) -> None:
-        self.name, self.write = name, write
+        self.name = name
+        self.write = write
 
     def __neg__(self) -> Variable:
         return self.write("-{}", self)

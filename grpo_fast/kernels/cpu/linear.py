@@ -36,7 +36,8 @@ def _rows(
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
+    hidden = contiguous_rows(hidden)
+    weight = contiguous_rows(weight)
     results: tuple[Tensor, ...] = loader.door("linear", "linear_rows")(
         hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
         *rule_arguments(rule), return_entropy, uses_tiles(weight),

@@ -62,17 +62,18 @@ class CsrcUnavailable(RuntimeError):
     """The C++ kernels cannot run here; the message says why."""
 
 
-def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist, once per process; None, or why it cannot.
+def unavailable(library: str = "rows") -> str | None:
+    """Return why a library cannot be used, or None once `torch.ops.grpo_fast_<library>` exists.
 
-    The first library that cannot be used is told at WARNING level: torch does the work, slower.
+    It is built and loaded once per process. The first library that cannot be used is logged at
+    WARNING level: torch does the work, slower.
     """
     with _lock:  # two threads would build twice, and the operators cannot be registered twice
-        return _load_once(library)
+        return _unavailable_once(library)
 
 
 @functools.cache
-def _load_once(library: str) -> str | None:
+def _unavailable_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
@@ -89,17 +90,15 @@ def one_line(reason: str) -> str:
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
-def require(library: str = "rows") -> None:
-    """Like `load`; raises CsrcUnavailable with the reason, the compiler's message included."""
-    reason = load(library)
-    if reason:
-        raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
-
-
 @functools.cache
 def door(library: str, name: str) -> Operator:
-    """An operator of a library; it raises a RuntimeError for tensors that it does not take."""
-    require(library)
+    """An operator of a library; it raises a RuntimeError for tensors that it does not take.
+
+    Raises CsrcUnavailable with the reason, the compiler's message included.
+    """
+    reason = unavailable(library)
+    if reason:
+        raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
     operator: Operator = getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
     return operator
 
@@ -189,6 +188,7 @@ def compile_library(
     The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
     try:
+        # 1. What goes into the library, and into its name.
         source, printed, texts = _read_sources(library)
         command = compiler()
         if command is None:
@@ -198,6 +198,7 @@ def compile_library(
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
+        # 2. How it is compiled.
         def build(output: Path) -> None:
             (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
@@ -207,6 +208,7 @@ def compile_library(
             by = shlex.join(command)
             logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
 
+        # 3. Take it from the cache, or build it there.
         folder = cache.cache_folder() if folder is None else folder
         return cache.find_or_build(folder, stem, build), None
     except (CsrcUnavailable, ValueError) as error:

@@ -82,7 +82,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
     if key not in _verdicts:
-        _verdicts[key] = loader.load("layers") is None and apart(lambda: _passes(trial))
+        _verdicts[key] = loader.unavailable("layers") is None and apart(lambda: _passes(trial))
     return _verdicts[key]
 
 

@@ -75,6 +75,7 @@ def row_divergence_kernel(
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    # 1. Both rows' lse, or those that are known.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     other_ptr = teacher_ptr + row * stride_teacher_t
@@ -97,6 +98,7 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     others = tl.zeros([BLOCK_V], tl.float32)
+    # 2. The likeliest logit of the student.
     # Read before the second loop may overwrite the teacher's row.
     z_top, chain_top = final(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = final(other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other)
@@ -104,6 +106,7 @@ def row_divergence_kernel(
     lq_top = (y_top - shift_q) - rest_q
     d_top = tl.where(lp_top == lq_top, 0.0, lp_top - lq_top)
     value_top, of_top = LEAF(exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta)
+    # 3. Values and slopes of all logits.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, chain_p = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
@@ -116,6 +119,7 @@ def row_divergence_kernel(
         others += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
+    # 4. The sums of the row.
     # The reductions' barriers stand between the slopes' stores and their loads below.
     rest = tl.sum(others, 0).to(tl.float64)
     center = rest + of_top.to(tl.float64)
@@ -128,6 +132,7 @@ def row_divergence_kernel(
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
+        # 5. The gradient: slope - center·p, and a form of it for the likeliest logit.
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
         c = center.to(tl.float32)

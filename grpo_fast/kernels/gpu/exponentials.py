@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import Problem, launch
-from grpo_fast.kernels.gpu.linear import problem, statistics, sweep
+from grpo_fast.kernels.gpu.launch import HeadInputs, launch
+from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, dense_vector, rule_arguments
 
@@ -79,7 +79,7 @@ def units_kernel(
     tl.store(target_unit_ptr + rows, target_unit, mask=in_rows)
 
 
-def target_logits(p: Problem) -> Tensor:
+def target_logits(p: HeadInputs) -> Tensor:
     """(T,) fp32 raw logits of the targets."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
@@ -107,7 +107,7 @@ def head_exponentials(
     Raises:
         ValueError: hidden and weight of different dtype.
     """
-    p = problem(hidden, weight, bias, target_ids, rule)
+    p = head_inputs(hidden, weight, bias, target_ids, rule)
     rows = p.hidden.shape[0]
     unit, target_unit = (
         torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)

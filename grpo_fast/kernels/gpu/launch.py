@@ -23,8 +23,8 @@ def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     return lse, logps, torch.empty_like(lse) if return_entropy else None
 
 
-class Problem(NamedTuple):
-    """One call: hidden on 16-byte rows, target ids contiguous (linear.problem makes it)."""
+class HeadInputs(NamedTuple):
+    """One call: hidden on 16-byte rows, target ids contiguous (linear.head_inputs makes it)."""
 
     hidden: Tensor  # (T, H)
     weight: Tensor  # (V, H)

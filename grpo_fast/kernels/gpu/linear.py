@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import Problem, is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.types import LogitRule, RowStats, rule_arguments
 
@@ -65,6 +65,7 @@ def slice_kernel(
     BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
+    # 1. Which rows and which slice of the vocabulary are this program's.
     # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of
     # them. So does their part of hidden, which they read once per tile: a group of row blocks takes
     # all slices before the next one starts.
@@ -88,6 +89,7 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
+    # 2. The running sums; exponentials need a normaliser that is known.
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     high = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -105,6 +107,7 @@ def slice_kernel(
             if ONLY_FAR:
                 stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
 
+    # 3. Tile by tile: the product, then fold it into the sums.
     for start in tl.range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
@@ -121,6 +124,7 @@ def slice_kernel(
             STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
+    # 4. Store the sums of the slice.
     if partial_ptr is not None:
         # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
         plane = tl.cast(slices, tl.int64) * n_rows
@@ -181,9 +185,9 @@ def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
-def problem(
+def head_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
-) -> Problem:
+) -> HeadInputs:
     """Check the dtypes, and copy an unaligned hidden: the tile must not depend on how a batch lies
     in memory, or its sums would. W alone decides.
     """
@@ -192,15 +196,15 @@ def problem(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
-    return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
+    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), rule)
 
 
-def slice_count(p: Problem) -> int:
+def slice_count(p: HeadInputs) -> int:
     return -(-p.weight.shape[0] // SLICE_COLUMNS)
 
 
 def sweep(
-    p: Problem,
+    p: HeadInputs,
     partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
     out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` exponentials
     raw_target: Tensor | None = None,  # (T,)
@@ -246,7 +250,7 @@ def sweep(
     )  # fmt: skip
 
 
-def join(p: Problem, partial: Tensor, stats: RowStats) -> None:
+def join(p: HeadInputs, partial: Tensor, stats: RowStats) -> None:
     """The statistics of every row, (T,) each, from the sums of its slices, (3 or 4, S, T)."""
     _, slices, rows = partial.shape
     launch(
@@ -256,7 +260,11 @@ def join(p: Problem, partial: Tensor, stats: RowStats) -> None:
 
 
 def statistics(
-    p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
+    p: HeadInputs,
+    *,
+    return_entropy: bool,
+    out: Tensor | None = None,
+    raw_target: Tensor | None = None,
 ) -> RowStats:
     """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
@@ -286,7 +294,7 @@ def head_logps(
         ValueError: hidden and weight of different dtype.
     """
     return statistics(
-        problem(hidden, weight, bias, target_ids, rule),
+        head_inputs(hidden, weight, bias, target_ids, rule),
         return_entropy=return_entropy,
         out=logits_out,
     )

@@ -36,7 +36,7 @@ from grpo_fast.kernels.types import LogitRule, rule_arguments
 
 
 @triton.jit
-def numbers(start, cols, H, stride):
+def load_columns(start, cols, H, stride):
     """Some columns of a row in fp32, zeros outside of it."""
     return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
@@ -73,7 +73,7 @@ def support_head_kernel(
     f_target = tl.zeros([], tl.float32)
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
-    h = numbers(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
+    h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -121,7 +121,7 @@ def support_head_kernel(
         if softcap is not None:
             by_target *= f_target
         # The target stays out of the sum: nothing cancels when p_y is close to 1.
-        d = by_target * numbers(at_target, cols, H, stride_weight_h)
+        d = by_target * load_columns(at_target, cols, H, stride_weight_h)
         d -= exp_fp32(high - lse) * others
         d *= logit_scale * inv_temperature
         tl.store(slope_ptr + row * H + cols, d, mask=cols < H)

@@ -133,11 +133,14 @@ def add_targets_(
             ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
         )  # fmt: skip
 
+    # 1. In fp32 one pass is enough.
     if d_weight.dtype.itemsize >= 4:
         add(None, None, None)
         return
+    # 2. In 16 bits, add and flag the rows where both parts nearly cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
     add(None, None, flags)
+    # 3. Form the flagged rows again, from an fp32 product, and add once more.
     places = torch.nonzero_static(flags.any(1), size=count)[:, 0]  # which ids; -1 behind them
     columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)

@@ -18,7 +18,8 @@ class Activity:
     """Which of T rows are active, by chunks of `chunk_rows`; None: all, and no device is asked."""
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
-        self.active, self.chunk_rows = active, chunk_rows
+        self.active = active
+        self.chunk_rows = chunk_rows
         if active is None or is_capturing(active):
             self.active = None
             return

@@ -43,7 +43,9 @@ class LogitChunks:
     has_entropy_gradient = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
-        self.weight, self.bias, self.kernels = weight, bias, route.kernels
+        self.weight = weight
+        self.bias = bias
+        self.kernels = route.kernels
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
         self.has_narrow = not is_wide(weight) and (weight.is_cuda or route.backend == "triton")
@@ -107,9 +109,11 @@ class LogitChunks:
         self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         h, target_ids, rule = at
-        count, has_entropy = target_ids.shape[0], config.needs_entropy
+        count = target_ids.shape[0]
+        has_entropy = config.needs_entropy
         if self.in_one_pass:
-            d, z = self._gradient(h.shape[0]), self.raw_logits(h)
+            d = self._gradient(h.shape[0])
+            z = self.raw_logits(h)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
             )
@@ -126,7 +130,9 @@ class LogitChunks:
         h, target_ids, rule = at
         if not held:
             self.logps(at, return_entropy=False)
-        z, d, count = self.workspace(h.shape[0]), self._gradient(h.shape[0]), target_ids.shape[0]
+        z = self.workspace(h.shape[0])
+        d = self._gradient(h.shape[0])
+        count = target_ids.shape[0]
         self.kernels.row_grad_(z[:count], target_ids, known, g, g_entropy, rule, out=d[:count])
         return ChunkGradients(d)
 
@@ -139,7 +145,8 @@ class ExponentialChunks(LogitChunks):
     def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
         assert route.kernels.head_exponentials is not None and route.exponentials is not None
         super().__init__(weight, bias, route)
-        self.dtype, self.in_one_pass = route.exponentials, False
+        self.dtype = route.exponentials
+        self.in_one_pass = False
         self.bytes_per_logit = self.dtype.itemsize
         self._filled: Exponentials | None = None
 

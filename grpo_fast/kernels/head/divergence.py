@@ -66,7 +66,9 @@ class DivergenceHead(LinearHead):
         has_policy: bool,
         **options: Any,
     ) -> None:
-        self.teacher, self.divergence, self.weights = teacher, divergence, weights
+        self.teacher = teacher
+        self.divergence = divergence
+        self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
         self.buffers = 2 if self.has_head or has_policy else 1
         self.doors = doors("divergence", route.backend)
@@ -78,7 +80,8 @@ class DivergenceHead(LinearHead):
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
-        chunk.buffers, chunk.on_logits = self.buffers, self._form
+        chunk.buffers = self.buffers
+        chunk.on_logits = self._form
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
@@ -115,11 +118,14 @@ class DivergenceHead(LinearHead):
 
     def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The values, and (dH, dW, db) of Σ weights·D and of the policy loss; None: of no loss."""
-        sums, self.has_gradient = self._sums(wanted), any(wanted)
+        sums = self._sums(wanted)
+        self.has_gradient = any(wanted)
         active = self.weights != 0
         activity = Activity(active if self.on_gpu and policy is None else None, self.chunk_rows)
         for chunk in self.chunks():
-            at, count, self.at = self._rows_of(chunk), chunk.stop - chunk.start, chunk
+            at = self._rows_of(chunk)
+            count = chunk.stop - chunk.start
+            self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
@@ -147,10 +153,13 @@ class DivergenceHead(LinearHead):
         chunk = self.at
         if chunk is None:
             return
-        index, count = self.rows.active_index, chunk.stop - chunk.start
+        index = self.rows.active_index
+        count = chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
-        teacher, out = self.teacher.rows(at), self._written(z.shape[0])
-        rule, w = self.rows.rule.rows(chunk), self.weights[chunk]
+        teacher = self.teacher.rows(at)
+        out = self._written(z.shape[0])
+        rule = self.rows.rule.rows(chunk)
+        w = self.weights[chunk]
         to = out[:count] if self.has_gradient else None
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
@@ -213,26 +222,34 @@ def supported_divergence(
 
     Rows without a set are those of a `DivergenceHead`.
     """
+    # 1. Rows without a set: over the whole vocabulary.
     support = rows.support
     assert support is not None
-    own, others, of_others = support.of_all, None, None
+    own = support.of_all
+    others = None
+    of_others = None
     if support.others is not None:
         dense = DivergenceHead(
             tensors, rows.select(support.others), route, teacher=teacher,
             divergence=divergence, weights=weights[support.others], has_policy=False,
             is_wide=True, **options,
         )  # fmt: skip
-        others, of_others = dense.sweep(wanted), dense.values
+        others = dense.sweep(wanted)
+        of_others = dense.values
+    # 2. The logits of both sides in the sets of the other rows.
     source = supported_head(tensors, rows, route, is_wide=is_wide)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
     rule = rows.rule if support.own is None else rows.rule.rows(support.own)
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
-    y, w = y.to(z.dtype), own(weights)
+    y = y.to(z.dtype)
+    # 3. Their divergences, and the gradient in place of the teacher's logits.
+    w = own(weights)
     out = y[None] if any(wanted) else None
     each = doors("divergence", route.backend).row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
+    # 4. Both kinds of rows in their order.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

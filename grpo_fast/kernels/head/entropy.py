@@ -24,7 +24,9 @@ class WholeEntropy:
     filtered = None
 
     def __init__(self, inside: Any, whole: Any) -> None:
-        self.inside, self.whole, self.num_rows = inside, whole, inside.num_rows
+        self.inside = inside
+        self.whole = whole
+        self.num_rows = inside.num_rows
         self.known: RowStats | None = None  # of the whole vocabulary
 
     @property

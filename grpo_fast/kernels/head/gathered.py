@@ -33,10 +33,14 @@ class GatheredHead:
         self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
     ) -> None:
         assert rows.support is not None
-        self.tensors, self.support, self.is_wide = tensors, rows.support, is_wide
+        self.tensors = tensors
+        self.support = rows.support
+        self.is_wide = is_wide
         self.hidden, self.weight, self.bias = tensors
-        self.doors, self.kernels = doors("support", route.backend), route.kernels
-        self.index, self.repeats = rows.select(self.support.own).hidden_index, rows.repeats
+        self.doors = doors("support", route.backend)
+        self.kernels = route.kernels
+        self.index = rows.select(self.support.own).hidden_index
+        self.repeats = rows.repeats
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
     def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
@@ -54,10 +58,12 @@ class GatheredHead:
     ) -> tuple[Tensor, ...]:
         """(dH, dW, db), added to those of the `others`, which are in fp32 at least."""
         d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
-        (d, g, slopes), is_first = of_rows, others is None
+        d, g, slopes = of_rows
+        is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                slopes, g = self.doors.head_hidden(d, self.weight, self.support), torch.ones_like(g)
+                slopes = self.doors.head_hidden(d, self.weight, self.support)
+                g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
         if wanted.weight:
             d_weight, add = self._new_weight() if is_first else (d_weight, True)

@@ -37,7 +37,8 @@ def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
     """(2,) fp32: the share of the mass left out, and the share of the columns kept."""
     dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
     for chunk in chunks:
-        dropped, total = dropped + chunk.dropped, total + chunk.total
+        dropped = dropped + chunk.dropped
+        total = total + chunk.total
     elements = sum(x.elements for x in chunks)
     stayed = sum(x.columns for x in chunks) / elements if elements else 1.0
     share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)

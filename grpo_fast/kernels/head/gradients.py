@@ -66,11 +66,16 @@ class GradientSums:
         doors: Any = None,
         sum_hidden: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.tensors, self.wanted = tensors, wanted
+        self.tensors = tensors
+        self.wanted = wanted
         self.hidden, self.weight, self.bias = tensors
-        self.index, self.repeats = index, repeats
-        self.is_wide, self.is_only = is_wide, is_only and not is_wide
-        self.tolerance, self.doors, self.sum_hidden = tolerance, doors, sum_hidden
+        self.index = index
+        self.repeats = repeats
+        self.is_wide = is_wide
+        self.is_only = is_only and not is_wide
+        self.tolerance = tolerance
+        self.doors = doors
+        self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Parts of a sum are not rounded.
@@ -186,7 +191,8 @@ class GradientSums:
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
         if kept >= WORTH_BELOW * vocab:
-            kept, dropped = vocab, torch.zeros_like(total)
+            kept = vocab
+            dropped = torch.zeros_like(total)
         self.filtered.append(Filtered(dropped, total, count * kept, count * vocab))
         if kept == vocab:
             return d, self.weight, None
@@ -239,7 +245,8 @@ class GradientSums:
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
-        results, sums = [], (self.d_hidden, self.d_weight, self.d_bias)
+        results = []
+        sums = (self.d_hidden, self.d_weight, self.d_bias)
         for sum_, like, is_wanted in zip(sums, self.tensors, self.wanted, strict=True):
             if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))

@@ -71,12 +71,15 @@ class LinearHead:
         wants_weight: bool = False,
         shard: VocabularyShard | None = None,
     ) -> None:
-        self.tensors, self.rows = tensors, rows
+        self.tensors = tensors
+        self.rows = rows
         self.hidden, self.weight, self.bias = tensors
-        self.kernels, self.head_logps = route.kernels, route.kernels.head_logps
+        self.kernels = route.kernels
+        self.head_logps = route.kernels.head_logps
         self.shard = shard
         self.on_gpu = self.weight.is_cuda or route.backend == "triton"
-        self.tolerance, self.is_wide = tolerance, is_wide
+        self.tolerance = tolerance
+        self.is_wide = is_wide
         self.num_rows = rows.target_ids.shape[0]
         self.chunk = self._chunks_of(route, entropy_gradient)
         self.narrow_sum = (
@@ -101,7 +104,8 @@ class LinearHead:
         """All rows where one chunk takes no more than several and their fp32 dW; else as many as
         the workspace holds, evened out. Ranks that share a vocabulary cut by the largest shard.
         """
-        bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
+        bytes_per_logit = self.chunk.bytes_per_logit
+        device = self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
         # What the filter leaves of dW is summed in fp32.
@@ -155,12 +159,14 @@ class LinearHead:
 
         With `keep` the last chunk stays in the workspace, ready for `gradients`.
         """
-        parts, chunks = [], list(self.chunks())
+        parts = []
+        chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
-                targets, rule = self.rows.target_ids[chunk], self.rows.rule.rows(chunk)
+                targets = self.rows.target_ids[chunk]
+                rule = self.rows.rule.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
                 stats = self.head_logps(*head, targets, rule, return_entropy=return_entropy)
             else:
@@ -176,12 +182,14 @@ class LinearHead:
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
         """One sweep, 6·T·V·H: row losses and (dH, dW, db), coefficients following row by row."""
-        sums, parts = self._sums(wanted), []
+        sums = self._sums(wanted)
+        parts = []
         # A GPU is not waited for: there a row that only its logp makes inactive (it is clipped)
         # is multiplied, as zeros.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
-            at, here = self._rows_of(chunk), terms.rows(chunk)
+            at = self._rows_of(chunk)
+            here = terms.rows(chunk)
             d_logits, part = self.chunk.row_loss(at, here, config)
             if self.on_gpu:
                 keep = activity.keep(chunk)
@@ -207,13 +215,17 @@ class LinearHead:
             keep = activity.keep(chunk)
             if keep is not None and keep.shape[0] == 0:
                 continue
-            at, index = self._rows_of(chunk), chunk
-            is_held, self.held = chunk == self.held, None
+            at = self._rows_of(chunk)
+            index = chunk
+            is_held = chunk == self.held
+            self.held = None
             if not is_held and keep is not None and gathers(keep, len(at.target_ids)):
                 h, targets, rule = at
                 at = ChunkRows(pad_rows(h.index_select(0, keep)), targets[keep], rule.rows(keep))
-                index, keep = keep + chunk.start, None
-            stats, here = pick(index, *known), pick(index, g, g_entropy)
+                index = keep + chunk.start
+                keep = None
+            stats = pick(index, *known)
+            here = pick(index, g, g_entropy)
             d_logits = self.chunk.gradients(at, stats, *here, held=is_held)
             sums.add(index, at.hidden, d_logits, len(at.target_ids), keep)
         return self._finished(sums)

@@ -92,7 +92,8 @@ def accumulate_outer(
     """
     is_own = own_product(h)
     if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
-        h, scales = scaled_rows(h, scales).to(h.dtype), None
+        h = scaled_rows(h, scales).to(h.dtype)
+        scales = None
     if is_own:
         is_new = total is None
         if total is None:
@@ -116,7 +117,8 @@ def _accumulate_outer(
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
-    d, h = d.float(), h.float()
+    d = d.float()
+    h = h.float()
     if total is None and not is_only:
         total = d.new_zeros(weight.shape)
     if total is not None:

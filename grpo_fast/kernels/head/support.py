@@ -58,7 +58,9 @@ def linear_sweep(
         inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
         whole = LinearHead(tensors, rows._replace(support=None), route, **options)
         return WholeEntropy(inside, whole)
-    support, dense, is_wide = rows.support, None, options.pop("is_wide", False)
+    support = rows.support
+    dense = None
+    is_wide = options.pop("is_wide", False)
     if support.others is not None:
         dense = LinearHead(tensors, rows.select(support.others), route, is_wide=True, **options)
     head = supported_head(tensors, rows, route, is_wide=is_wide)
@@ -98,9 +100,12 @@ class SupportSweep:
         entropy_gradient: bool = False,
     ) -> None:
         assert rows.support is not None
-        self.source, self.dense, self.support = source, dense, rows.support
+        self.source = source
+        self.dense = dense
+        self.support = rows.support
         self.rule = rows.rule if rows.support.own is None else rows.rule.rows(rows.support.own)
-        self.kernels, self.row_coefficients = route.kernels, route.kernels.row_coefficients
+        self.kernels = route.kernels
+        self.row_coefficients = route.kernels.row_coefficients
         self.entropy_gradient = entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
         self.held: HeadRows | None = None
@@ -112,10 +117,12 @@ class SupportSweep:
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
-        self.held, others = own if keep else None, (None,) * 3
+        self.held = own if keep else None
+        others = (None,) * 3
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
-        merge, pairs = self.support.merge_rows, zip(own.stats, others, strict=True)
+        merge = self.support.merge_rows
+        pairs = zip(own.stats, others, strict=True)
         return tuple(None if x is None else merge(x, y) for x, y in pairs)  # type: ignore[return-value]
 
     def loss_gradients(
@@ -131,15 +138,18 @@ class SupportSweep:
         """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return self.source.no_gradients()
-        held, self.held = self.held, None
+        held = self.held
+        self.held = None
         if held is None:
             has_slopes = g_entropy is None
             held = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
-        others, i = None, self.support.others
+        others = None
+        i = self.support.others
         if self.dense is not None and i is not None:
             others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
         mine = slice(None) if self.support.own is None else self.support.own
-        (g, g_entropy), own = pick(mine, g, g_entropy), pick(mine, *known)
+        g, g_entropy = pick(mine, g, g_entropy)
+        own = pick(mine, *known)
         of_rows = held.raw[None], self.support.places, own, g, g_entropy, self.rule
         d = self.kernels.row_grad_(*of_rows, offsets=self.support.offsets)[0]
         slopes = None if g_entropy is not None else held.slopes
@@ -158,8 +168,12 @@ class DenseHead(GatheredHead):
         """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
         each, and a matrix (padded C, V) for their logits.
         """
-        hidden, weight, dtype = self.hidden, self.weight, self.sum_dtype
-        support, index, count = self.support, self.index, len(self.support.places)
+        hidden = self.hidden
+        weight = self.weight
+        dtype = self.sum_dtype
+        support = self.support
+        index = self.index
+        count = len(self.support.places)
         row_bytes = weight.shape[0] * dtype.itemsize
         step = max(workspace_bytes(weight.device, dtype.itemsize) // row_bytes, 1)
         workspace = None
@@ -210,7 +224,9 @@ class GivenLogits:
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         assert rows.support is not None
-        self.logits, self.out, self.support = logits, out, rows.support
+        self.logits = logits
+        self.out = out
+        self.support = rows.support
         self.kernels = route.kernels
         index = rows.active_index
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
@@ -240,7 +256,8 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
 ) -> HeadRows:
-    places, offsets = source.support.places, source.support.offsets
+    places = source.support.places
+    offsets = source.support.offsets
     row_logps = source.kernels.row_logps
     stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)
     return HeadRows(raw, stats, None)

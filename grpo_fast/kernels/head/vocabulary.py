@@ -70,7 +70,8 @@ class VocabularyShard(NamedTuple):
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
         owner = self.owners(target_ids)[None]
-        own, logp = lse.gather(0, owner)[0], logps.gather(0, owner)[0]
+        own = lse.gather(0, owner)[0]
+        logp = logps.gather(0, owner)[0]
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
         # -inf - -inf is NaN; a target of probability 0 has the logp -inf.
@@ -82,7 +83,7 @@ class VocabularyShard(NamedTuple):
         return total.float(), logp.float(), terms.sum(0).float()
 
 
-def row_statistics(
+def unrounded_statistics(
     logits: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
 ) -> RowStats:
     """`reference.row_logps`, not rounded; of columns that are all -inf the lse is -inf."""
@@ -98,14 +99,17 @@ class VocabularyChunks(LogitChunks):
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        self.shard, self.in_one_pass = shard, False  # between two passes the ranks join
+        # between two passes the ranks join
+        self.shard = shard
+        self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
         if route.backend == "torch":
-            self.row_logps = row_statistics
+            self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
         h, target_ids, rule = at
-        z, own = self.raw_logits(h)[: target_ids.shape[0]], self.shard.own(target_ids)
+        z = self.raw_logits(h)[: target_ids.shape[0]]
+        own = self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, rule, return_entropy=return_entropy)
         else:
@@ -119,7 +123,8 @@ class VocabularyChunks(LogitChunks):
         """The d-logits in the columns of this shard, without a word to the other ranks."""
         h, target_ids, rule = at
         z = self.workspace(h.shape[0]) if held else self.raw_logits(h)
-        d, count = self._gradient(h.shape[0]), target_ids.shape[0]
+        d = self._gradient(h.shape[0])
+        count = target_ids.shape[0]
         if z.shape[1]:
             own = self.shard.own(target_ids)
             self.kernels.row_grad_(z[:count], own, known, g, g_entropy, rule, out=d[:count])

@@ -90,7 +90,11 @@ def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> De
 def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
-    if gemm.unavailable(torch.float32) or loader.load("decode") or loader.load("decoder"):
+    if (
+        gemm.unavailable(torch.float32)
+        or loader.unavailable("decode")
+        or loader.unavailable("decoder")
+    ):
         return False
     return (
         {name for name, _ in trunk.named_children()} == TRUNK

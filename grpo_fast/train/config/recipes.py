@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from grpo_fast.errors import nearest_name
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
-from grpo_fast.train.config.words import Config, close_to, quoted, read_words
+from grpo_fast.train.config.words import Config, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
 REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
@@ -97,7 +98,7 @@ def _shipped() -> list[str]:
 
 
 def _nearest_recipe(name: str, own: list[str]) -> str:
-    close = close_to(name, _shipped())
+    close = nearest_name(name, _shipped())
     if close is None or close in own:
         return f"; nearest: {close}" if close else ""
     command = "reward-model" if close.startswith(REWARD_MODELS) else "train"

@@ -5,12 +5,12 @@ nearest key or value.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
+from grpo_fast.errors import nearest_name
 from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml
 
@@ -206,7 +206,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     choices = _choices(annotation) if error["type"] in ("literal_error", "bool_parsing") else []
     if choices:
         message = f"expected one of {', '.join(choices)}"
-    close = close_to(str(came), choices)
+    close = nearest_name(str(came), choices)
     return f"{where}: {message}, got {quoted(came)}" + (f"; nearest: {close}" if close else "")
 
 
@@ -246,21 +246,8 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
         here = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
         if here:
             return f"; nearest: {', '.join(here)}"
-    close = close_to(key, [*known, *dotted], cutoff=0.7)
+    close = nearest_name(key, [*known, *dotted], cutoff=0.7)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
-
-
-def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most like a word, ignoring case; None if none is similar."""
-    letters = word[:QUOTED].casefold()
-
-    def likeness(name: str) -> tuple[bool, float]:
-        last = name.casefold().rpartition(".")[2]
-        # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
-        return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
-
-    best = max(known, key=likeness, default=None)
-    return best if best is not None and max(likeness(best)) >= cutoff else None
 
 
 def quoted(value: Any, show: Any = repr) -> str:

@@ -34,7 +34,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     exact = (hidden.double() * wide).sum(1)
     tensors = hidden, weight, ids, ones, factors
     with only_memory_of(*tensors):
-        p = linear.problem(hidden, weight, None, ids, LogitRule())
+        p = linear.head_inputs(hidden, weight, None, ids, LogitRule())
         raw = exponentials.target_logits(p)
     assert (raw - exact).abs().max() <= 1e-4
     out, zeros = torch.empty(hidden.shape), torch.zeros(hidden.shape)

@@ -19,14 +19,11 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from grpo_fast.data import TASKS, Example
-from grpo_fast.errors import require
-from grpo_fast.rewards import workers
-from grpo_fast.rewards.calling import RewardFailure
 from grpo_fast.data.answers import (
     BOXED,
     USUAL_MARKS,
@@ -36,6 +33,9 @@ from grpo_fast.data.answers import (
     marked_content,
     parse_number,
 )
+from grpo_fast.errors import require
+from grpo_fast.rewards import workers
+from grpo_fast.rewards.calling import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,13 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
         return marked or _normal(next((x for x in final.split("\n")[::-1] if x.strip()), None))
 
     return Scorer(strict, lenient, _normal(answer), answer is not None and is_expression(answer))
+
+
+def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
+    """Return the completions, each with the tags in front that its prompt has opened."""
+    begun = prefills or [""] * len(completions)
+    pairs = zip(begun, completions, strict=True)
+    return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
 def shown_answer(answer: Hashable | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,7 @@ def encode_for(
     policy: Any, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> tuple[list[str], list[list[int]]]:
     """`encode_prompts`, with a ValueError for prompts that the policy cannot take."""
-    texts, ids = encode_prompts(policy.tokenizer, prompts)
+    texts, ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for text, tokens in zip(texts, ids, strict=True):
         count, most, shown = len(tokens), policy.positions, repr(text[:60])
@@ -158,8 +158,14 @@ def encode_for(
     return texts, ids
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each prompt; chat messages go through the template."""
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[str], list[list[int]]]:
+    """Return the text and the token ids of each prompt.
+
+    Chat messages go through the template with its own arguments `template_kwargs`. A last message
+    of the assistant is a beginning that the completion continues.
+    """
     texts: list[str] = []
     ids: list[list[int]] = []
     for prompt in prompts:
@@ -171,9 +177,11 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
                 encoded, text = [*text], tokenizer.decode(text)
             else:
                 if not plain:  # the template writes the special tokens itself
+                    opens = text[-1]["role"] != "assistant"
                     text = tokenizer.apply_chat_template(
-                        prompt, tokenize=False, add_generation_prompt=True
-                    )
+                        prompt, tokenize=False, add_generation_prompt=opens,
+                        continue_final_message=not opens, **(template_kwargs or {}),
+                    )  # fmt: skip
                 encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             taken = "expected what the tokenizer and its chat template take"

@@ -25,7 +25,7 @@ FLOORS = (
     ("attention", "rollout", "rewards", "data"),
     ("train",),
     ("doctor",),
-    ("cli", "__main__"),
+    ("cli", "cli_views", "__main__"),
 )
 # The same for the rooms of train/, which are folders or single files.
 TRAIN_FLOORS = (

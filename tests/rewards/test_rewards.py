@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
+from grpo_fast.data.answers import extract_lenient, extract_strict, parse_number
 from grpo_fast.rewards import (
     REWARDS,
     RewardError,
@@ -18,7 +19,6 @@ from grpo_fast.rewards import (
     scorer_for,
 )
 from grpo_fast.rewards.calling import parameters_of
-from grpo_fast.data.answers import extract_lenient, extract_strict, parse_number
 from tests.reward_specs import own, spec
 
 
@@ -52,7 +52,8 @@ def test_numbers(text, value):
     [
         "", "eighteen", "18 eggs", "1 8", "5*3", "--1", "0x10", "1.2.3", "NaN", "inf", "-", "$",
         "9" * 33, "1." + "0" * 32, "\u0661\u0668", "\uff11\uff18", "\u00b2", "1_000", "1,2",
-        "1,0800", "1/0", "1/2/3", "1e999", "1e", "e5", "-+1", "1/", "\\boxed{1} and \\boxed{2}", "box 5",
+        "1,0800", "1/0", "1/2/3", "1e999", "1e", "e5", "-+1", "1/", "box 5",
+        "\\boxed{1} and \\boxed{2}",
         "2\\frac{1}{2}", "7 1/2", "1.5/2", "\\boxed{}", "\\frac{1}{0}",
     ],
 )  # fmt: skip
@@ -124,7 +125,8 @@ def test_strict_and_lenient(text, strict, lenient):
     [
         "1", "-", "1,", "####", "#### ", "<answer>", "</answer>", "<answer>1</answer>", "1.", "1.1",
         " ", "$", "*", "%", "\n", "-1", "-$", ",", "#", "<", "####\n", "<<", "1 ", "\u0661",
-        "1,111", ",111", "1/", "1e", "\\boxed{", "{", "}", "\\boxed{1}", "\\frac{1}", "\\frac{", "<think>",
+        "1,111", ",111", "1/", "1e", "\\boxed{", "{", "}", "\\boxed{1}", "\\frac{1}", "\\frac{",
+        "<think>",
         "</think>", "\\", "\\text{", ":", "<answer>1", "\u20ac",
     ],
 )  # fmt: skip

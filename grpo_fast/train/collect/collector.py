@@ -199,7 +199,9 @@ class Collector:
             rollout = self._sample(generate, prompts, seed)
         clock.lap("rollout")
         repeated = [one.example for one in asked for _ in range(size)]
-        scores = score(self.rewards, repeated, rollout.texts, rollout.completion_ids)
+        scores = score(
+            self.rewards, repeated, rollout.texts, rollout.completion_ids, rollout.prompts
+        )
         clock.lap("reward")
         return Drawn(asked, rollout, scores)
 

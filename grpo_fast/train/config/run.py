@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,8 +9,6 @@ from pydantic import Field, model_validator
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.kl import EXACT
-from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import (
     Count,
@@ -34,10 +31,9 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
+from grpo_fast.train.config.rules import GAE, Rules, distill_rules, kl_rules, sharding_rules
 
-Rules = Iterator[tuple[Any, str, str, Any]]  # fits, the setting, what is expected, what came
 MOST_COMPLETIONS = 1 << 20
-GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
 class LogConfig(Section):
@@ -151,10 +147,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         self._fit_answers()
         for rules in (
-            self._distill_rules, self._advantage_rules, self._loss_rules, self._reward_rules,
-            self._sampling_rules, self._kl_rules, self._sharding_rules, self._step_rules,
+            distill_rules(self), self._advantage_rules(), self._loss_rules(), self._reward_rules(),
+            self._sampling_rules(), kl_rules(self), sharding_rules(self), self._step_rules(),
         ):  # fmt: skip
-            for fits, name, expected, came in rules():
+            for fits, name, expected, came in rules:
                 require(fits, name, expected, came)
         return self
 
@@ -165,29 +161,6 @@ class RunConfig(Section):
             # A sum may have a digit more than its parts, and ends with an EOS.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
-
-    def _distill_rules(self) -> Rules:
-        if (distill := self.distill) is None:
-            return
-        came, loss = (self.reference.kind, self.reference.path), self._loss
-        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
-        fits = distill.teacher is None or came == own
-        yield fits, "reference", "none beside distill.teacher", came
-        expected = "a teacher, or reference.kind: frozen or synced"
-        yield came[0] != "none" or distill.asked, "distill.teacher", expected, "none"
-        if distill.asked:
-            temperature = float(self.loss_config().temperature)
-            expected = "1 beside a teacher's server, whose log-probabilities are those of 1"
-            yield temperature == 1, "rollout.temperature", expected, temperature
-            expected = "off beside a teacher's server and top_p or top_k"
-            yield not self.rollout.wants_kept, "rollout.replay_support", expected, "auto"
-            task = self.data.task
-            yield task != "traces", "data.task", "prompts beside a teacher's server", task
-        expected = "0 beside distill, which weighs the divergence"
-        yield not loss.beta, "loss.beta", expected, loss.beta
-        fits, expected = loss.kl_estimator not in EXACT, "an estimator beside distill"
-        yield fits, "loss.kl_estimator", expected, loss.kl_estimator
-        yield self.advantages != GAE, "advantages", "those of a group beside distill", GAE
 
     def _advantage_rules(self) -> Rules:
         options = self.advantage_options
@@ -254,41 +227,6 @@ class RunConfig(Section):
             yield size >= 2, "rollout.group_size", "at least 2 beside rollout.dynamic", size
         fits = max(self.eval.k, default=1) <= samples
         yield fits, "eval.k", f"values up to eval.samples = {samples}", self.eval.k
-
-    def _kl_rules(self) -> Rules:
-        loss, kl, has_reference = self._loss, self.kl, self.reference.kind != "none"
-        uses = self.loss_config().uses_reference  # raises with the argument's name
-        if kl.into == "reward":
-            came = f"reward, {self.advantages}"
-            yield self.advantages == GAE, "kl.into", "loss unless advantages: gae", came
-            expected = "an estimator, of the sampled tokens, beside kl.into: reward"
-            came = loss.kl_estimator
-            yield came not in EXACT, "loss.kl_estimator", expected, came
-            fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
-            expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
-            yield fits, "kl.into", expected, "reward"
-            uses = loss.beta != 0
-        if kl.into == "reward" or kl.target is not None:
-            expected = "a weight > 0 of the KL, beside kl.into: reward or a kl.target"
-            yield uses and loss.beta > 0, "loss.beta", expected, loss.beta
-        expected = "frozen or synced, loss.beta is not 0"
-        yield has_reference or not uses, "reference.kind", expected, "none"
-        fits = has_reference or self.max_ref_kl is None
-        yield fits, "reference.kind", "frozen or synced beside max_ref_kl", "none"
-
-    def _sharding_rules(self) -> Rules:
-        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
-        expected = "a number beside distributed: hsdp, and there alone"
-        yield fits, "distributed_replicas", expected, self.distributed_replicas
-        engine, states = self.rollout.engine, self.optim.states
-        for fits, name, expected, came in (
-            (not self.log.grad_variance, "log.grad_variance", "false", "true"),
-            (engine != "continuous", "rollout.engine", "transformers, or an engine of its own,",
-             engine),
-            (states == "full", "optim.states", "full", states),
-        ):  # fmt: skip
-            fits = fits or not self.is_sharded
-            yield fits, name, f"{expected} beside sharded weights", came
 
     def _step_rules(self) -> Rules:
         completions = self.rollout.prompts_per_step * self.rollout.group_size

@@ -24,6 +24,7 @@ Config = TypeVar("Config", bound=BaseModel)
 ELSEWHERE = {
     "actor_rollout_ref": "rollout",
     "bf16": "model.autocast=bfloat16",
+    "chat_template_kwargs": "data.template_kwargs",
     "dataset": "data.path",
     "dataset_name": "data.name",
     "epsilon": "loss.epsilon_low",

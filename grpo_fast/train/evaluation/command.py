@@ -102,6 +102,7 @@ def _asked(
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
     for source, config in zip(sources, configs, strict=True):
         policy = loading.load_policy(config)
+        policy.template_kwargs = data.template_kwargs
         asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
         questions = [in_chat(e) for e in examples] if asked_as.chat else examples
         first = questions[0].prompt
@@ -169,10 +170,7 @@ def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
     # A file given by name is asked in full.
     if settings.data is not None and data.path and os.path.isfile(data.path):
-        examples: Sequence[Example] = read_examples(
-            data.path, gsm8k=data.task == "gsm8k", prompt_template=data.prompt_template,
-            chat=data.chat, system=data.system_prompt,
-        )  # fmt: skip
+        examples: Sequence[Example] = read_examples(data.path, data=data)
     else:
         counts = data.shots_tokens is not None
         count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None

@@ -16,7 +16,8 @@ from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
-from grpo_fast.rewards.scoring import shown_answer
+from grpo_fast.rewards.columns import prefill_of
+from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Engine, Rollout, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
@@ -74,18 +75,23 @@ def evaluate(
         done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
+        repeated = [e for e in batch for _ in range(samples)]
+        sent = done.prompts or [""] * len(repeated)
+        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
+        judged = turns(done.texts, prefills)
         for i, example in enumerate(batch):
-            said = done.texts[i * samples : (i + 1) * samples]
+            said = judged[i * samples : (i + 1) * samples]
             for name, value in _accuracies(scorer(example), said, k).items():
                 accuracies.setdefault(name, []).append(value)
         if rewards is not None:
-            repeated = [e for e in batch for _ in range(samples)]
-            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids or None)
+            result = rollouts.score(
+                rewards, repeated, done.texts, done.completion_ids or None, sent
+            )
             scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
             for name, score in {"reward": result.total, **scores}.items():
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
                 per_question.setdefault(name, []).extend(means)
-        first = first or _sample_line(scorer(batch[0]), done.texts[0])
+        first = first or _sample_line(scorer(batch[0]), judged[0])
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():

@@ -51,14 +51,16 @@ def score(
     examples: Sequence[Example],
     texts: Sequence[str],
     ids: Sequence[list[int]] | None = None,
+    prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
     """`rewards.score` by rank 0: a function sees the batch that it would see in one process."""
     if distributed.size() == 1:
-        return rewards.score(reward_set, examples, texts, ids)
+        return rewards.score(reward_set, examples, texts, ids, prompt_texts)
 
     with distributed.together():
         is_main = distributed.is_main()
-        own = rewards.score(reward_set, examples, texts, ids) if is_main else None
+        given = reward_set, examples, texts, ids, prompt_texts
+        own = rewards.score(*given) if is_main else None
     plain, tensors = _gathered(own)[0]
     return TypeAdapter(RewardResult).validate_python(plain, context=tensors)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import Scorer
-from grpo_fast.rewards.scoring import shown_answer
+from grpo_fast.rewards.columns import prefill_of
+from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.train.collect.collector import Collected
 
 
@@ -35,12 +36,13 @@ def rows_of(
         of_tokens = advantages[i].float().cpu()
         ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
         judge = scorer(examples[i])
-        strict = judge.strict(text)
+        turn = turns([text], [prefill_of(examples[i].prompt, rollout.prompts[i])])[0]
+        strict = judge.strict(turn)
         correct = judge.is_right(strict) if answer else None
         rows.append({
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
-            "extracted_lenient": shown_answer(judge.lenient(text)),
+            "extracted_lenient": shown_answer(judge.lenient(turn)),
             "correct": correct, "reward": float(scores.total[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
             "advantage": float(of_tokens.mean()), "truncated": rollout.truncated[i],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import json
 import os
@@ -46,7 +47,8 @@ def local_splits(path: Path) -> Splits:
                  for n in ("train", *TEST_SPLITS)}  # fmt: skip
         files = {n: next(filter(os.path.isfile, paths), None) for n, paths in named.items()}
         if files["train"] is None:
-            if not any(f.suffix in (*FORMATS, ".gz") for f in path.rglob("*")):
+            inside = (*path.glob("*"), *path.glob("*/*"))
+            if not any(file.suffix in (*FORMATS, ".gz") for file in inside):
                 raise DatasetError(f"data.path: expected {expected}, found nothing at {path}")
             return _datasets(str(path), "load_dataset", str(path))
         train = files["train"]
@@ -172,4 +174,4 @@ def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Sp
             # Dates and bytes become texts: rewards in worker processes receive JSON.
             yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
 
-    return {split: (lambda split=split: rows(split)) for split in every}
+    return {split: functools.partial(rows, split) for split in every}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -62,7 +63,9 @@ def parse_record(
             said = prompt.pop()["content"]
             need(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
             answer, solution = (said if answer is None else answer), solution or said
-    if type(answer) in (int, float) and math.isfinite(answer):
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     is_text = isinstance(answer, str) and answer.strip()
     fits = is_text or (answer is None and not gsm8k)
@@ -135,7 +138,13 @@ def _value(fields: Any, name: str) -> Any:
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Return a prompt of text or of messages, whose parts of text are joined."""
+    """Return a prompt of text or of messages, whose parts of text are joined.
+
+    A table may hold messages as the text of their JSON.
+    """
+    if isinstance(value, str) and value.lstrip().startswith('[{"'):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
     fits = value.strip() if isinstance(value, str) else isinstance(value, list) and value
     need(fits, where, "a non-empty text or a list of chat messages", reprlib.repr(value))
     if isinstance(value, str):
@@ -144,8 +153,9 @@ def _prompt_of(value: Any, where: str) -> Prompt:
     for message in value:
         parts = [message.get(x) for x in ("role", "content")] if isinstance(message, dict) else [0]
         if isinstance(parts[-1], list):
-            texts = [part.get("text") if isinstance(part, dict) else 0 for part in parts[-1]]
-            parts[-1] = "".join(texts) if all(isinstance(x, str) for x in texts) else 0
+            texts = [part.get("text") for part in parts[-1] if isinstance(part, dict)]
+            are_all = all(isinstance(x, str) for x in texts) and len(texts) == len(parts[-1])
+            parts[-1] = "".join(texts) if are_all else None
         are_texts = all(isinstance(part, str) for part in parts)
         need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
         kept = {key: item for key, item in message.items() if item is not None}

@@ -161,6 +161,11 @@ def test_folders_without_data_and_words_for_the_hub(tmp_path):
         ({"question": "q", "answer": "#### $12"}, "q", "12"),
         ({"question": "q", "answer": "$1,080"}, "q", "$1,080"),
         ({"question": "q"}, "q", None),
+        ({"question": "q", "answer": ["7"]}, "q", "7"),
+        ({"question": "q", "answer": 10**400}, "q", "1" + "0" * 400),
+        ({"prompt": '[{"role": "user", "content": "q"}]'},
+         [{"role": "user", "content": "q"}], None),
+        ({"prompt": '[{"no JSON'}, '[{"no JSON', None),
     ],
 )  # fmt: skip
 def test_usual_columns(row, prompt, answer):
@@ -291,6 +296,9 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"
+    assert refused(
+        invoke("data", str(tmp_path), "task=traces"), "task: expected one of gsm8k, jsonl"
+    )
     plain = invoke("data", str(tmp_path), "prompt_template=plain").stdout
     assert "prompt 1 (model=MODEL shows its tokens):\n  | Question: q0\n  | Answer:\n" in plain
     (tmp_path / "odd.jsonl").write_text('{"question": "\\u001b[31mred", "answer": "1"}\n')

@@ -32,6 +32,7 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     # a fraction
     ("15/2", NONE, "7.5", 1, 1), ("7.5", NONE, "15/2", 1, 1), ("15/2", NONE, "30/4", 1, 1),
     ("15/2", HASH, r"#### \frac{15}{2}", 1, 1), ("15/2", HASH, "it is 15/2", 0, 1),
+    (r"-\frac12", NONE, "-0.5", 1, 1), ("2x", NONE, "2*x", 1, 1), ("2x", NONE, "x", 0, 0),
     (r"\frac{1}{2}", NONE, "0.5", 1, 1), ("1/3", NONE, "0.33", 0, 0), ("1/2", NONE, "2", 0, 0),
     (r"\dfrac{3}{4}", BOX, r"\boxed{0.75}", 1, 1), ("15/2", NONE, "15/0", 0, 0),
     # an expression
@@ -40,10 +41,12 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     (r"\sqrt{8}", NONE, "so it is\n$2\\sqrt{2}$", 0, 1), (r"\frac{\pi}{2}", NONE, r"\pi/2", 1, 1),
     ("(1, 2)", NONE, "(1,2)", 1, 1), ("(1, 2)", NONE, "(2,1)", 0, 0),
     # a text
+    (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
     ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
     ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 0),
     ("Paris", TAG, "<answer>Paris</answer>", 1, 1), ("Paris", TAG, "Paris", 0, 1),
-    ("Paris", NONE, "<answer> Paris </answer>", 0, 1), ("Paris", NONE, "paris", 0, 0),
+    ("Paris", NONE, "<answer> Paris </answer>", 0, 1), ("Paris", NONE, "paris", 0, 1),
+    ("A", NONE, "(A).", 0, 1),
     ("yes", NONE, "<think>no</think>\nyes", 1, 1), ("yes", NONE, "<think>yes", 0, 0),
     ("2024-01-05", NONE, "2018", 0, 0), ("B", HASH, "#### B", 1, 1),
     ("well-known", NONE, "w", 0, 0),
@@ -68,7 +71,7 @@ def test_one_odd_answer_does_not_change_the_judging_of_the_others():
 
 
 @pytest.mark.parametrize(
-    "answer", ["x+1", r"\pi", "x^2", "2x+y", "(1, 2)", "[0,1)", "sqrt(2)", "a=3"]
+    "answer", ["x+1", r"\pi", "x^2", "2x+y", "(1, 2)", "[0,1)", "sqrt(2)", "a=3", "2x"]
 )
 def test_expressions(answer):
     assert is_expression(answer)

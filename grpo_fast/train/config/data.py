@@ -79,11 +79,6 @@ class RewardConfig(Section):
     in_process: bool = False
     """Call your function in the trainer's process instead of a worker process."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, settings: Any) -> Any:
-        return {"name": settings} if isinstance(settings, str) else settings
-
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
         is_model = self.name == "reward_model"

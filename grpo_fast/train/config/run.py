@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
@@ -12,13 +12,13 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import (
     Count,
-    Listed,
     Off,
     Positive,
     Section,
     UserPath,
     named_in,
     require,
+    reward_sections,
 )
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
@@ -34,6 +34,7 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.rules import GAE, Rules, distill_rules, kl_rules, sharding_rules
 
 MOST_COMPLETIONS = 1 << 20
+Rewards = Annotated[list[RewardConfig], BeforeValidator(reward_sections)]
 
 
 class LogConfig(Section):
@@ -80,7 +81,9 @@ class RunConfig(Section):
     """How rewards become advantages."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `advantages`, for example {eps: 1e-4}."""
-    rewards: Annotated[list[RewardConfig], Listed] = Field(default_factory=list)
+    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
+        default_factory=list
+    )
     """Reward functions: names, file.py:function, or sections."""
     max_reward_failures: float = Field(0.5, ge=0, le=1)
     """Largest share of samples without a reward; a larger share ends the run."""

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
-from grpo_fast.train.config.base import members, require
+from grpo_fast.train.config.base import members, require, reward_sections
 from grpo_fast.train.config.plain import read_yaml
 
 QUOTED = 200  # characters of a value in a message
@@ -131,12 +131,14 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Set in nested plain settings what a word says.
 
-    `data=X` is data.path for a file or folder, and data.name for a hub id. `model=X` is model.path
-    in place of a model that the recipe makes.
+    `rewards=NAME` is a list of one section. `data=X` is data.path for a file or folder, and
+    data.name for a hub id. `model=X` is model.path in place of a model that the recipe makes.
     """
     key, text = split_word(word)
     value, section = read_yaml(text, quoted(key, str)), settings.get(key)
-    if key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
+    if key == "rewards":
+        set_key(settings, key, reward_sections(value))
+    elif key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
         set_key(settings, key, value)
     elif key == "model":
         section.update(path=value, config=None, tokenizer=None)
@@ -262,7 +264,7 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
         here = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
         if here:
             return f"; nearest: {', '.join(here)}"
-    close = close_to(key, [*known, *dotted], cutoff=0.7)
+    close = close_to(key, known, cutoff=0.7) or close_to(key, dotted, cutoff=0.85)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
 
 

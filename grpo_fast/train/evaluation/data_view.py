@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.data import Example
+from grpo_fast.data import FILES, Example
 from grpo_fast.data.answers import parse_number
 from grpo_fast.data.files import survey
 from grpo_fast.data.prompts import Form
 from grpo_fast.data.readers import is_local
 from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.rewards.scoring import is_expression
-from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath
+from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.asking import prompt_lines
 from grpo_fast.train.models import loading
@@ -41,6 +41,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     own, rest = own_words(ViewSettings, words)
     kind = "path" if is_local(source) else "name"
     data = read_words(DataConfig, rest, {"task": "jsonl", kind: source})
+    require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]
     kinds = Counter(map(kind_of, every))

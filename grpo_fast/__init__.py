@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from grpo_fast.kernels.support import Support
     from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead, TeacherTopK
     from grpo_fast.loss.api import (
-        LossOutput,
         grpo_loss,
         linear_grpo_loss,
         linear_logps,
         logits_grpo_loss,
         logits_logps,
     )
+    from grpo_fast.loss.call import LossOutput
     from grpo_fast.loss.divergence import linear_divergence
     from grpo_fast.objective.advantages import group_advantages
     from grpo_fast.objective.config import LossConfig

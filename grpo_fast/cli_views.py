@@ -98,3 +98,19 @@ def audit(
         for line in prompts.lines():
             typer.echo(line)
     sys.exit(1 if prompts.problems else 0)
+
+
+@views.command(cls=Worded)
+def data(
+    source: Annotated[str, typer.Argument(help="A file, a folder, or a hub id owner/name.")],
+    settings: Annotated[
+        Words, key_values("model=MODEL columns={prompt: title, answer: truth} prompt_template=hash")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show a data set as a run reads it: counts, skipped rows, prompts, gold answers."""
+    from grpo_fast.data import escape_control
+    from grpo_fast.train.evaluation.data_view import data_lines
+
+    with told(debug, OSError):
+        typer.echo("\n".join(map(escape_control, data_lines(source, settings or []))))

@@ -208,7 +208,7 @@ def live_product(
     if use_tma:
         box = (64, block_m) if transposed else (block_m, 64)
         operands = linear.tiles(matrix, *box), linear.tiles(other, 64, block_h)
-    linear.launch(
+    linear.launch(  # type: ignore[attr-defined]
         live_product_kernel, triton.cdiv(out.shape[0], block_m) * triton.cdiv(width, block_h),
         *operands, out, counts, order, rows, vocab, width, matrix.stride(0), other.stride(0),
         out.stride(0), order.stride(0), TRANSPOSED=transposed, USE_TMA=use_tma, BLOCK_M=block_m,

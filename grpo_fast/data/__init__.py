@@ -47,8 +47,8 @@ def load_examples(
             `n_test`;
             traces: `path`, recorded rollouts of agents; an example is a task's name;
             lecture / open: nothing, the prompts are listed here and the same in both splits;
-            gsm8k / jsonl: `path` (a .jsonl file, or a folder with train.jsonl and test.jsonl) or
-            `name` (hub id), `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`,
+            gsm8k / jsonl: `path` (a jsonl, json, csv, tsv or parquet file, or a folder) or `name`
+            (hub id), `columns`, `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`,
             `n_test` (None: all), `shots_tokens` (as many worked examples as this many tokens hold,
             drawn from train for each question by itself).
             Attributes a source does not need may be absent.

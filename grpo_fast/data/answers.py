@@ -34,7 +34,7 @@ _NUMBER_IN_TEXT = re.compile(
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
 )
 _ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # dropped at both ends only: 5*3 is not 53
-_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{([^{}]*)\}\{([^{}]*)\}|([0-9])([0-9]))")
 _LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
           (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),
           )  # fmt: skip
@@ -49,13 +49,18 @@ def parse_number(text: str) -> Number | None:
     for latex, plain in _LATEX:
         bare = bare.replace(latex, plain)
     bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
-    if wrapped := _WRAPPER.fullmatch(bare):
-        bare = wrapped[1].strip(_ENDS)
+    bare = unwrapped(bare).strip(_ENDS)
     if fraction := _FRACTION.fullmatch(bare):
-        bare = "{}{}/{}".format(*fraction.groups())
+        bare = "{}{}/{}".format(*(part for part in fraction.groups() if part is not None))
     if bare[:1] in ("-", "+"):
         bare = bare[0] + bare[1:].lstrip(_ENDS)
     return _to_number(bare)
+
+
+def unwrapped(text: str) -> str:
+    r"""Return the content of a text that is one `\boxed{…}` or `\text{…}`; else the text."""
+    found = _WRAPPER.fullmatch(text)
+    return text if found is None else found[1]
 
 
 def final_part(text: str) -> str:

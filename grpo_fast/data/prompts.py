@@ -43,14 +43,26 @@ class Form(NamedTuple):
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def dress(self, example: Example, prefix: str = "") -> Example:
-        """The example with its prompt in this form; chat messages are complete as they are."""
+        """Return the example with its prompt in this form.
+
+        Messages get the system prompt if they have none. A template is refused: it is of texts.
+        """
         if not isinstance(example.prompt, str):
-            return example
+            came = "rows of messages"
+            need(self.template == "{question}", "data.prompt_template", "none for messages", came)
+            need(not prefix, "data.shots", "none for rows of messages", came)
+            if self.system is None or any(m["role"] == "system" for m in example.prompt):
+                return example
+            return example._replace(prompt=[self.system_message, *example.prompt])
         text = prefix + self.fill(example.prompt)
         if self.system is None and not self.chat:
             return example._replace(prompt=text)
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [] if self.system is None else [self.system_message]
         return example._replace(prompt=[*messages, {"role": "user", "content": text}])
+
+    @property
+    def system_message(self) -> dict[str, str]:
+        return {"role": "system", "content": str(self.system)}
 
 
 def in_chat(example: Example) -> Example:

@@ -128,6 +128,7 @@ def examine_engine(asked: Words) -> Diagnosis:
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
+    policy.template_kwargs = config.data.template_kwargs
     examples = splits.asked_of(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
     prompts = [example.prompt for example in examples]
     earlier = asked.previous_config()

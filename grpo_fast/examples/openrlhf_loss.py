@@ -36,6 +36,13 @@ class PolicyLoss(nn.Module):
         ValueError: It has other options than those of openrlhf 0.11.
     """
 
+    clip_eps_low: Any
+    clip_eps_high: Any
+    dual_clip: Any
+    token_level_loss: Any
+    policy_loss_type: Any
+    is_correction_threshold: Any
+
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         options = {n: x for n, x in vars(theirs).items() if n[0] != "_" and n != "training"}
@@ -82,7 +89,8 @@ class PolicyLoss(nn.Module):
         if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
-        tokens, completions = keep.sum().clamp(min=1), keep.any(-1).sum().clamp(min=1)
+        tokens: Any = keep.sum().clamp(min=1)
+        completions: Any = keep.any(-1).sum().clamp(min=1)
         if batch_num_tokens is not None:
             tokens = batch_num_tokens / dp_size
         if global_batch_size is not None:

@@ -2,19 +2,23 @@
 completion.
 
 `prompts`, `completions` (texts), `answers`; `completion_ids` (the tokens, with the EOS where there
-is one) and `completion_lengths`; and under its own name every other field of the examples.
+is one) and `completion_lengths`; `prefills` (the beginning of the assistant's turn that a prompt
+holds, as an opened `<think>`, else ""); and under its own name every other field of the examples.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.data import Example
+from grpo_fast.data import Example, Prompt
 from grpo_fast.errors import wrong
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
-SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths")
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
+_OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
+LONGEST_OPENED = 200  # characters at the end of a prompt
 
 
 def score(
@@ -22,8 +26,13 @@ def score(
     examples: Sequence[Example],
     completions: Sequence[str],
     completion_ids: Sequence[list[int]] | None = None,
+    prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
-    """The rewards of completions; `completions[i]` answers `examples[i]`."""
+    """Return the rewards of completions; `completions[i]` answers `examples[i]`.
+
+    Args:
+        prompt_texts: the prompts as the model received them.
+    """
     columns: dict[str, Any] = {
         name: [example.fields.get(name) for example in examples]
         for name in dict.fromkeys(name for example in examples for name in example.fields)
@@ -31,8 +40,24 @@ def score(
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
+    texts = prompt_texts or [""] * len(examples)
+    prefills = map(prefill_of, (e.prompt for e in examples), texts)
+    columns["prefills"] = list(prefills)
     prompts, answers = [e.prompt for e in examples], [e.answer for e in examples]
     return rewards(prompts, completions, answers, columns)
+
+
+def prefill_of(prompt: Prompt, text: str) -> str:
+    """Return the beginning of the assistant's turn that a prompt holds; "" without one.
+
+    Args:
+        prompt: messages that end with the assistant's, or another prompt.
+        text: the prompt as the model received it; its template may open, or close, a thought.
+    """
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        return prompt[-1]["content"]
+    opened = _OPENED.search(text[-LONGEST_OPENED:])
+    return "" if opened is None else opened[0]
 
 
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:

@@ -6,30 +6,32 @@ from collections.abc import Sequence
 
 from grpo_fast.data.answers import extract_strict
 from grpo_fast.errors import require
-from grpo_fast.rewards.scoring import answer_scorer
+from grpo_fast.rewards.scoring import answer_scorer, turns
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 # ------------------------------------------------------------------------------- numbers (GSM8K)
-def gsm8k_correct(*, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct(
+    *, completions: Texts, answers: Texts, prefills: Texts | None = None
+) -> list[float]:
     """Return 1 where the answer behind `####` or in `<answer>` is the gold answer, else 0."""
-    scorers = map(answer_scorer, answers)
-    pairs = zip(scorers, completions, strict=True)
+    pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.strict(text))) for scorer, text in pairs]
 
 
-def gsm8k_correct_lenient(*, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct_lenient(
+    *, completions: Texts, answers: Texts, prefills: Texts | None = None
+) -> list[float]:
     """Return 1 where the final answer of the completion, in any format, is the gold answer."""
-    scorers = map(answer_scorer, answers)
-    pairs = zip(scorers, completions, strict=True)
+    pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.lenient(text))) for scorer, text in pairs]
 
 
-def gsm8k_format(*, completions: Texts) -> list[float]:
+def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[float]:
     """Return 1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
-    return [float(extract_strict(text) is not None) for text in completions]
+    return [float(extract_strict(text) is not None) for text in turns(completions, prefills)]
 
 
 # -------------------------------------------------- symbols separated by blanks (CS336's lecture)
@@ -103,14 +105,16 @@ def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int)
 
 
 def format_tags(
-    *, completions: Texts, tags: Texts = TAGS, per_tag: float = 0.1, number: bool = False
-) -> list[float]:
-    """`per_tag` for each tag that stands there exactly once, and once more for all in their order,
+    *, completions: Texts, prefills: Texts | None = None, tags: Texts = TAGS,
+    per_tag: float = 0.1, number: bool = False,
+) -> list[float]:  # fmt: skip
+    """Return `per_tag` for each tag that occurs exactly once, and once more for all in their order,
     or with `number` for a number as the answer.
 
-    With the four tags of a thought and an answer that is 0 … 0.5.
+    With the four tags of a thought and an answer that is 0 … 0.5. Tags that the prompt has opened
+    for the assistant count.
     """
-    return [per_tag * _tag_count(text, tags, number) for text in completions]
+    return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 
 
 def distinct_words(*, completions: Texts) -> list[float]:

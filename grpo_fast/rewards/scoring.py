@@ -7,7 +7,8 @@ r"""How an evaluation judges completions: each question by the kind of its own g
 | expression: x^2, \sqrt{2}  | is equal, by math-verify     | any marked answer, else the last  |
 |                            |                              | line, is equal                    |
 | other text                 | is that text                 | any marked answer, or the last    |
-|                            |                              | line, is that text                |
+|                            |                              | line, is that text but for case,  |
+|                            |                              | parentheses and full stops        |
 | symbols of a generated task| (no marks) the same symbols  | as strict                         |
 
 The marks that count for "strict" are those that the prompt or the data's solutions show. If they
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from grpo_fast.data.answers import (
     final_part,
     marked_content,
     parse_number,
+    unwrapped,
 )
 from grpo_fast.errors import require
 from grpo_fast.rewards import workers
@@ -41,7 +43,9 @@ from grpo_fast.rewards.isolated import IsolatedReward
 log = logging.getLogger(__name__)
 
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])(?!sqrt|sin|cos|tan|log|exp)[A-Za-z]{3,}")
-_MATHEMATICS = re.compile(r"[\\^]|sqrt|[A-Za-z]\s*[-+*/=]|[-+*/=]\s*[A-Za-z]|^[(\[{].*,.*[)\]}]$")
+_MATHEMATICS = re.compile(
+    r"[\\^]|sqrt|[A-Za-z]\s*[-+*/=]|[-+*/=]\s*[A-Za-z]|[0-9][A-Za-z](?![A-Za-z])|^[(\[{].*,.*[)\]}]$"
+)
 
 
 class Scorer(NamedTuple):
@@ -84,12 +88,23 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
         final = final_part(text)
         return _normal(marked_content(final, marks) if marks else final)
 
+    gold = _normal(answer)
+
     def lenient(text: str) -> str | None:
         final = final_part(text)
-        marked = _normal(marked_content(final))
-        return marked or _normal(next((x for x in final.split("\n")[::-1] if x.strip()), None))
+        last_line = next((x for x in final.split("\n")[::-1] if x.strip()), None)
+        said = _normal(marked_content(final)) or _normal(last_line)
+        is_gold = said and gold and _loose(said) == _loose(gold)
+        return gold if is_gold else said
 
-    return Scorer(strict, lenient, _normal(answer), answer is not None and is_expression(answer))
+    return Scorer(strict, lenient, gold, answer is not None and is_expression(answer))
+
+
+def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
+    """Return the completions, each with the tags in front that its prompt has opened."""
+    begun = prefills or [""] * len(completions)
+    pairs = zip(begun, completions, strict=True)
+    return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
@@ -117,7 +132,11 @@ def _symbols(text: str) -> tuple[str, ...] | None:
 
 
 def _normal(text: str | None) -> str | None:
-    return " ".join((text or "").split()) or None
+    return " ".join(unwrapped((text or "").strip()).split()) or None
+
+
+def _loose(text: str) -> str:
+    return text.casefold().strip(" .*()\"'`$")
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -1,7 +1,7 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
-from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_text
+from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_texts
 from grpo_fast.rollout.engine import (
     Completion,
     Engine,
@@ -31,5 +31,5 @@ __all__ = [
     "check_prompts",
     "encode_prompts",
     "generate",
-    "prompt_text",
+    "prompt_texts",
 ]

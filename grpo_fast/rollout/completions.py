@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
 
 def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
     """Call `encode_prompts`; raise a ValueError for prompts that the policy cannot take."""
-    ids = encode_prompts(policy.tokenizer, prompts)
+    ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for prompt, tokens in zip(prompts, ids, strict=True):
         count = len(tokens)
@@ -177,10 +177,14 @@ def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> l
     return ids
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the token ids of each prompt; chat messages go through the tokenizer's template.
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Return the token ids of each prompt.
 
-    Prompts that are token ids already need no tokenizer.
+    Chat messages go through the tokenizer's template with the arguments `template_kwargs`. If the
+    last message is the assistant's, the completion continues it. Prompts that are token ids already
+    need no tokenizer.
     """
     ids: list[list[int]] = []
     for prompt in prompts:
@@ -188,7 +192,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]
             expected = "token ids, as the model has no tokenizer (pass tokenizer=)"
             raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
-            encoded = _encoded(tokenizer, prompt)
+            encoded = _encoded(tokenizer, prompt, template_kwargs)
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]
@@ -199,21 +203,34 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]
     return ids
 
 
-def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
-    """Return a prompt as the text that the model reads."""
+def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
+    """Return each prompt as the text that the model reads."""
+    tokenizer = policy.tokenizer
+    return [_text_of(tokenizer, prompt, policy.template_kwargs) for prompt in prompts]
+
+
+def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> str:
     if isinstance(prompt, str):
         return prompt
     if _is_encoded(prompt):
         return tokenizer.decode(prompt)
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    opens = prompt[-1]["role"] != "assistant"
+    return tokenizer.apply_chat_template(
+        prompt,
+        tokenize=False,
+        add_generation_prompt=opens,
+        continue_final_message=not opens,
+        **(template_kwargs or {}),
+    )
 
 
-def _encoded(tokenizer: Any, prompt: Any) -> list[int]:
+def _encoded(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> list[int]:
     if _is_encoded(prompt):
         return list(prompt)
     # The chat template writes the special tokens into the text.
     is_plain = isinstance(prompt, str)
-    return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=is_plain)["input_ids"]
+    text = _text_of(tokenizer, prompt, template_kwargs)
+    return tokenizer(text, add_special_tokens=is_plain)["input_ids"]
 
 
 def _is_encoded(prompt: Prompt) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_fast.kernels import route
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
-from grpo_fast.rollout import awake, build_engine
+from grpo_fast.rollout import awake, build_engine, prompt_texts
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
@@ -134,10 +134,11 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
         examples = collector.examples_of(step.batch.samples)
+        sent = prompt_texts(trainer.policy, [example.prompt for example in examples])
         rows.completions = rows_of(
-            step.batch.samples, step.batch.used_advantages(), examples, trainer.policy.tokenizer,
-            partial(scorer_for, config.data.task), count=config.log.completions,
-            group_size=config.rollout.group_size,
+            step.batch.samples, step.batch.used_advantages(), examples, sent,
+            trainer.policy.tokenizer, partial(scorer_for, config.data.task),
+            count=config.log.completions, group_size=config.rollout.group_size,
         )  # fmt: skip
     return rows
 

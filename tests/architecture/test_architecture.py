@@ -25,7 +25,7 @@ FLOORS = (
     ("attention", "rollout", "rewards", "data"),
     ("train",),
     ("doctor",),
-    ("cli", "__main__"),
+    ("cli", "cli_views", "__main__"),
 )
 # Above all floors; they import public names only.
 OUTSIDE = ("integrations", "examples")

@@ -167,9 +167,9 @@ PATTERNS = list(patterns())
 
 
 def test_the_patterns_are_found():
-    from grpo_fast.rewards import extract
+    from grpo_fast.data import answers
 
-    assert extract._NUMBER_IN_TEXT in [pattern for _, pattern in PATTERNS]
+    assert answers._NUMBER_IN_TEXT in [pattern for _, pattern in PATTERNS]
     assert len(PATTERNS) >= 7
 
 

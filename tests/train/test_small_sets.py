@@ -85,9 +85,9 @@ def test_lines_without_an_answer_and_with_other_fields(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", *lines)
     first, second = read_examples(path)
     assert first == ("p", None, "s", {"level": 3, "solution": "s"})
-    assert second == ("q", None, None, {})
+    assert second == ("q", None, None, {"question": "q", "answer": None})
     with pytest.raises(DatasetError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
-        read_examples(path, gsm8k=True)
+        read_examples(path, data=SimpleNamespace(task="gsm8k"))
     path = write_lines(tmp_path / "d.jsonl", *({"prompt": f"p{i}"} for i in range(9)))
     source = SimpleNamespace(task="jsonl", shots=1, path=str(path))
     with pytest.raises(DatasetError, match="data.shots: expected an answer to every .* got none"):

@@ -46,6 +46,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
         ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
+        ("train", "trainer=1", "trainer: unknown key; known: seed, output_dir"),
         ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in ELSEWHERE.items()),
@@ -283,6 +284,11 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
 )  # fmt: skip
 def test_rewards_by_their_names_alone(value, names):
     assert [reward.name for reward in load_recipe("sort", [f"rewards={value}"]).rewards] == names
+
+
+def test_a_setting_of_a_reward_that_was_given_by_its_name():
+    words = ["rewards=[exact_match, mine.py:f]", "rewards.1.weight=2"]
+    assert [reward.weight for reward in load_recipe("sort", words).rewards] == [1.0, 2.0]
 
 
 def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch):

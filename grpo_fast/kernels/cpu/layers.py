@@ -113,7 +113,7 @@ def _in_transform(grad: Tensor | None = None) -> bool:
     Args:
         grad: of a backward pass, which `is_grads_batched` calls outside of `torch.func`.
     """
-    in_func: bool = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    in_func: bool = torch._C._are_functorch_transforms_active()
     if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
         return True
     return in_func or forward_ad._current_level >= 0

@@ -55,7 +55,7 @@ def is_untouched(module: nn.Module) -> bool:
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
     )  # fmt: skip
-    if any(hooks) or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if any(hooks) or nn.modules.module._has_any_global_hook():
         return False
     return forward is None or isinstance(forward, OurForward)
 

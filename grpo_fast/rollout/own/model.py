@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class SampledModel:
         attn: attention for `generate`; "auto": the model's own (eager where it has a softcap).
         autocast: dtype that the model runs in over fp32 weights, or None.
     """
+
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})  # arguments of the chat template
 
     def __init__(
         self,

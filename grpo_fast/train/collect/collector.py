@@ -17,7 +17,7 @@ from grpo_fast.data import Example
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
-from grpo_fast.rollout import Engine, Samples, awake
+from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
@@ -214,7 +214,8 @@ class Collector:
         assert samples is not None
         clock.lap("rollout", tokens=sum(samples.lengths))
         examples = self.examples_of(samples)
-        result = score(self.rewards, examples, samples.texts, samples.completion_ids)
+        sent = prompt_texts(self.policy, [example.prompt for example in examples])
+        result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
         samples.rewards = result.total
         samples.scores = result.per_fn
         if self.advantages.mode == GAE:

@@ -28,11 +28,17 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of something that is held in m
 # For a choice of words: YAML takes this one for false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 Decay = Annotated[float, Field(ge=0, lt=1)]
-# One entry of a list may be written without the list: rewards=myreward.py:reward
-Listed = BeforeValidator(lambda came: [came] if isinstance(came, (str, dict)) else came)
 CommaList = BeforeValidator(  # k=1,4,8
     lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
 )
+
+
+def reward_sections(rewards: Any) -> Any:
+    """Return rewards given by their names alone as sections: rewards=myreward.py:reward."""
+    listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
+    if not isinstance(listed, list):
+        return listed
+    return [{"name": reward} if isinstance(reward, str) else reward for reward in listed]
 
 
 class Section(BaseModel):

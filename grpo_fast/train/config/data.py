@@ -21,12 +21,16 @@ class DataConfig(Section):
     """A file, or a folder with a training and a test split."""
     name: str | None = None
     """Hub id of a dataset, for example openai/gsm8k, or owner/name:config."""
+    columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
+    """Names of the data's columns, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
     """Text with {question} in it, or plain, hash or answer_tag."""
     system_prompt: str | None = None
     """System message in front of every question."""
     chat: bool | None = None
     """Ask through the chat template; null does so if the model's tokenizer has a template."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, for example {enable_thinking: false}."""
     shots: Count = 0
     """Worked examples in front of each question, the same ones for all questions."""
     shots_tokens: Positive | None = None
@@ -53,8 +57,8 @@ class DataConfig(Section):
         is_traces = self.task == "traces"
         require(not is_traces or self.path, "path", "a file of traces", "none")
         taken = () if is_traces else ("path",)
-        for name in (*taken, "name", "prompt_template", "system_prompt", "chat", "shots",
-                     "shots_tokens"):  # fmt: skip
+        for name in (*taken, "name", "columns", "prompt_template", "system_prompt", "chat",
+                     "template_kwargs", "shots", "shots_tokens"):  # fmt: skip
             value, made = getattr(self, name), f"none, task {self.task} makes its own prompts"
             require(not value, name, made, repr(value))
         return self
@@ -75,11 +79,6 @@ class RewardConfig(Section):
     """Seconds that a call in a worker process may take."""
     in_process: bool = False
     """Call your function in the trainer's process instead of a worker process."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, settings: Any) -> Any:
-        return {"name": settings} if isinstance(settings, str) else settings
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:

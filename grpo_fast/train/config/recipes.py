@@ -64,7 +64,7 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
     elif os.path.isfile(name_or_path):
         folder = os.path.dirname(name_or_path)
         settings = _resolved(read_yaml_file(name_or_path, where), folder)
-    elif name_or_path.endswith((".yaml", ".yml")) or (
+    elif name_or_path.casefold().endswith((".yaml", ".yml")) or (
         os.sep in name_or_path and not os.path.exists(name_or_path)
     ):
         raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")

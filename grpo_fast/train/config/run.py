@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_fast.errors import conflict, wrong
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.kl import EXACT
-from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rollout.vllm.options import plain_url
-from grpo_fast.train.config.base import Count, Listed, Off, Positive, Section, UserPath, named_in
+from grpo_fast.train.config.base import (
+    Count,
+    Off,
+    Positive,
+    Section,
+    UserPath,
+    named_in,
+    reward_sections,
+)
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
@@ -26,11 +31,11 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
+from grpo_fast.train.config.rules import GAE, Errors, distill_rules, kl_rules, sharding_rules
 
-Errors = Iterator[Exception]  # of settings that do not fit; the first one is raised
 NOT_SAMPLED = "recorded rollouts are not sampled"
 MOST_COMPLETIONS = 1 << 20
-GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
+Rewards = Annotated[list[RewardConfig], BeforeValidator(reward_sections)]
 
 
 class LogConfig(Section):
@@ -78,7 +83,9 @@ class RunConfig(Section):
     """How rewards become advantages."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `advantages`, for example {eps: 1e-4}."""
-    rewards: Annotated[list[RewardConfig], Listed] = Field(default_factory=list)
+    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
+        default_factory=list
+    )
     """Reward functions: names, file.py:function, or sections."""
     max_reward_failures: float = Field(0.5, ge=0, le=1)
     """Largest share of samples without a reward; a larger share ends the run."""
@@ -145,10 +152,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         self._fit_answers()
         for rules in (
-            self._distill_rules, self._advantage_rules, self._loss_rules, self._reward_rules,
-            self._sampling_rules, self._kl_rules, self._sharding_rules, self._step_rules,
+            distill_rules(self), self._advantage_rules(), self._loss_rules(), self._reward_rules(),
+            self._sampling_rules(), kl_rules(self), sharding_rules(self), self._step_rules(),
         ):  # fmt: skip
-            for error in rules():
+            for error in rules:
                 raise error
         return self
 
@@ -159,41 +166,6 @@ class RunConfig(Section):
             # A sum may have a digit more than its parts, and ends with an EOS.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
-
-    def _distill_rules(self) -> Errors:
-        if (distill := self.distill) is None:
-            return
-        loss, reference = self._loss, self.reference
-        chosen = f"reference={{kind: {reference.kind}, path: {reference.path}}}"
-        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
-        if distill.teacher is not None and (reference.kind, reference.path) != own:
-            yield conflict(
-                chosen, f"distill.teacher={distill.teacher}",
-                "the teacher takes the reference's place; leave reference out",
-            )  # fmt: skip
-        if reference.kind == "none" and not distill.asked:
-            yield wrong("distill.teacher", "a teacher, or reference.kind: frozen or synced", "none")
-        if distill.asked:
-            server = "a teacher's server"
-            temperature = float(self.loss_config().temperature)
-            if temperature != 1:
-                why = "the server's log-probabilities are those at temperature 1"
-                yield conflict(f"rollout.temperature={temperature:g}", server, why)
-            if self.rollout.wants_kept:
-                why = "with top_p or top_k, the server knows nothing of the kept tokens; use off"
-                yield conflict("rollout.replay_support=auto", server, why)
-            if self.data.task == "traces":
-                why = "the server completes prompts; recorded traces have none"
-                yield conflict("data.task=traces", server, why)
-        if loss.beta:
-            why = "distill weighs the divergence by distill.coef; set loss.beta=0"
-            yield conflict(f"loss.beta={loss.beta:g}", "distill", why)
-        if loss.kl_estimator in EXACT:
-            why = "distill computes an exact divergence already; choose an estimator"
-            yield conflict(f"loss.kl_estimator={loss.kl_estimator}", "distill", why)
-        if self.advantages == GAE:
-            why = "distillation adds to the advantages of a group; choose one of those"
-            yield conflict(f"advantages={GAE}", "distill", why)
 
     def _advantage_rules(self) -> Errors:
         options = self.advantage_options
@@ -276,49 +248,6 @@ class RunConfig(Section):
                 yield conflict(f"rollout.group_size={size}", "rollout.dynamic", why)
         if max(self.eval.k, default=1) > samples:
             yield wrong("eval.k", f"values up to eval.samples = {samples}", self.eval.k)
-
-    def _kl_rules(self) -> Errors:
-        loss, kl, has_reference = self._loss, self.kl, self.reference.kind != "none"
-        uses = self.loss_config().uses_reference  # raises with the argument's name
-        into = "kl.into=reward"
-        if kl.into == "reward":
-            if self.advantages != GAE:
-                why = f"only advantages={GAE} spreads a token's reward; use kl.into=loss"
-                yield conflict(into, f"advantages={self.advantages}", why)
-            if loss.kl_estimator in EXACT:
-                why = "the reward is that of the sampled token; choose an estimator"
-                yield conflict(f"loss.kl_estimator={loss.kl_estimator}", into, why)
-            for is_own, own in (
-                (loss.kl_times_ratio, "loss.kl_times_ratio=true"),
-                (not OBJECTIVES[loss.loss_type].reference, f"loss.loss_type={loss.loss_type}"),
-            ):
-                if is_own:
-                    yield conflict(into, own, "it has a KL of its own; use kl.into=loss")
-            uses = loss.beta != 0
-        if (kl.into == "reward" or kl.target is not None) and not (uses and loss.beta > 0):
-            setting = into if kl.into == "reward" else f"kl.target={kl.target:g}"
-            why = "the KL needs a weight; set loss.beta above 0"
-            yield conflict(f"loss.beta={loss.beta:g}", setting, why)
-        for is_used, user in (
-            (uses, f"loss.beta={loss.beta:g}"),
-            (self.max_ref_kl is not None, f"max_ref_kl={self.max_ref_kl}"),
-        ):
-            if is_used and not has_reference:
-                why = "a KL needs a reference; set reference.kind to frozen or synced"
-                yield conflict("reference.kind=none", user, why)
-
-    def _sharding_rules(self) -> Errors:
-        if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
-            why = "hsdp needs this number, and nothing else reads it"
-            came = f"distributed_replicas={self.distributed_replicas}"
-            yield conflict(came, f"distributed={self.distributed}", why)
-        states = self.optim.states
-        for fits, came, why in (
-            (not self.log.grad_variance, "log.grad_variance=true", "a rank has a part of each sum"),
-            (states == "full", f"optim.states={states}", "they belong to unsharded weights"),
-        ):  # fmt: skip
-            if self.is_sharded and not fits:
-                yield conflict(came, f"distributed={self.distributed}", why)
 
     def _step_rules(self) -> Errors:
         completions = self.rollout.prompts_per_step * self.rollout.group_size

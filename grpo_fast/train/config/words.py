@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
 from grpo_fast.errors import nearest_name
-from grpo_fast.train.config.base import members, require
+from grpo_fast.train.config.base import members, require, reward_sections
 from grpo_fast.train.config.plain import read_yaml
 
 QUOTED = 200  # characters of a value in a message
@@ -19,62 +19,34 @@ DEEPEST_KEY = 16  # parts of a dotted key
 
 Config = TypeVar("Config", bound=BaseModel)
 
-# Keys of TRL, verl, OpenRLHF and transformers, and our keys for the same setting.
-ELSEWHERE = {
-    "actor_rollout_ref": "rollout",
-    "bf16": "model.autocast=bfloat16",
-    "dataset": "data.path",
-    "dataset_name": "data.name",
-    "epsilon": "loss.epsilon_low",
-    "eval_every": "eval.every",
-    "eval_steps": "eval.every",
-    "eval_strategy": "eval.every",
-    "fp16": "model.autocast=float16",
-    "gradient_accumulation_steps": "rollout.prompts_per_step",
-    "init_kl_coef": "loss.beta",
-    "kl_coef": "loss.beta",
-    "learning_rate": "optim.lr",
-    "logging_dir": "output_dir",
-    "logging_steps": "log.completions_every",
-    "lora_alpha": "model.lora.alpha",
-    "lora_r": "model.lora.r",
-    "lora_rank": "model.lora.r",
-    "lr_scheduler_type": "optim.schedule",
-    "mask_truncated_completions": "rollout.mask_truncated",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_steps": "steps",
-    "max_tokens": "rollout.max_new_tokens",
-    "micro_train_batch_size": "tokens_per_microbatch",
-    "mini_batch_size": "minibatches",
-    "model_name_or_path": "model.path",
-    "n_samples_per_prompt": "rollout.group_size",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "inner_iterations",
-    "num_train_epochs": "steps",
-    "per_device_train_batch_size": "rollout.prompts_per_step",
-    "ppo_epochs": "inner_iterations",
-    "ppo_micro_batch_size_per_gpu": "tokens_per_microbatch",
-    "ppo_mini_batch_size": "minibatches",
-    "ref_model_mixup_alpha": "reference.mixing",
-    "ref_model_sync_steps": "reference.sync_every",
-    "report_to": "log.trackers",
-    "reward_funcs": "rewards",
-    "reward_function": "rewards",
-    "reward_weights": "rewards.0.weight",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "scale_rewards": "advantages",
-    "steps_per_generation": "minibatches",
-    "sync_ref_model": "reference.kind",
-    "tensorboard": "log.trackers=[tensorboard]",
-    "trackio": "log.trackers=[trackio]",
-    "train_batch_size": "rollout.prompts_per_step",
-    "use_peft": "model.lora",
-    "use_vllm": "rollout.engine=vllm",
-    "wandb": "log.trackers=[wandb]",
-    "warmup_steps": "optim.warmup",
-}
+# Our keys, and the keys of TRL, verl, OpenRLHF and transformers for the same setting.
+_THEIRS = {
+    "advantages": "scale_rewards", "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit", "data.name": "dataset_name", "data.path": "dataset",
+    "data.template_kwargs": "chat_template_kwargs",
+    "eval.every": "eval_every eval_steps eval_strategy",
+    "inner_iterations": "num_iterations ppo_epochs", "log.completions_every": "logging_steps",
+    "log.trackers": "report_to", "log.trackers=[tensorboard]": "tensorboard",
+    "log.trackers=[trackio]": "trackio", "log.trackers=[wandb]": "wandb",
+    "loss.beta": "init_kl_coef kl_coef", "loss.epsilon_low": "epsilon",
+    "minibatches": "mini_batch_size ppo_mini_batch_size steps_per_generation",
+    "model.autocast=bfloat16": "bf16", "model.autocast=float16": "fp16", "model.lora": "use_peft",
+    "model.lora.alpha": "lora_alpha", "model.lora.r": "lora_r lora_rank",
+    "model.path": "model_name_or_path", "optim.lr": "learning_rate",
+    "optim.schedule": "lr_scheduler_type", "optim.warmup": "warmup_steps",
+    "output_dir": "logging_dir", "reference.kind": "sync_ref_model",
+    "reference.mixing": "ref_model_mixup_alpha", "reference.sync_every": "ref_model_sync_steps",
+    "rewards": "reward_funcs reward_function", "rewards.0.weight": "reward_weights",
+    "rollout": "actor_rollout_ref", "rollout.engine=vllm": "use_vllm",
+    "rollout.group_size": "n_samples_per_prompt num_generations",
+    "rollout.mask_truncated": "mask_truncated_completions",
+    "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens",
+    "rollout.prompts_per_step":
+        "gradient_accumulation_steps per_device_train_batch_size train_batch_size",
+    "steps": "max_steps num_train_epochs",
+    "tokens_per_microbatch": "micro_train_batch_size ppo_micro_batch_size_per_gpu",
+}  # fmt: skip
+ELSEWHERE = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 
 
 # ----------------------------------------------------------------------------------------- words
@@ -115,12 +87,14 @@ def split_word(word: str) -> tuple[str, str]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Set in nested plain settings what a word says.
 
-    `data=X` is data.path for a file or folder, and data.name for a hub id. `model=X` is model.path
-    in place of a model that the recipe makes.
+    `rewards=NAME` is a list of one section. `data=X` is data.path for a file or folder, and
+    data.name for a hub id. `model=X` is model.path in place of a model that the recipe makes.
     """
     key, text = split_word(word)
     value, section = read_yaml(text, quoted(key, str)), settings.get(key)
-    if key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
+    if key == "rewards":
+        set_key(settings, key, reward_sections(value))
+    elif key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
         set_key(settings, key, value)
     elif key == "model":
         section.update(path=value, config=None, tokenizer=None)
@@ -246,7 +220,7 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
         here = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
         if here:
             return f"; nearest: {', '.join(here)}"
-    close = nearest_name(key, [*known, *dotted], cutoff=0.7)
+    close = nearest_name(key, known, cutoff=0.7) or nearest_name(key, dotted, cutoff=0.85)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
 
 

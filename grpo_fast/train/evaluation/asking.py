@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.data import FILES, TRACES, Prompt
@@ -25,16 +26,20 @@ def asking_lines(
     if data.task == TRACES:
         return []
     if data.chat or not isinstance(prompt, str):
-        way = f"through the model's chat template ({key}=false sends plain text)"
+        otherwise = f"{key}=false sends questions of plain text as they are"
+        way = f"through the model's chat template ({otherwise})"
     elif data.task in FILES and has_chat_template(tokenizer):
         way = f"as plain text, although the model has a chat template ({key}=true uses it)"
     else:
         way = "as plain text"
-    text = tokenizer.decode(encode_prompts(tokenizer, [prompt])[0])
+    shown = prompt_lines(tokenizer, prompt, data.template_kwargs)
+    return [f"questions are asked {way}; the first prompt:", *shown]
+
+
+def prompt_lines(tokenizer: Any, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[str]:
+    """Return a prompt as the model receives it, with its special tokens."""
+    text = tokenizer.decode(encode_prompts(tokenizer, [prompt], template_kwargs)[0])
     half = SHOWN_PROMPT // 2
     if len(text) > SHOWN_PROMPT:
         text = f"{text[:half]} … {text[-half:]}"
-    return [
-        f"questions are asked {way}; the first prompt:",
-        *(f"  | {x}" for x in text.split("\n")),
-    ]
+    return [f"  | {line}" for line in text.split("\n")]

@@ -15,6 +15,7 @@ from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import build_rewards, check_examples, scorer_for
+from grpo_fast.rollout import prompt_texts
 from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, require
 from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, policy_generate
@@ -102,13 +103,17 @@ def _asked(
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
     for source, config in zip(sources, configs, strict=True):
         policy = loading.load_policy(config)
+        policy.template_kwargs = data.template_kwargs
         asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
         questions = [in_chat(e) for e in examples] if asked_as.chat else examples
         first = questions[0].prompt
         say(f"{source.name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
         generate = policy_generate(policy, asked)
+        texts = functools.partial(prompt_texts, policy)
         for mode, options in modes.items():
-            result = evaluate(generate, questions, rewards, scorer, seed=asked.seed, **options)
+            result = evaluate(
+                generate, questions, rewards, scorer, seed=asked.seed, prompt_texts=texts, **options
+            )
             say(*(f"{mode}: {line}" for line in result.lines))
             passes[mode].append(result)
     return passes
@@ -169,10 +174,7 @@ def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
     # A file given by name is asked in full.
     if settings.data is not None and data.path and os.path.isfile(data.path):
-        examples: Sequence[Example] = read_examples(
-            data.path, gsm8k=data.task == "gsm8k", prompt_template=data.prompt_template,
-            chat=data.chat, system=data.system_prompt,
-        )  # fmt: skip
+        examples: Sequence[Example] = read_examples(data.path, data=data)
     else:
         counts = data.shots_tokens is not None
         count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None

@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from grpo_fast import rollout
-from grpo_fast.data import TRACES, Example
+from grpo_fast.data import TRACES, Example, Prompt
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
-from grpo_fast.rewards.scoring import shown_answer
+from grpo_fast.rewards.columns import prefill_of
+from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Engine, Samples, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
@@ -45,6 +46,7 @@ def evaluate(
     k: Sequence[int] = (),
     batch_size: int | None = None,
     seed: int = 0,
+    prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
 ) -> EvalResult:
     """Ask every question `samples` times and count.
 
@@ -54,6 +56,7 @@ def evaluate(
         samples: completions per question; at temperature 0 all samples of a question are equal.
         k: values for pass@k and maj@k, each at most `samples`.
         batch_size: completions per call of `generate` (at least one question); None: one call.
+        prompt_texts: returns prompts as the model receives them, which may open a thought.
 
     Returns eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each),
     eval_rewards/<fn>, eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n,
@@ -74,18 +77,22 @@ def evaluate(
         done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
+        repeated = [e for e in batch for _ in range(samples)]
+        texts = [""] * len(batch) if prompt_texts is None else prompt_texts(prompts)
+        sent = [text for text in texts for _ in range(samples)]
+        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
+        judged = turns(done.texts, prefills)
         for i, example in enumerate(batch):
-            said = done.texts[i * samples : (i + 1) * samples]
+            said = judged[i * samples : (i + 1) * samples]
             for name, value in _accuracies(scorer(example), said, k).items():
                 accuracies.setdefault(name, []).append(value)
         if rewards is not None:
-            repeated = [e for e in batch for _ in range(samples)]
-            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids)
+            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
             scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
             for name, score in {"reward": result.total, **scores}.items():
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
                 per_question.setdefault(name, []).extend(means)
-        first = first or _sample_line(scorer(batch[0]), done.texts[0])
+        first = first or _sample_line(scorer(batch[0]), judged[0])
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
@@ -189,4 +196,5 @@ def build_evaluation(
     return lambda engine: evaluate(
         policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
         temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=splits.seed,
+        prompt_texts=functools.partial(rollout.prompt_texts, policy),
     ).metrics  # fmt: skip

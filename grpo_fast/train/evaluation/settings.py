@@ -43,9 +43,11 @@ class EvalSettings(HeldOut):
     recipe: str | None = None  # a recipe's name or a YAML file
     data: UserPath | None = None  # jsonl file, folder or hub id
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
+    columns: dict[str, str] | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
+    template_kwargs: dict[str, Any] | None = None
     temperature: float = Field(TEMPERATURE, gt=0)  # of the sampled pass
     # for pass@k and maj@k; None: 1, 2, 4, … up to samples
     k: Annotated[list[Positive] | None, CommaList] = None
@@ -139,7 +141,7 @@ def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
     if settings.data is not None:
         kind = "path" if is_local(settings.data) else "name"
         fields |= {"path": None, "name": None, kind: settings.data}
-    for name in ("task", "prompt_template", "system_prompt", "chat"):
+    for name in ("task", "columns", "prompt_template", "system_prompt", "chat", "template_kwargs"):
         value = getattr(settings, name)
         if value is not None:
             fields[name] = value

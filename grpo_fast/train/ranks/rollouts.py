@@ -49,6 +49,9 @@ def score(
     examples: Sequence[Example],
     texts: Sequence[str],
     ids: Sequence[list[int]] | None = None,
+    prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
     """Call `rewards.score` on rank 0: a function sees the batch that it sees in one process."""
-    return distributed.from_main(lambda: rewards.score(reward_set, examples, texts, ids))
+    return distributed.from_main(
+        lambda: rewards.score(reward_set, examples, texts, ids, prompt_texts)
+    )

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import Scorer
-from grpo_fast.rewards.scoring import shown_answer
-from grpo_fast.rollout import Samples, prompt_text
+from grpo_fast.rewards.columns import prefill_of
+from grpo_fast.rewards.scoring import shown_answer, turns
+from grpo_fast.rollout import Samples
 
 
 def rows_of(
     samples: Samples,
     advantages: Sequence[Tensor],  # of the tokens of each completion
     examples: Sequence[Example],  # of each completion
+    sent: Sequence[str],  # the prompt of each completion as the model received it
     tokenizer: Any,
     scorer: Callable[[Example], Scorer],
     *,
@@ -40,12 +42,13 @@ def rows_of(
         text = samples.texts[i]
         answer = examples[i].answer
         judge = scorer(examples[i])
-        strict = judge.strict(text)
+        turn = turns([text], [prefill_of(examples[i].prompt, sent[i])])[0]
+        strict = judge.strict(turn)
         correct = judge.is_right(strict) if answer else None
         rows.append({
-            "group": i // group_size, "prompt": prompt_text(tokenizer, examples[i].prompt),
+            "group": i // group_size, "prompt": sent[i],
             "completion": text, "answer": answer, "extracted": shown_answer(strict),
-            "extracted_lenient": shown_answer(judge.lenient(text)),
+            "extracted_lenient": shown_answer(judge.lenient(turn)),
             "correct": correct, "reward": float(samples.rewards[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in samples.scores.items()},
             "advantage": float(of_tokens.mean()), "truncated": bool(samples.truncated[i]),

@@ -92,6 +92,7 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
         policy = load_policy(config.model, tokenizer, empty=is_dealt)
+        policy.template_kwargs = config.data.template_kwargs
         another = load_another(config.reference, config.model, policy)
     if not config.is_sharded:
         distributed.align([policy.model])

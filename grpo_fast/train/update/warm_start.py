@@ -49,7 +49,8 @@ def warm_start(
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
-    prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
+    prompts = [example.prompt for example in examples]
+    prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)
     solutions = ([*text["input_ids"], policy.tokenizer.eos_token_id] for text in texts)
     groups = [(prompt, [ids]) for prompt, ids in zip(prompt_ids, solutions, strict=True)]

@@ -1,0 +1,145 @@
+r"""Strict and lenient, defined by one table: the gold answer, what the prompt asks for, a text."""
+
+import pytest
+
+from grpo_fast.data import Example
+from grpo_fast.rewards import REWARDS, score, scorer_for
+from grpo_fast.rewards.columns import prefill_of
+from grpo_fast.rewards.reward_set import RewardSet, WeightedReward
+from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
+
+HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
+
+TABLE = [  # gold, prompt, completion, strict, lenient
+    # a number, no format asked for: the completion is the number
+    ("42", NONE, "42", 1, 1), ("42", NONE, " 42.0\n", 1, 1), ("42", NONE, "$42.", 1, 1),
+    ("42", NONE, "it is 42", 0, 1), ("42", NONE, "#### 42", 0, 1), ("42", NONE, "43", 0, 0),
+    ("42", NONE, "", 0, 0), ("42", NONE, "42 or 43", 0, 0), ("42", NONE, "forty-two", 0, 0),
+    ("1,080", NONE, "1080", 1, 1), ("1080", NONE, "1,080", 1, 1), ("-7", NONE, "\u22127", 1, 1),
+    ("12%", NONE, "12", 1, 1), (".5", NONE, "0.50", 1, 1), ("1e3", NONE, "1000", 1, 1),
+    ("+5", NONE, "5", 1, 1), ("\u22125", NONE, "-5", 1, 1), ("$12", NONE, "12 dollars", 0, 1),
+    # a number, marks asked for
+    ("42", HASH, "so\n#### 42", 1, 1), ("42", HASH, "<answer>42</answer>", 1, 1),
+    ("42", HASH, "42", 0, 1), ("42", HASH, r"\boxed{42}", 0, 1), ("42", HASH, "#### 43", 0, 0),
+    ("42", HASH, "#### +42", 1, 1), ("42", HASH, "#### €42", 1, 1), ("42", HASH, "####: 42", 1, 1),
+    ("42", HASH, r"#### \boxed{42}", 1, 1), ("42", HASH, "####\u00a042", 1, 1),
+    ("42", TAG, "<Answer>42</Answer>", 1, 1), ("42", HASH, r"\boxed{42}. (see step 3)", 0, 1),
+    ("12", HASH, "#### 1,2", 0, 0), ("42", HASH, "#### 42 eggs", 0, 1),
+    ("42", HASH, "<think>so #### 42", 0, 0), ("42", HASH, "<think>x</think>#### 42", 1, 1),
+    ("42", HASH, "#### 41\n#### 42", 1, 1), ("42", HASH, "#### 42\n#### 41", 0, 0),
+    ("42", BOX, r"so \boxed{42}", 1, 1), ("42", BOX, "#### 42", 0, 1), ("42", BOX, "42", 0, 1),
+    ("42", BOX, r"\boxed{41} \boxed{\text{42}}", 1, 1), ("42", BOX, r"\boxed{42", 0, 1),
+    # a fraction
+    ("15/2", NONE, "7.5", 1, 1), ("7.5", NONE, "15/2", 1, 1), ("15/2", NONE, "30/4", 1, 1),
+    ("15/2", HASH, r"#### \frac{15}{2}", 1, 1), ("15/2", HASH, "it is 15/2", 0, 1),
+    (r"-\frac12", NONE, "-0.5", 1, 1), ("2x", NONE, "2*x", 1, 1), ("2x", NONE, "x", 0, 0),
+    (r"\frac{1}{2}", NONE, "0.5", 1, 1), ("1/3", NONE, "0.33", 0, 0), ("1/2", NONE, "2", 0, 0),
+    (r"\dfrac{3}{4}", BOX, r"\boxed{0.75}", 1, 1), ("15/2", NONE, "15/0", 0, 0),
+    # an expression
+    ("x^2+1", NONE, "1+x^2", 1, 1), ("x^2+1", NONE, "x^2 + 1", 1, 1), ("x^2+1", NONE, "x^2", 0, 0),
+    (r"\sqrt{8}", BOX, r"so \boxed{2\sqrt{2}}", 1, 1), (r"\sqrt{8}", BOX, "2", 0, 0),
+    (r"\sqrt{8}", NONE, "so it is\n$2\\sqrt{2}$", 0, 1), (r"\frac{\pi}{2}", NONE, r"\pi/2", 1, 1),
+    ("(1, 2)", NONE, "(1,2)", 1, 1), ("(1, 2)", NONE, "(2,1)", 0, 0),
+    # a text
+    (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
+    ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
+    ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 0),
+    ("Paris", TAG, "<answer>Paris</answer>", 1, 1), ("Paris", TAG, "Paris", 0, 1),
+    ("Paris", NONE, "<answer> Paris </answer>", 0, 1), ("Paris", NONE, "paris", 0, 1),
+    ("A", NONE, "(A).", 0, 1),
+    ("yes", NONE, "<think>no</think>\nyes", 1, 1), ("yes", NONE, "<think>yes", 0, 0),
+    ("2024-01-05", NONE, "2018", 0, 0), ("B", HASH, "#### B", 1, 1),
+    ("well-known", NONE, "w", 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "prompt", "text", "strict", "lenient"), TABLE)
+def test_the_table(gold, prompt, text, strict, lenient):
+    assert len(TABLE) >= 60
+    scorer = scorer_for("jsonl", Example(prompt, gold, None))
+    assert scorer.is_right(scorer.strict(text)) == bool(strict)
+    assert scorer.is_right(scorer.lenient(text)) == bool(lenient)
+
+
+def test_one_odd_answer_does_not_change_the_judging_of_the_others():
+    golds = ["5", "15/2", "12 pens", "1e3", "+5", "\u22125"]
+    said = ["5", "7.5", "12 pens", "1000", "5", "-5"]
+    scorers = [scorer_for("jsonl", Example("q", gold, None)) for gold in golds]
+    assert all(s.is_right(s.strict(text)) for s, text in zip(scorers, said, strict=True))
+    found = REWARDS["gsm8k_correct"](completions=[f"#### {x}" for x in said], answers=golds)
+    assert found == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    "answer", ["x+1", r"\pi", "x^2", "2x+y", "(1, 2)", "[0,1)", "sqrt(2)", "a=3", "2x"]
+)
+def test_expressions(answer):
+    assert is_expression(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["12 pens", "yes", "B", "well-known", "2024-01-05", "10:30", "3 kg", "cat/dog", "", "a b"],
+)
+def test_no_expressions(answer):
+    assert not is_expression(answer)
+
+
+def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
+    from grpo_fast.rewards import scoring
+
+    def missing(**_):
+        raise scoring.RewardFailure("ModuleNotFoundError: No module named 'math_verify'")
+
+    monkeypatch.setattr(scoring, "_worker", lambda: missing)
+    scoring._are_equal.cache_clear()
+    scoring._say_that_it_is_missing.cache_clear()
+    scorer = answer_scorer("x+1", ())
+    assert scorer.is_right("x+1") and not scorer.is_right("1+x")
+    assert "pip install 'grpo_fast[math]'" in caplog.text
+    scoring._are_equal.cache_clear()
+
+
+# ------------------------------------------------------- what the prompt opens for the assistant
+OPENED = "<|user|>q\n<|assistant|><think>\n"
+PERFECT = "so 4</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "prefill"),
+    [
+        ([{"role": "user", "content": "q"}], OPENED, "<think>\n"),
+        ([{"role": "user", "content": "q"}], "<|assistant|><think>\n\n</think>\n\n",
+         "<think>\n\n</think>\n\n"),
+        ([{"role": "user", "content": "use <think>"}], "[user] use <think>\n[assistant]", ""),
+        ("End with: <answer>number</answer>\n", "End with: <answer>number</answer>\n", ""),
+        ("q", "q", ""), ("", "", ""), ("q <think>", "q <think>", "<think>"),
+        ([{"role": "assistant", "content": "<think>Let"}], "…<think>Let", "<think>Let"),
+    ],
+)  # fmt: skip
+def test_the_beginning_that_a_prompt_holds(prompt, text, prefill):
+    assert prefill_of(prompt, text) == prefill
+
+
+def test_tags_that_the_template_opened_count():
+    tags = REWARDS["format_tags"]
+    assert tags(completions=[PERFECT]) == pytest.approx([0.3])
+    assert tags(completions=[PERFECT], prefills=["<think>\n"]) == pytest.approx([0.5])
+    assert tags(completions=["<think>" + PERFECT], prefills=["<think>\n"]) == pytest.approx([0.3])
+    assert tags(completions=[PERFECT], prefills=["<think>"], number=True) == pytest.approx([0.5])
+    assert turns(["4"], ["It is "]) == ["4"] and turns(["4"], None) == ["4"]
+
+
+def test_rewards_are_given_the_beginning_of_the_turn():
+    rewards = RewardSet(
+        [WeightedReward(n, 1.0, REWARDS[n]) for n in ("format_tags", "gsm8k_correct")]
+    )
+    examples = [Example([{"role": "user", "content": "q"}], "4", None)] * 3
+    texts = [PERFECT, "so #### 4", "</think>#### 4"]
+    found = score(rewards, examples, texts, prompt_texts=[OPENED] * 3)
+    assert found.per_fn["format_tags"].tolist() == pytest.approx([0.5, 0.1, 0.2])
+    assert found.per_fn["gsm8k_correct"].tolist() == [
+        1.0,
+        0.0,
+        1.0,
+    ]  # an open thought has no answer

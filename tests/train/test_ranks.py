@@ -207,6 +207,9 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dea
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
+    # 82: rank 0 has all of the weights, and needs no other rank to save them.
+    saved = [path.name for path in checkpoints_in(tmp_path / "run")]
+    assert saved == (["step_000000"] if dead == 1 else [])
 
 
 def test_groups_are_dealt_by_their_tokens():

@@ -146,7 +146,7 @@ class Saver:
             # The ranks without this error wait elsewhere.
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
-            return "rank 0 saves the run"
+            return "only rank 0 can save the run"
         self.trainer.forget_gradients()
         try:
             path = self.save() if is_shared else self._write_alone()

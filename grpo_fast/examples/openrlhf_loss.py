@@ -2,8 +2,8 @@
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
-Three differences are intended. Masked slots are inert, whatever they hold. A batch without an
-active token gives loss 0, not NaN. The ratio of a completion (gspo) is bounded by e^20.
+Three differences: masked slots are inert, a batch without an active token gives loss 0, not NaN,
+and the ratio of a completion (gspo) is bounded by e^20.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.errors import require
 
-LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
-OPTIONS = {
-    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
-    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
-}  # fmt: skip
+LOG_RATIO_BOUND = 20.0  # OpenRLHF's, of a token
 LEVELS = {"ppo": "token", "gspo": "sequence"}  # where the importance ratio is computed
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -36,18 +32,23 @@ class PolicyLoss(nn.Module):
         ValueError: It has other options than those of openrlhf 0.11.
     """
 
-    clip_eps_low: Any
-    clip_eps_high: Any
-    dual_clip: Any
-    token_level_loss: Any
-    policy_loss_type: Any
-    is_correction_threshold: Any
+    # OpenRLHF's options
+    clip_eps_low: float
+    clip_eps_high: float
+    dual_clip: float | None
+    token_level_loss: bool
+    policy_loss_type: str
+    is_correction_level: str
+    is_correction_mode: str
+    is_correction_gating: str
+    is_correction_threshold: tuple[float, float]
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
+        known = set(PolicyLoss.__annotations__)
         options = {n: x for n, x in vars(theirs).items() if n[0] != "_" and n != "training"}
-        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
-        require(options.keys() == OPTIONS, "PolicyLoss", expected, sorted(options))
+        expected = f"the options of openrlhf 0.11, {sorted(known)}"
+        require(options.keys() == known, "PolicyLoss", expected, sorted(options))
         vars(self).update(options)
         level = LEVELS[self.policy_loss_type]
         self.by_sequence = level == "sequence"
@@ -89,8 +90,8 @@ class PolicyLoss(nn.Module):
         if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
-        tokens: Any = keep.sum().clamp(min=1)
-        completions: Any = keep.any(-1).sum().clamp(min=1)
+        tokens: float | Tensor = keep.sum().clamp(min=1)
+        completions: float | Tensor = keep.any(-1).sum().clamp(min=1)
         if batch_num_tokens is not None:
             tokens = batch_num_tokens / dp_size
         if global_batch_size is not None:

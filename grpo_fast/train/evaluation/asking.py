@@ -26,8 +26,8 @@ def asking_lines(
     if data.task == TRACES:
         return []
     if data.chat or not isinstance(prompt, str):
-        otherwise = f"{key}=false sends questions of plain text as they are"
-        way = f"through the model's chat template ({otherwise})"
+        hint = f"{key}=false sends questions of plain text as they are"
+        way = f"through the model's chat template ({hint})"
     elif data.task in FILES and has_chat_template(tokenizer):
         way = f"as plain text, although the model has a chat template ({key}=true uses it)"
     else:

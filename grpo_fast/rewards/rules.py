@@ -155,7 +155,7 @@ def scorer_for(task: str, answers: Texts = ()) -> Scorer:
     jsonl: the whole completion (strict) or its last non-empty line (lenient), blanks normalised.
     """
     require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
-    if task in ("sort", "arithmetic", "lecture"):
+    if task in ("sort", "arithmetic"):
         return Scorer(_symbols, _symbols, _symbols)
     is_text = not answers or any(parse_number(answer) is None for answer in answers)
     if task == "open" or (task == "jsonl" and is_text):

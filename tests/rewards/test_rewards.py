@@ -18,6 +18,7 @@ from grpo_fast.rewards import (
 )
 from grpo_fast.rewards.calling import parameters_of
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
+from grpo_fast.rewards.rules import sort_inclusion_ordering, sort_positions
 from tests.reward_specs import own, spec
 
 
@@ -219,3 +220,13 @@ def test_scorers():
     assert scorer_for("jsonl", ["1", "2,000"]).gold("2,000") == Decimal(2000)
     with pytest.raises(ValueError, match="task: expected one of"):
         scorer_for("chess")
+
+
+def test_the_points_of_the_lecture():
+    """Included numbers + neighbours in order, of `1 0 2` and `3 2 4`; and their scaled twins."""
+    given = {"answers": ["0 1 2"] * 3 + ["2 3 4"],
+             "completions": ["0 1 2", "1 0 2", "0 0 1", "4 4 4"]}  # fmt: skip
+    assert sort_inclusion_ordering(**given, scaled=False) == [5.0, 4.0, 4.0, 3.0]
+    assert sort_inclusion_ordering(**given) == pytest.approx([2.0, 1.5, 5 / 3, 4 / 3])
+    assert sort_positions(**given, scaled=False) == [3.0, 1.0, 1.0, 1.0]
+    assert sort_positions(**given) == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3])

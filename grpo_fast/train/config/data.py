@@ -14,7 +14,7 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
-    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
+    task: Literal["sort", "arithmetic", "open", "gsm8k", "jsonl", "traces"]
     # jsonl file, or a folder with train.jsonl and test.jsonl; traces: of recorded rollouts
     path: UserPath | None = None
     name: str | None = None  # hub id, for example openai/gsm8k

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
-
-
-class Origin(Section):
-    """Where a model comes from: it is loaded (`path`), or a random start (`config`)."""
-
-    path: UserPath | None = None  # hub id or local folder
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one = "exactly one of path and config (a random start; model=PATH takes its place)"
-        came = "both" if self.path else "neither"
-        require((self.path is None) != (self.config is None), "path", one, came)
-        if self.config is not None:
-            named = "model_type" in self.config
-            require(named, "config.model_type", "one, for example llama", "none")
-            require(self.tokenizer, "tokenizer", "bpe or symbols beside config", "none")
-        return self
 
 
 class LoraConfig(Section):
@@ -39,7 +19,13 @@ class LoraConfig(Section):
     target_modules: str | list[str] = "all-linear"
 
 
-class ModelConfig(Origin):
+class ModelConfig(Section):
+    """Where a model comes from, loaded (`path`) or with random weights (`config`), and its form."""
+
+    path: UserPath | None = None  # hub id or local folder
+    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
+    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
+    vocab_size: Size = 2048  # of the "bpe" tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
@@ -50,6 +36,17 @@ class ModelConfig(Origin):
     tiled_mlp: Positive | None = None  # MLPs run this many rows at a time, say 2048
     frozen: list[str] = Field(default_factory=list)  # not trained: patterns as "*embed_tokens*"
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        one = "exactly one of path and config (a random start; model=PATH takes its place)"
+        came = "both" if self.path else "neither"
+        require((self.path is None) != (self.config is None), "path", one, came)
+        if self.config is not None:
+            named = "model_type" in self.config
+            require(named, "config.model_type", "one, for example llama", "none")
+            require(self.tokenizer, "tokenizer", "bpe or symbols beside config", "none")
+        return self
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:

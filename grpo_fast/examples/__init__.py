@@ -1,0 +1,1 @@
+"""Plain scripts that use grpo_fast's public names."""

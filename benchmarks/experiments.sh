@@ -16,16 +16,20 @@ compare() {  # name of the figure, then the words of compare.py
     shift
     "$python" -m benchmarks.experiments.compare "$@" log.progress=false log.save_model=false -o "$runs/$name" \
         > "$runs/$name.log" 2>&1 || { tail -5 "$runs/$name.log"; return 1; }
-    cp "$runs/$name/compare.png" "$results/$name.png"
-    cp "$runs/$name/table.md" "$results/$name.md"
-    echo "$results/$name.png"
+    keep "$name"
+}
+
+keep() {  # copy the picture and the table of a comparison
+    cp "$runs/$1/compare.png" "$results/$1.png"
+    cp "$runs/$1/table.md" "$results/$1.md"
+    echo "$results/$1.png"
 }
 
 mkdir -p "$runs" "$results"
 (
     compare grpo-ppo sort,ppo-sort --seeds 2
-    compare lecture lecture loss.loss_type=reinforce,unclipped,grpo \
-        advantages=rewards,centered,normalized,max steps=50 log.completions_every=0 --seeds 2
+    "$python" -m benchmarks.experiments.lecture -o "$runs/lecture" > "$runs/lecture.log"
+    keep lecture
 ) &
 lane=$!
 compare baselines variance advantages=rewards,baseline,centered,rloo --seeds 3

@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast train`, `reward-model`, `eval`, `export`, `doctor`, `bench`, and the
-commands of `cli_views`.
+"""The command line: `grpo-fast train`, `eval`, `export`, `doctor`, `bench`, and the commands of
+`cli_views`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -94,26 +94,6 @@ def train(
             raise
 
 
-@app.command(name="reward-model", cls=Worded)
-def reward_model(
-    recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
-    settings: Annotated[
-        Words, key_values("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl")
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Train a model that scores completions, on pairs of a better and a worse one."""
-    from grpo_fast.train.config.recipes import load_settings
-    from grpo_fast.train.config.reward_model import RewardModelConfig
-    from grpo_fast.train.experiments.reward_model import accuracy_line, train_reward_model
-    from grpo_fast.train.report.lines import reward_model_lines
-
-    with told(debug):
-        config = load_settings(RewardModelConfig, recipe, settings or [])
-        typer.echo(accuracy_line(train_reward_model(config)))
-        typer.echo("\n".join(reward_model_lines(config.output_dir)))
-
-
 @app.command(name="eval", cls=Worded)
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
@@ -168,7 +148,8 @@ def export(
 
 # Commands that were removed, and what took their place.
 MOVED = {
-    "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)"
+    "reward-model": "python -m grpo_fast.examples.reward_model",
+    "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)",
 }
 
 

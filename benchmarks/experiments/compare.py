@@ -189,7 +189,7 @@ def grouped(
     if len(keys) < 2 or len(settings) <= MOST_LINES:
         groups[""] = rows
     for key in keys if len(keys) > 1 else ():
-        lines: defaultdict[str, list[Rows]] = defaultdict(list)
+        lines: dict[str, list[Rows]] = defaultdict(list)
         for name, values in settings.items():
             lines[values[key]] += rows[name]
         groups[key] = dict(lines)

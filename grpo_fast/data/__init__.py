@@ -8,7 +8,7 @@ from typing import Any
 from grpo_fast.data.escape import escape_control, reason
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
-from grpo_fast.data.generated import ArithmeticTask, SortTask, listed_examples
+from grpo_fast.data.generated import ArithmeticTask, SortTask, open_examples
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
 
 __all__ = [
@@ -30,10 +30,9 @@ __all__ = [
 ]
 
 GENERATED: dict[str, Any] = {"sort": SortTask, "arithmetic": ArithmeticTask}
-LISTED = ("lecture", "open")
 TRACES = "traces"
 FILES = ("gsm8k", "jsonl")
-TASKS = (*GENERATED, *LISTED, *FILES, TRACES)
+TASKS = (*GENERATED, "open", *FILES, TRACES)
 
 
 def load_examples(
@@ -46,7 +45,7 @@ def load_examples(
             sort / arithmetic: `digits` (length), `symbols` (how many different ones), `n_train`,
             `n_test`;
             traces: `path`, recorded rollouts of agents; an example is a task's name;
-            lecture / open: nothing, the prompts are listed here and the same in both splits;
+            open: nothing, the prompts are listed here and the same in both splits;
             gsm8k / jsonl: `path` (a jsonl, json, csv, tsv or parquet file, or a folder) or `name`
             (hub id), `columns`, `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`,
             `n_test` (None: all), `shots_tokens` (as many worked examples as this many tokens hold,
@@ -66,8 +65,8 @@ def load_examples(
         options = {x: getattr(data, x, None) for x in (*task.options, "n_train", "n_test")}
         said = {name: value for name, value in options.items() if value is not None}
         return task(split=split, seed=seed, **said)
-    if data.task in LISTED:
-        return listed_examples(data.task)
+    if data.task == "open":
+        return open_examples()
     if data.task == TRACES:  # both splits: nobody is asked
         return trace_examples(str(getattr(data, "path", None)))
     if data.task in FILES:

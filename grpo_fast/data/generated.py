@@ -113,9 +113,6 @@ class ArithmeticTask(GeneratedTask):
         return Example(prompt=prompt, answer=answer, solution=answer)
 
 
-# CS336's lecture on policy gradients: three numbers each, to be sorted.
-LECTURE = ("1 0 2", "3 2 4", "1 2 3")
-
 OPEN = (
     "The weather today is",
     "Once upon a time",
@@ -128,9 +125,6 @@ OPEN = (
 )
 
 
-def listed_examples(task: str) -> list[Example]:
-    """The prompts of "lecture", each with its numbers sorted, or of "open", with no answer."""
-    if task == "open":
-        return [Example(prompt, answer=None, solution=None) for prompt in OPEN]
-    answers = (" ".join(sorted(prompt.split())) for prompt in LECTURE)
-    return [Example(p, answer=a, solution=a) for p, a in zip(LECTURE, answers, strict=True)]
+def open_examples() -> list[Example]:
+    """Return the prompts of the task "open", which have no answer."""
+    return [Example(prompt, answer=None, solution=None) for prompt in OPEN]

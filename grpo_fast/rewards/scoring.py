@@ -68,7 +68,7 @@ class Scorer(NamedTuple):
 def scorer_for(task: str, example: Example) -> Scorer:
     """Return how completions of a question of a task (`grpo_fast.data.TASKS`) are judged."""
     require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
-    if task in ("sort", "arithmetic", "lecture"):
+    if task in ("sort", "arithmetic"):
         return Scorer(_symbols, _symbols, example.answer and _symbols(example.answer))
     return answer_scorer(example.answer, _marks_asked_for(task, example))
 

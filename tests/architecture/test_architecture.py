@@ -33,7 +33,7 @@ FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
 # The same for the rooms of train/, which are folders or single files.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
-    ("update", "report"), ("runs",), ("experiments",), ("loop",),
+    ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
 MOST_ARROWS = 55  # from room to room of train/
 MAX_LINES = 300

@@ -203,7 +203,7 @@ def test_sources_that_are_not_there_or_cannot_be_read(tmp_path, monkeypatch):
         load(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl")))
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
         load(task="gsm8k")
-    known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
+    known = "sort, arithmetic, open, gsm8k, jsonl, traces"
     with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
         load(task="chess")
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):

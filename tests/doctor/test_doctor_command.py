@@ -58,7 +58,7 @@ def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
 def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path, model):
     text = (
         "output_dir: OUT\nmodel: {path: gone, dtype: bfloat16, trust_remote_code: true}\n"
-        "data: {task: lecture}\nrewards: [{name: 'package.module:function'}]\n"
+        "data: {task: open}\nrewards: [{name: 'package.module:function'}]\n"
         "rollout: {temperature: 0.3}\n"
     )
     (tmp_path / "config.yaml").write_text(text)
@@ -66,7 +66,7 @@ def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path, model):
     asked = Words([str(tmp_path)])
     assert asked.config.model.path == str(tmp_path / "model")
     assert asked.config.model.dtype == "bfloat16" and not asked.config.model.trust_remote_code
-    assert asked.config.data.task == "lecture" and asked.sampling.temperature == 0.3
+    assert asked.config.data.task == "open" and asked.sampling.temperature == 0.3
     earlier = Words([model, f"previous={tmp_path}", "model.dtype=bfloat16"]).previous_config()
     assert earlier.path == str(tmp_path / "model") and earlier.dtype == "bfloat16"
 
@@ -95,7 +95,7 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
 def test_another_engine_than_that_of_a_run_by_servers(tmp_path, word):
     """The servers that a run was made with are nothing to another engine, nor their options."""
     (tmp_path / "config.yaml").write_text(
-        "output_dir: OUT\nmodel: {path: gone}\ndata: {task: lecture}\n"
+        "output_dir: OUT\nmodel: {path: gone}\ndata: {task: open}\n"
         "rewards: [{name: exact_match}]\nrollout: {engine: vllm-server, vllm: "
         "{urls: ['http://10.0.0.2:8000'], address: 10.0.0.1}}\n"
     )

@@ -6,8 +6,7 @@ import pytest
 
 from grpo_fast.errors import nearest_name
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
-from grpo_fast.train.config.reward_model import RewardModelConfig
+from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.words import ELSEWHERE, dotted_keys, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
@@ -15,7 +14,6 @@ from tests.command_line import invoke, refused
 
 READERS = {
     "train": lambda words: load_recipe("sort", words),
-    "reward-model": lambda words: load_settings(RewardModelConfig, "reward-model-sort", words),
     "eval": parse_settings,
     "plan": lambda words: own_words(PlanSettings, words),
 }
@@ -50,7 +48,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in ELSEWHERE.items()),
-        ("reward-model", "centre=1", "centre: unknown key; nearest: center"),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
         # the nearest value
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
@@ -81,7 +78,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "steps.more=2", "steps.more: 'more' is below a value, no section"),
         # values of another kind
         *((reader, "seed=true", "seed: expected a number, got true")
-          for reader in ("train", "reward-model", "eval")),
+          for reader in ("train", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
         ("train", "eval.k=[1,true]", "eval.k.1: expected a number, got true"),
         ("train", "optim=3", "optim: expected a section of keys, got 3"),
@@ -350,10 +347,8 @@ def test_data_and_model_in_one_word(tmp_path):
     data = load_recipe("gsm8k-tiny", ["data=openai/gsm8k", "seed=3"]).data
     assert (data.path, data.name) == (None, "openai/gsm8k")
     assert load_recipe("sort", ["data={task: arithmetic}"]).data.task == "arithmetic"
-    for model in (load_recipe("sort", ["model=owner/name"]).model,
-                  load_settings(RewardModelConfig, "reward-model-sort", ["model=x/y"]).model,
-                  ):  # fmt: skip
-        assert "/" in model.path and model.config is None and model.tokenizer is None
+    model = load_recipe("sort", ["model=owner/name"]).model
+    assert model.path == "owner/name" and model.config is None and model.tokenizer is None
 
 
 def test_the_settings_of_a_plan_and_its_runs():
@@ -375,7 +370,6 @@ def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
     [
         (("train", "sort", "--steps", "5"), "steps=5"),
         (("train", "--optim.lr=3", "sort"), "optim.lr=3"),
-        (("reward-model", "x", "-steps", "4", "seed=1"), "steps=4"),
         (("eval", "x", "--max-new-tokens"), "max_new_tokens=VALUE"),
         (("plan", "sort", "--gpu", "80", "--debug"), "gpu=80"),
         (("doctor", "--n=3"), "n=3"),
@@ -388,13 +382,14 @@ def test_an_unknown_option_is_answered_with_the_word(words, hint):
 
 
 @pytest.mark.parametrize(
-    ("command", "name", "hint"),
+    ("words", "hint"),
     [
-        ("train", "reward-model-sort", "grpo-fast reward-model reward-model-sort"),
-        ("train", "reward-model-srot", "grpo-fast reward-model reward-model-sort"),
-        ("reward-model", "sort", "grpo-fast train sort"),
-        ("train", "gsm8k-tinny", "nearest: gsm8k-tiny"),
+        (("train", "reward-model-sort"), "nearest: python -m grpo_fast.examples.reward_model"),
+        (("train", "lecture"), "nearest: python -m grpo_fast.examples.lecture"),
+        (("train", "lecture-naiv"), "nearest: python -m grpo_fast.examples.lecture --naive"),
+        (("reward-model", "x", "steps=5"), "is now python -m grpo_fast.examples.reward_model"),
+        (("train", "gsm8k-tinny"), "nearest: gsm8k-tiny"),
     ],
 )
-def test_a_recipe_of_another_command_is_named_with_it(command, name, hint):
-    assert refused(invoke(command, name), hint)
+def test_a_recipe_or_command_that_became_a_script_is_named_with_it(words, hint):
+    assert refused(invoke(*words), hint)

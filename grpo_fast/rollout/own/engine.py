@@ -102,8 +102,6 @@ def by_transformers(
 
 def why_unsuited(policy: Any) -> str | None:
     """Why our loop does not sample from this model, or None. Call it in `policy.generation()`."""
-    if hasattr(policy.lm, "sampled_by_generate"):  # a model that says why itself
-        return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:
         try:
             _unsuited[policy.lm] = compare(policy)

@@ -15,7 +15,7 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
-    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
+    task: Literal["sort", "arithmetic", "open", "gsm8k", "jsonl", "traces"]
     """Generated prompts, listed prompts, GSM8K, questions of a file, or recorded rollouts."""
     path: UserPath | None = None
     """A file, or a folder with a training and a test split."""

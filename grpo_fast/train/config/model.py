@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,32 +10,6 @@ from grpo_fast.errors import conflict
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
-
-
-class Origin(Section):
-    """Where a model comes from: it is loaded (`path`), or a random start (`config`)."""
-
-    path: UserPath | None = None
-    """Hub id or local folder of the model."""
-    config: dict[str, Any] | None = None
-    """model_type and other fields of a transformers config, for a model with random weights."""
-    tokenizer: Literal["bpe", "symbols"] | None = None
-    """A tokenizer that is built from the data; null loads the tokenizer of `path`."""
-    vocab_size: Size = 2048
-    """Vocabulary size of the tokenizer `bpe`."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one = "exactly one of path and config (a random start; model=PATH takes its place)"
-        came = "both" if self.path else "neither"
-        require((self.path is None) != (self.config is None), "path", one, came)
-        if self.config is not None:
-            named = "model_type" in self.config
-            require(named, "config.model_type", "one, for example llama", "none")
-            if self.tokenizer is None:
-                why = "a random start has no tokenizer of its own; choose bpe or symbols"
-                raise conflict("tokenizer=none", "config", why)
-        return self
 
 
 class LoraConfig(Section):
@@ -49,7 +23,17 @@ class LoraConfig(Section):
     """Modules that get an adapter, as peft names them."""
 
 
-class ModelConfig(Origin):
+class ModelConfig(Section):
+    """Where a model comes from, loaded (`path`) or with random weights (`config`), and its form."""
+
+    path: UserPath | None = None
+    """Hub id or local folder of the model."""
+    config: dict[str, Any] | None = None
+    """model_type and other fields of a transformers config, for a model with random weights."""
+    tokenizer: Literal["bpe", "symbols"] | None = None
+    """A tokenizer that is built from the data; null loads the tokenizer of `path`."""
+    vocab_size: Size = 2048
+    """Vocabulary size of the tokenizer `bpe`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights."""
     autocast: Literal["bfloat16", "float16"] | None = None
@@ -70,6 +54,19 @@ class ModelConfig(Origin):
     """Parameters that are not trained, as patterns such as *embed_tokens*."""
     trust_remote_code: bool = False
     """Run the model's Python code from the hub or the folder."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        one = "exactly one of path and config (a random start; model=PATH takes its place)"
+        came = "both" if self.path else "neither"
+        require((self.path is None) != (self.config is None), "path", one, came)
+        if self.config is not None:
+            named = "model_type" in self.config
+            require(named, "config.model_type", "one, for example llama", "none")
+            if self.tokenizer is None:
+                why = "a random start has no tokenizer; choose bpe or symbols"
+                raise conflict("tokenizer=none", "config", why)
+        return self
 
     @model_validator(mode="after")
     def _checkpoints(self) -> ModelConfig:

@@ -16,7 +16,12 @@ from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
-REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
+# Recipes that became scripts.
+MOVED = {
+    "lecture": "python -m grpo_fast.examples.lecture",
+    "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
+    "reward-model-sort": "python -m grpo_fast.examples.reward_model",
+}
 CONVENTIONS = ("trl", "verl", "openrlhf")  # keys of a reward section that hold a function
 
 
@@ -31,7 +36,7 @@ def load_settings(
 
     Raises ValueError for a name or file that cannot be read, and as `read_words`.
     """
-    return read_words(kind, words, read_recipe(name_or_path, kind), also)
+    return read_words(kind, words, read_recipe(name_or_path), also)
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
@@ -39,26 +44,24 @@ def save_config(config: BaseModel, path: str | Path) -> None:
     write_yaml(config.model_dump(mode="json"), path)
 
 
-def recipe_names(kind: type[BaseModel] = RunConfig) -> list[str]:
-    """The recipes shipped in the package: of runs, or of reward models."""
-    is_run = kind is RunConfig
-    return [name for name in _shipped() if name.startswith(REWARD_MODELS) != is_run]
+def recipe_names() -> list[str]:
+    """Return the names of the recipes shipped in the package."""
+    return sorted(f.name[:-5] for f in RECIPES.iterdir() if f.name.endswith(".yaml"))
 
 
 def recipe_table() -> list[list[str]]:
     """For each shipped recipe its command, what it trains, its size, its time and what it needs."""
     table = []
-    for name in _shipped():
-        command = "reward-model" if name.startswith(REWARD_MODELS) else "train"
+    for name in recipe_names():
         text = (RECIPES / f"{name}.yaml").read_text("utf-8")
         first = text.partition("\n")[0].removeprefix("# ")
-        table.append([f"{command} {name}", *first.split(" · ")])
+        table.append([f"train {name}", *first.split(" · ")])
     return table
 
 
-def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[str, Any]:
+def read_recipe(name_or_path: str) -> dict[str, Any]:
     """The plain settings of a recipe. Raises ValueError for a name or file that is none."""
-    where, names = f"recipe {name_or_path}", recipe_names(kind)
+    where, names = f"recipe {name_or_path}", recipe_names()
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
@@ -69,7 +72,9 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
     ):
         raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")
     else:
-        came = f"{quoted(name_or_path)}{_nearest_recipe(name_or_path, names)}"
+        close = nearest_name(name_or_path, [*names, *MOVED])
+        hint = f"; nearest: {MOVED.get(close, close)}" if close else ""
+        came = f"{quoted(name_or_path)}{hint}"
         raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, got {came}")
     require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings
@@ -91,15 +96,3 @@ def _resolved(value: Any, folder: str, key: str = "") -> Any:
     path, colon, function = value.rpartition(":") if is_code else (value, "", "")
     inside = os.path.join(folder, os.path.expanduser(path))
     return inside + colon + function if os.path.exists(inside) else value
-
-
-def _shipped() -> list[str]:
-    return sorted(f.name[:-5] for f in RECIPES.iterdir() if f.name.endswith(".yaml"))
-
-
-def _nearest_recipe(name: str, own: list[str]) -> str:
-    close = nearest_name(name, _shipped())
-    if close is None or close in own:
-        return f"; nearest: {close}" if close else ""
-    command = "reward-model" if close.startswith(REWARD_MODELS) else "train"
-    return f"; nearest: grpo-fast {command} {close}"

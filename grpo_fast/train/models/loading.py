@@ -24,7 +24,6 @@ from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, require
-from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 
@@ -75,23 +74,6 @@ def _check_vocabulary(policy: Policy) -> None:
     require(largest < rows, "tokenizer", expected, came)
 
 
-def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
-    """A sequence classification model with one output, and its tokenizer, as `load_policy`."""
-    if config.config is not None:
-        kind = "AutoModelForSequenceClassification"
-        return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    path, dtype = str(config.path), torch.float32
-    with _reading(path, "a model's folder or hub id with a tokenizer"):
-        read_fields(path)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=dtype, trust_remote_code=False
-        )
-    return model, tokenizer
-
-
 def _load_model(config: ModelConfig, empty: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,7 +81,7 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
     keywords: dict[str, Any] = {"trust_remote_code": allow_code}
     dtype = getattr(torch, config.dtype)
     with _reading(path, "a model's folder or hub id"):
-        _register(read_fields(path, allow_code))
+        read_fields(path, allow_code)
         if empty:
             known = AutoConfig.from_pretrained(path, **keywords)
             return AutoModelForCausalLM.from_config(known, dtype=dtype, **keywords).eval()
@@ -144,7 +126,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         )
 
 
-def build_tokenizer(model: ModelConfig | ScorerConfig, splits: Splits) -> Any:
+def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
     """The tokenizer made from the questions, or None where the model brings its own."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
@@ -155,34 +137,23 @@ def build_tokenizer(model: ModelConfig | ScorerConfig, splits: Splits) -> Any:
     return build_bpe_tokenizer(texts, model.vocab_size)
 
 
-def _from_config(
-    fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
-) -> Any:
-    import transformers
-    from transformers import AutoConfig
+def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    complete = {"vocab_size": len(tokenizer), **special, **more, **fields}
+    complete = {"vocab_size": len(tokenizer), **special, **fields}
     try:
         check_fields(fields)
-        _register(fields)
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
         if not unknown:
-            return getattr(transformers, kind).from_config(AutoConfig.for_model(**complete))
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
     raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-
-
-def _register(fields: dict[str, Any]) -> None:
-    if fields.get("model_type") == "lecture":
-        from grpo_fast.train.models import lecture
-
-        lecture.register()
 
 
 def _with_adapter(model: Any, lora: LoraConfig) -> Any:

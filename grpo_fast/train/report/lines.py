@@ -79,13 +79,6 @@ def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
     return [*lines, f"grpo-fast plot {place}"]
 
 
-def reward_model_lines(folder: str) -> list[str]:
-    """As `closing_lines`, after the training of a reward model, with the command that uses it."""
-    place = shlex.quote(str(Path(folder)))
-    reward = shlex.quote(f"rewards=[{{name: reward_model, path: {Path(folder) / 'model'}}}]")
-    return [f"{place}: curves.png, model", f"grpo-fast train sort {reward}"]
-
-
 def shown_number(value: float, form: str) -> str:
     """The number in this format; what rounding leaves of 0 (−0, 1e-22, 1e-8) is 0."""
     text = form.format(0.0 if abs(value) < NOTHING else value)

@@ -1,0 +1,45 @@
+"""The lecture's table: three losses by four advantages, with several seeds.
+
+    python -m benchmarks.experiments.lecture [--seeds 5] [-o FOLDER]
+
+Writes `table.md` and `compare.png`, as compare.py does, of runs of grpo_fast/examples/lecture.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from benchmarks.experiments.compare import plot, table
+from grpo_fast.examples import lecture
+
+LOSSES = ("reinforce", "unclipped", "grpo")
+ADVANTAGES = ("rewards", "centered", "normalized", "max")
+STEPS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("-o", "--out", type=Path, default=Path("runs/lecture"))
+    options = parser.parse_args()
+    rows = {}
+    settings = {}
+    for loss, advantages in itertools.product(LOSSES, ADVANTAGES):
+        name = f"loss_type={loss},advantages={advantages}"
+        settings[name] = {"loss_type": loss, "advantages": advantages}
+        rows[name] = [
+            lecture.train(loss, advantages, steps=STEPS, seed=seed) for seed in range(options.seeds)
+        ]
+        print(name, flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "table.md").write_text(table(rows), encoding="utf-8")
+    plot(rows, settings, options.out / "compare.png")
+    print((options.out / "table.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""CS336's lecture on policy gradients at its own size: sort three numbers, from random weights.
+
+    python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized] [--naive]
+
+Three prompts, ten responses to each, ten updates by Adam on each batch, an exact KL to a copy of
+the model that is renewed every ten steps. The model has 650 parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, group_advantages, linear_grpo_loss
+
+PROMPTS = torch.tensor([[1, 0, 2], [3, 2, 4], [1, 2, 3]])
+SYMBOLS, LENGTH, GROUP, UPDATES = 5, 3, 10, 10
+EPSILON = 0.01  # of the clip
+
+
+class LectureModel(nn.Module):
+    """The lecture's model, which is not autoregressive.
+
+    A prompt becomes one vector, Σ_i E[x_i]·A_i with a matrix A_i for each position. The response's
+    token at place j has the logits E·(vector·B_j), whatever the tokens before it are.
+    """
+
+    def __init__(self, width: int = 10, spread: float = 0.3) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(spread * torch.randn(SYMBOLS, width))
+        self.encode = nn.Parameter(torch.randn(LENGTH, width, width) / width**0.5)
+        self.decode = nn.Parameter(torch.randn(LENGTH, width, width) / width**0.5)
+
+    def forward(self, prompts: Tensor) -> Tensor:
+        """Return the hidden states (B, LENGTH, H) of prompts (B, LENGTH)."""
+        vector = torch.einsum("bph,phk->bk", self.embedding[prompts], self.encode)
+        return torch.einsum("bh,jhk->bjk", vector, self.decode)
+
+
+def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
+    """Count the prompt's numbers that occur, and the neighbours in order: 0 to 5 points, or 0 to 2.
+
+    As in the lecture, a number that occurs twice counts as both.
+    """
+    included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
+    ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)
+    if scaled:
+        return included / LENGTH + ordered / (LENGTH - 1)
+    return (included + ordered).float()
+
+
+@torch.no_grad()
+def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Return prompts, responses (3·count, LENGTH) and the responses' log-probabilities."""
+    prompts = PROMPTS.repeat_interleave(count, 0)
+    logp = (model(prompts) @ model.embedding.t()).log_softmax(-1)
+    drawn = torch.multinomial(logp.exp().flatten(0, 1), 1, generator=generator)
+    responses = drawn.reshape(-1, LENGTH)
+    return prompts, responses, logp.gather(-1, responses[..., None])[..., 0]
+
+
+def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
+    """Judge 32 responses to each prompt, sampled with a seed of their own."""
+    prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
+    is_right = (responses == prompts.sort(-1).values).all(-1)
+    reward = rewards_of(prompts, responses, scaled)
+    accuracy = float(is_right.float().mean())
+    return {"eval_accuracy_strict": accuracy, "eval_reward": float(reward.mean())}
+
+
+def train(
+    loss: str = "grpo",
+    advantages: str = "centered",
+    *,
+    steps: int = 100,
+    seed: int = 0,
+    lr: float = 0.03,
+    spread: float = 0.3,
+    beta: float = 0.01,
+    scaled: bool = True,
+) -> list[dict[str, float]]:
+    """Train and return the metrics of each step; step 0 has those before training.
+
+    Args:
+        loss: a loss type of `LossConfig`, as reinforce, unclipped or grpo.
+        advantages: a mode of `group_advantages`, as rewards, centered, normalized or max.
+        spread: standard deviation of the embedding at the start.
+        beta: weight of the exact KL to the reference; 0: no reference.
+        scaled: rewards of 0 to 2 in place of 0 to 5 points.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = LectureModel(spread=spread)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    config = LossConfig(loss, epsilon_low=EPSILON, aggregation="token_mean_global")
+    rows = [{"step": 0, **evaluate(model, scaled)}]
+    for step in range(1, steps + 1):
+        # 1. Sample and score.
+        prompts, responses, old_logps = sample(model, GROUP, generator)
+        rewards = rewards_of(prompts, responses, scaled)
+        advantage = group_advantages(rewards, advantages, group_size=GROUP)
+        # 2. The reference is the model as it is now and then.
+        if step % 10 == 1:
+            reference = [model(PROMPTS).detach(), model.embedding.detach().clone()]
+        teacher = TeacherHead(reference[0].repeat_interleave(GROUP, 0), reference[1])
+        term = DivergenceTerm(teacher, coef=beta)
+        # 3. Several updates on the batch.
+        seen: list[dict[str, Any]] = []
+        for _ in range(UPDATES):
+            output = linear_grpo_loss(
+                model(prompts), model.embedding, responses, advantage, config, old_logps=old_logps,
+                divergence=term if beta else None, backend="torch",
+            )  # fmt: skip
+            optimizer.zero_grad()
+            output.loss.backward()
+            optimizer.step()
+            seen.append({"loss": output.loss.detach(), **output.metrics})
+        means = {name: float(sum(each[name] for each in seen)) / UPDATES for name in seen[0]}
+        means["kl"] = means.pop("divergence", 0.0)
+        judged = evaluate(model, scaled) if step % 10 == 0 else {}
+        rows.append({"step": step, "reward": float(rewards.mean()), **means, **judged})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", default="grpo", help="reinforce, unclipped, grpo, …")
+    parser.add_argument("--advantages", default="centered", help="rewards, normalized, max, …")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    help = "the lecture's first run: Adam at 1e-3, embedding of spread 1, no reference, points"
+    parser.add_argument("--naive", action="store_true", help=help)
+    options = parser.parse_args()
+    naive: Any = {"lr": 1e-3, "spread": 1.0, "beta": 0.0, "scaled": False} if options.naive else {}
+    rows = train(options.loss, options.advantages, steps=options.steps, seed=options.seed, **naive)
+    for row in rows[::10]:
+        numbers = {name: row.get(name, float("nan")) for name in ("reward", "kl")}
+        print(f"step {row['step']:3}: {row['eval_accuracy_strict']:6.1%} right, "
+              f"reward {numbers['reward']:.3f}, KL {numbers['kl']:.4f}, "
+              f"clipped {row.get('clip_ratio/region_mean', 0):.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

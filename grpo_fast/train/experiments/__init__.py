@@ -1,1 +1,0 @@
-"""Reward models, trained on pairs of completions."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.errors import conflict, wrong
-from grpo_fast.objective.advantages import MODES, check_group_size, check_options
-from grpo_fast.objective.baseline import split_options
+from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.kl import EXACT
-from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
@@ -26,10 +21,7 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-
-Errors = Iterator[Exception]  # of settings that do not fit; the first one is raised
-NOT_SAMPLED = "recorded rollouts are not sampled"
-GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
+from grpo_fast.train.config.rules import GAE, RULES
 
 
 class LogConfig(Section):
@@ -108,11 +100,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self._fit_answers()
-        for rules in (
-            self._distill_rules, self._advantage_rules, self._loss_rules, self._reward_rules,
-            self._sampling_rules, self._kl_rules, self._sharding_rules, self._step_rules,
-        ):  # fmt: skip
-            for error in rules():
+        for rules in RULES:
+            for error in rules(self):
                 raise error
         return self
 
@@ -123,181 +112,6 @@ class RunConfig(Section):
             # A sum may have a digit more than its parts, and ends with an EOS.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
-
-    def _distill_rules(self) -> Errors:
-        if (distill := self.distill) is None:
-            return
-        loss, reference = self._loss, self.reference
-        chosen = f"reference={{kind: {reference.kind}, path: {reference.path}}}"
-        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
-        if distill.teacher is not None and (reference.kind, reference.path) != own:
-            yield conflict(
-                chosen, f"distill.teacher={distill.teacher}",
-                "the teacher takes the reference's place; leave reference out",
-            )  # fmt: skip
-        if reference.kind == "none" and not distill.asked:
-            yield wrong("distill.teacher", "a teacher, or reference.kind: frozen or synced", "none")
-        if distill.asked:
-            server = "a teacher's server"
-            temperature = float(self.loss_config().temperature)
-            if temperature != 1:
-                why = "the server's log-probabilities are those at temperature 1"
-                yield conflict(f"rollout.temperature={temperature:g}", server, why)
-            if self.rollout.wants_kept:
-                why = "with top_p or top_k, the server knows nothing of the kept tokens; use off"
-                yield conflict("rollout.replay_support=auto", server, why)
-            if self.data.task == "traces":
-                why = "the server completes prompts; recorded traces have none"
-                yield conflict("data.task=traces", server, why)
-        if loss.beta:
-            why = "distill weighs the divergence by distill.coef; set loss.beta=0"
-            yield conflict(f"loss.beta={loss.beta:g}", "distill", why)
-        if loss.kl_estimator in EXACT:
-            why = "distill computes an exact divergence already; choose an estimator"
-            yield conflict(f"loss.kl_estimator={loss.kl_estimator}", "distill", why)
-        if self.advantages == GAE:
-            why = "distillation adds to the advantages of a group; choose one of those"
-            yield conflict(f"advantages={GAE}", "distill", why)
-
-    def _advantage_rules(self) -> Errors:
-        options = self.advantage_options
-        if self.advantages == GAE:
-            if options:
-                why = "gae has its options in the section critic"
-                yield conflict(f"advantage_options={options}", f"advantages={GAE}", why)
-            if self.critic is None:
-                why = "gae needs a critic; add the section critic={}"
-                yield conflict(f"advantages={GAE}", "critic=none", why)
-            if self.log.grad_variance:
-                why = "a critic's advantages belong to no group"
-                yield conflict("log.grad_variance=true", "critic", why)
-            return
-        if self.critic is not None:
-            why = f"only advantages={GAE} reads a critic"
-            yield conflict(f"advantages={self.advantages}", "critic", why)
-        with named_in("advantage_options"):
-            check_options(self.advantages, split_options(self.advantages, options)[0])
-        check_group_size(self.advantages, self.rollout.group_size)
-
-    def _loss_rules(self) -> Errors:
-        """Refuse another head rule, corrections without the sampler's logps, logps without any."""
-        loss, corrects = self._loss, self.rollout.correct_sampling
-        for name in ("softcap", "logit_scale"):
-            own = getattr(loss, name)
-            if own != getattr(LossConfig, name):
-                yield wrong(f"loss.{name}", "none, the model's own is used", own)
-        if self.rollout.ahead and not corrects:
-            why = "older weights sampled the completions; set rollout.correct_sampling=true"
-            yield conflict("rollout.correct_sampling=false", "rollout.ahead=1", why)
-        # A saved configuration holds every default: this one beside correct_sampling: false.
-        is_default = loss.corrections == LossSettings().corrections
-        saved = is_default and "correct_sampling" in self.rollout.model_fields_set
-        of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
-        is_read = corrects or saved or "corrections" not in loss.model_fields_set
-        if of_sampler and not is_read:
-            why = "they read the sampler's logps; set rollout.correct_sampling=true"
-            yield conflict("loss.corrections", "rollout.correct_sampling=false", why)
-        if corrects and not loss.corrections:
-            why = "without corrections the sampler's logps have no use"
-            yield conflict("rollout.correct_sampling=true", "loss.corrections=[]", why)
-
-    def _reward_rules(self) -> Errors:
-        """Ask for a weighed reward; with recorded rollouts refuse all that would sample."""
-        if self.data.task != "traces":
-            if not any(reward.weight for reward in self.rewards):
-                none = "0 for all" if self.rewards else "no reward"
-                yield wrong("rewards", "a weight that is not 0", none)
-            return
-        rollout = self.rollout
-        for fits, came, why in (
-            (not self.rewards, "rewards", "traces have their own rewards"),
-            (self.advantages != "gdpo", "advantages=gdpo", "traces have one reward"),
-            (self._loss.aggregation != "prompt_mean", "loss.aggregation=prompt_mean",
-             "the branches of a task differ in number"),
-            (not rollout.ahead, f"rollout.ahead={rollout.ahead}", NOT_SAMPLED),
-            (rollout.dynamic is None, "rollout.dynamic", NOT_SAMPLED),
-            (self.critic is None, "critic", "a critic reads whole completions"),
-            (self.warm_start is None, "warm_start", "traces have no gold solutions"),
-            (not self.log.grad_variance, "log.grad_variance=true",
-             "the branches of a task differ in number"),
-            (self.minibatches == 1, f"minibatches={self.minibatches}",
-             "the branches of a step differ in number"),
-            (self.shuffle == "off", f"shuffle={self.shuffle}", "there is one minibatch"),
-        ):  # fmt: skip
-            if not fits:
-                yield conflict(came, "data.task=traces", why)
-
-    def _sampling_rules(self) -> Errors:
-        dynamic, size, samples = self.rollout.dynamic, self.rollout.group_size, self.eval.samples
-        if dynamic is not None:
-            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
-            judge = dynamic.judged_by
-            if judge not in (None, *labels):
-                expected = f"one of the rewards {', '.join(labels)}"
-                yield wrong("rollout.dynamic.judged_by", expected, repr(judge))
-            if size < 2:
-                why = "a group of one has no spread of rewards; use at least 2"
-                yield conflict(f"rollout.group_size={size}", "rollout.dynamic", why)
-        if max(self.eval.k, default=1) > samples:
-            yield wrong("eval.k", f"values up to eval.samples = {samples}", self.eval.k)
-
-    def _kl_rules(self) -> Errors:
-        loss, kl, has_reference = self._loss, self.kl, self.reference.kind != "none"
-        uses = self.loss_config().uses_reference  # raises with the argument's name
-        into = "kl.into=reward"
-        if kl.into == "reward":
-            if self.advantages != GAE:
-                why = f"only advantages={GAE} spreads a token's reward; use kl.into=loss"
-                yield conflict(into, f"advantages={self.advantages}", why)
-            if loss.kl_estimator in EXACT:
-                why = "the reward is that of the sampled token; choose an estimator"
-                yield conflict(f"loss.kl_estimator={loss.kl_estimator}", into, why)
-            for is_own, own in (
-                (loss.kl_times_ratio, "loss.kl_times_ratio=true"),
-                (not OBJECTIVES[loss.loss_type].reference, f"loss.loss_type={loss.loss_type}"),
-            ):
-                if is_own:
-                    yield conflict(into, own, "it has a KL of its own; use kl.into=loss")
-            uses = loss.beta != 0
-        if (kl.into == "reward" or kl.target is not None) and not (uses and loss.beta > 0):
-            setting = into if kl.into == "reward" else f"kl.target={kl.target:g}"
-            why = "the KL needs a weight; set loss.beta above 0"
-            yield conflict(f"loss.beta={loss.beta:g}", setting, why)
-        for is_used, user in (
-            (uses, f"loss.beta={loss.beta:g}"),
-            (self.max_ref_kl is not None, f"max_ref_kl={self.max_ref_kl}"),
-        ):
-            if is_used and not has_reference:
-                why = "a KL needs a reference; set reference.kind to frozen or synced"
-                yield conflict("reference.kind=none", user, why)
-
-    def _sharding_rules(self) -> Errors:
-        if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
-            why = "hsdp needs this number, and nothing else reads it"
-            came = f"distributed_replicas={self.distributed_replicas}"
-            yield conflict(came, f"distributed={self.distributed}", why)
-        engine, states = self.rollout.engine, self.optim.states
-        for fits, came, why in (
-            (not self.log.grad_variance, "log.grad_variance=true", "a rank has a part of each sum"),
-            (engine != "continuous", f"rollout.engine={engine}",
-             "it needs all weights; use transformers, or an engine of its own"),
-            (states == "full", f"optim.states={states}", "they belong to unsharded weights"),
-        ):  # fmt: skip
-            if self.is_sharded and not fits:
-                yield conflict(came, f"distributed={self.distributed}", why)
-
-    def _step_rules(self) -> Errors:
-        completions = self.rollout.prompts_per_step * self.rollout.group_size
-        states = self.optim.states
-        if self.checkpoint.every and states != "full":
-            why = "a checkpoint cannot hold these states; use full"
-            yield conflict(f"optim.states={states}", "checkpoint.every", why)
-        if self.reference.kind == "synced" and self.model.lora is not None:
-            why = "the reference is the model without its adapter; use frozen"
-            yield conflict("reference.kind=synced", "model.lora", why)
-        if completions % self.minibatches:
-            expected = f"a number that divides the {completions} completions of a step"
-            yield wrong("minibatches", expected, self.minibatches)
 
     @property
     def is_sharded(self) -> bool:

@@ -7,12 +7,11 @@ torch.compile the dispatcher is left out: it costs 0.2 ms a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
@@ -28,49 +27,26 @@ from grpo_fast.loss.autograd import (
 )
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
+from grpo_fast.loss.schema import (
+    BATCH,
+    NUM_OPTIONS,
+    OPTIONS,
+    ROWS,
+    Argument,
+    Row,
+    carried,
+    options_of,
+    row_options_of,
+)
 from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# The types of a schema by the names of the fields that a graph carries. `shard`, `inplace` and
-# `divergence` have none: a schema knows no process group, and autograd no operator that writes over
-# its input.
-TYPES = {
-    "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
-    "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
-    "sampling_logps": "Tensor?", "num_items_in_batch": "Tensor?",
-    "num_completions_in_batch": "Tensor?",
-    "wanted": "bool[]", "backend": "str", "validate": "str", "hidden_rows": "Tensor?",
-    "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
-    "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
-    "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
-    "whole_entropy": "bool",
-}  # fmt: skip
-Carried = type[BatchInputs] | type[Options] | type[RowOptions]
-
-
-def names_of(kind: Carried) -> list[str]:
-    """The fields that a graph carries, in the order of the operators' arguments."""
-    return [name for name in kind._fields if name in TYPES]
-
-
-def schema_of(kind: Carried) -> str:
-    return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
-
-
-BATCH = f"{schema_of(BatchInputs)}, Tensor? temperature, str config"
-OPTIONS = schema_of(Options)
-ROWS = schema_of(RowOptions)
-NUM_OPTIONS = len(names_of(Options))
 # the gradients follow
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
-
-
-Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
-Row = Sequence[Argument]
 
 
 class LossPass(NamedTuple):
@@ -96,26 +72,6 @@ LOSSES = {
     "given_logps": LossPass(LOGPS, D_LOGPS, logps_loss, lambda x: None),
 }
 library = torch.library.Library("grpo_fast", "DEF")
-
-
-def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
-    """Return the fields that a schema carries. Raise a ValueError if another field is set: the
-    public functions keep these calls out of graphs (`call.outside_of_graphs`).
-    """
-    for name, value in zip(options._fields, options, strict=True):
-        if name not in TYPES and value:  # a value that is carried may be a traced tensor
-            raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
-    return tuple(getattr(options, name) for name in names_of(type(options)))
-
-
-def options_of(values: Row) -> Options:
-    """The inverse of `carried`."""
-    return Options(**dict(zip(names_of(Options), values, strict=True)))
-
-
-def row_options_of(values: Row) -> RowOptions:
-    """The inverse of `carried`."""
-    return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))
 
 
 def build(
@@ -216,6 +172,30 @@ def _register(
     )
 
 
+def _fake_loss(
+    loss: LossPass, tensors: RowTensors, options: Options, row: Row
+) -> tuple[Tensor, ...]:
+    """Outputs of a loss by their shapes alone."""
+    x = tensors[0]
+    config, given = _unpacked(row)
+    rows = given.like.numel()
+    wanted = options.wanted
+    has_entropy = _has_entropy(loss, tensors, config)
+    units = 0
+    if loss.run is logps_loss:
+        wanted = [True, has_entropy and config.entropy_coef != 0]
+        tensors = tuple(x.float() for _ in wanted)
+    elif any(wanted) and needs_range(x.dtype):
+        units = len(tensors)
+    metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
+    entropies = rows if has_entropy else 0
+    shares = 2 if options.grad_filter is not None else 0
+    sizes = rows, entropies, shares, len(metrics), units
+    likes = (tensors[0] if t is None else t for t in tensors)
+    gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
+    return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
+
+
 def _register_loss(name: str, loss: LossPass) -> None:
     count = loss.num_tensors
     end = count + NUM_OPTIONS
@@ -234,25 +214,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
         return (result.loss, result.logps, *extras, *result.gradients)
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
-        tensors, options, row = split(inputs)
-        x = tensors[0]
-        config, given = _unpacked(row)
-        rows = given.like.numel()
-        wanted = options.wanted
-        has_entropy = _has_entropy(loss, tensors, config)
-        units = 0
-        if loss.run is logps_loss:
-            wanted = [True, has_entropy and config.entropy_coef != 0]
-            tensors = tuple(x.float() for _ in wanted)
-        elif any(wanted) and needs_range(x.dtype):
-            units = len(tensors)
-        metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
-        entropies = rows if has_entropy else 0
-        shares = 2 if options.grad_filter is not None else 0
-        sizes = rows, entropies, shares, len(metrics), units
-        likes = (tensors[0] if t is None else t for t in tensors)
-        gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
-        return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
+        return _fake_loss(loss, *split(inputs))
 
     def backward(ctx: Context, inputs: Row, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         def gradients_of(output: Sequence[Tensor]) -> Gradients:

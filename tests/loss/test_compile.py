@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import operators
+from grpo_fast.loss import operators, schema
 from grpo_fast.loss.arguments import Options
 from tests.loss_cases import (
     BACKENDS,
@@ -107,10 +107,10 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 def test_what_no_schema_carries_is_refused():
     """The net under the public doors: a field of the options that a graph would lose."""
     plain = Options([True], grad_filter=0.1)
-    assert operators.options_of(operators.carried(plain)) == plain
+    assert schema.options_of(schema.carried(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
         with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
-            operators.carried(plain._replace(**{name: True}))
+            schema.carried(plain._replace(**{name: True}))
 
 
 # ----------------------------------------------------------

@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_fast.errors import conflict, wrong
-from grpo_fast.objective.advantages import MODES, check_group_size, check_options
-from grpo_fast.objective.baseline import split_options
+from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import (
@@ -31,10 +29,8 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-from grpo_fast.train.config.rules import GAE, Errors, distill_rules, kl_rules, sharding_rules
+from grpo_fast.train.config.rules import GAE, RULES
 
-NOT_SAMPLED = "recorded rollouts are not sampled"
-MOST_COMPLETIONS = 1 << 20
 Rewards = Annotated[list[RewardConfig], BeforeValidator(reward_sections)]
 
 
@@ -151,11 +147,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self._fit_answers()
-        for rules in (
-            distill_rules(self), self._advantage_rules(), self._loss_rules(), self._reward_rules(),
-            self._sampling_rules(), kl_rules(self), sharding_rules(self), self._step_rules(),
-        ):  # fmt: skip
-            for error in rules:
+        for rules in RULES:
+            for error in rules(self):
                 raise error
         return self
 
@@ -166,104 +159,6 @@ class RunConfig(Section):
             # A sum may have a digit more than its parts, and ends with an EOS.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
-
-    def _advantage_rules(self) -> Errors:
-        options = self.advantage_options
-        if self.advantages == GAE:
-            if options:
-                why = "gae has its options in the section critic"
-                yield conflict(f"advantage_options={options}", f"advantages={GAE}", why)
-            if self.critic is None:
-                why = "gae needs a critic; add the section critic={}"
-                yield conflict(f"advantages={GAE}", "critic=none", why)
-            if self.log.grad_variance:
-                why = "a critic's advantages belong to no group"
-                yield conflict("log.grad_variance=true", "critic", why)
-            return
-        if self.critic is not None:
-            why = f"only advantages={GAE} reads a critic"
-            yield conflict(f"advantages={self.advantages}", "critic", why)
-        with named_in("advantage_options"):
-            check_options(self.advantages, split_options(self.advantages, options)[0])
-        check_group_size(self.advantages, self.rollout.group_size)
-
-    def _loss_rules(self) -> Errors:
-        """Refuse another head rule, corrections without the sampler's logps, logps without any."""
-        loss, corrects = self._loss, self.rollout.correct_sampling
-        for name in ("softcap", "logit_scale"):
-            own = getattr(loss, name)
-            if own != getattr(LossConfig, name):
-                yield wrong(f"loss.{name}", "none, the model's own is used", own)
-        if self.rollout.ahead and not corrects:
-            why = "older weights sampled the completions; set rollout.correct_sampling=true"
-            yield conflict("rollout.correct_sampling=false", "rollout.ahead=1", why)
-        # A saved configuration holds every default: this one beside correct_sampling: false.
-        is_default = loss.corrections == LossSettings().corrections
-        saved = is_default and "correct_sampling" in self.rollout.model_fields_set
-        of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
-        is_read = corrects or saved or "corrections" not in loss.model_fields_set
-        if of_sampler and not is_read:
-            why = "they read the sampler's logps; set rollout.correct_sampling=true"
-            yield conflict("loss.corrections", "rollout.correct_sampling=false", why)
-        if corrects and not loss.corrections:
-            why = "without corrections the sampler's logps have no use"
-            yield conflict("rollout.correct_sampling=true", "loss.corrections=[]", why)
-
-    def _reward_rules(self) -> Errors:
-        """Ask for a weighed reward; with recorded rollouts refuse all that would sample."""
-        if self.data.task != "traces":
-            if not any(reward.weight for reward in self.rewards):
-                none = "0 for all" if self.rewards else "no reward"
-                yield wrong("rewards", "a weight that is not 0", none)
-            return
-        rollout = self.rollout
-        for fits, came, why in (
-            (not self.rewards, "rewards", "traces have their own rewards"),
-            (self.advantages != "gdpo", "advantages=gdpo", "traces have one reward"),
-            (self._loss.aggregation != "prompt_mean", "loss.aggregation=prompt_mean",
-             "the branches of a task differ in number"),
-            (not rollout.ahead, f"rollout.ahead={rollout.ahead}", NOT_SAMPLED),
-            (rollout.dynamic is None, "rollout.dynamic", NOT_SAMPLED),
-            (self.critic is None, "critic", "a critic reads whole completions"),
-            (self.warm_start is None, "warm_start", "traces have no gold solutions"),
-            (not self.log.grad_variance, "log.grad_variance=true",
-             "the branches of a task differ in number"),
-            (self.minibatches == 1, f"minibatches={self.minibatches}",
-             "the branches of a step differ in number"),
-            (self.shuffle == "off", f"shuffle={self.shuffle}", "there is one minibatch"),
-        ):  # fmt: skip
-            if not fits:
-                yield conflict(came, "data.task=traces", why)
-
-    def _sampling_rules(self) -> Errors:
-        dynamic, size, samples = self.rollout.dynamic, self.rollout.group_size, self.eval.samples
-        if dynamic is not None:
-            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
-            judge = dynamic.judged_by
-            if judge not in (None, *labels):
-                expected = f"one of the rewards {', '.join(labels)}"
-                yield wrong("rollout.dynamic.judged_by", expected, repr(judge))
-            if size < 2:
-                why = "a group of one has no spread of rewards; use at least 2"
-                yield conflict(f"rollout.group_size={size}", "rollout.dynamic", why)
-        if max(self.eval.k, default=1) > samples:
-            yield wrong("eval.k", f"values up to eval.samples = {samples}", self.eval.k)
-
-    def _step_rules(self) -> Errors:
-        completions = self.rollout.prompts_per_step * self.rollout.group_size
-        states = self.optim.states
-        if self.checkpoint.every and states != "full":
-            why = "a checkpoint cannot hold these states; use full"
-            yield conflict(f"optim.states={states}", "checkpoint.every", why)
-        if self.reference.kind == "synced" and self.model.lora is not None:
-            why = "the reference is the model without its adapter; use frozen"
-            yield conflict("reference.kind=synced", "model.lora", why)
-        if completions % self.minibatches:
-            expected = f"a number that divides the {completions} completions of a step"
-            yield wrong("minibatches", expected, self.minibatches)
-        if completions > MOST_COMPLETIONS:
-            expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
-            yield wrong("rollout.group_size", expected, completions)
 
     @property
     def is_sharded(self) -> bool:

@@ -1,0 +1,63 @@
+"""The arguments of the custom operators: the fields of a call that a graph carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_fast.errors import wrong
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
+
+Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
+Row = Sequence[Argument]
+
+# The types of a schema by the names of the fields that a graph carries. `shard`, `inplace` and
+# `divergence` have none: a schema knows no process group, and autograd no operator that writes over
+# its input.
+TYPES = {
+    "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
+    "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
+    "sampling_logps": "Tensor?", "num_items_in_batch": "Tensor?",
+    "num_completions_in_batch": "Tensor?",
+    "wanted": "bool[]", "backend": "str", "validate": "str", "hidden_rows": "Tensor?",
+    "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
+    "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
+    "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
+    "whole_entropy": "bool",
+}  # fmt: skip
+Carried = type[BatchInputs] | type[Options] | type[RowOptions]
+
+
+def names_of(kind: Carried) -> list[str]:
+    """The fields that a graph carries, in the order of the operators' arguments."""
+    return [name for name in kind._fields if name in TYPES]
+
+
+def schema_of(kind: Carried) -> str:
+    return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
+
+
+BATCH = f"{schema_of(BatchInputs)}, Tensor? temperature, str config"
+OPTIONS = schema_of(Options)
+ROWS = schema_of(RowOptions)
+NUM_OPTIONS = len(names_of(Options))
+
+
+def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
+    """Return the fields that a schema carries. Raise a ValueError if another field is set: the
+    public functions keep these calls out of graphs (`call.outside_of_graphs`).
+    """
+    for name, value in zip(options._fields, options, strict=True):
+        if name not in TYPES and value:  # a value that is carried may be a traced tensor
+            raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
+    return tuple(getattr(options, name) for name in names_of(type(options)))
+
+
+def options_of(values: Row) -> Options:
+    """The inverse of `carried`."""
+    return Options(**dict(zip(names_of(Options), values, strict=True)))
+
+
+def row_options_of(values: Row) -> RowOptions:
+    """The inverse of `carried`."""
+    return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))

@@ -11,7 +11,7 @@ from grpo_fast.data import DatasetError, load_examples
 from grpo_fast.data.files import survey
 from grpo_fast.data.readers import FORMATS, is_local, read_file
 from grpo_fast.data.records import parse_record, read_gold
-from grpo_fast.rollout import encode_prompts
+from grpo_fast.rollout import encode_prompts, prompt_texts
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
@@ -244,14 +244,21 @@ def test_a_beginning_of_the_assistant_is_continued(tokenizer):
     _, chat = tokenizer
     found = parse({"prompt": [USER, said("<think>\nLet")], "answer": "4"})
     assert found.prompt[-1] == said("<think>\nLet") and found.answer == "4"
-    assert encode_prompts(chat, [found.prompt])[0] == ["[user] u\n[assistant] <think>\nLet"]
-    assert encode_prompts(chat, [[USER]])[0] == ["[user] u\n[assistant]"]
+    policy = SimpleNamespace(tokenizer=chat, template_kwargs={})
+    sent = prompt_texts(policy, [found.prompt, [USER]])
+    assert sent == ["[user] u\n[assistant] <think>\nLet", "[user] u\n[assistant]"]
+    ids = encode_prompts(chat, [found.prompt, [USER]])
+    assert [chat.decode(i) for i in ids] == sent
     assert parse({"prompt": [USER, said("A")]}).prompt == [USER, said("A")]
 
 
 def test_arguments_of_the_template(tokenizer):
     _, chat = tokenizer
-    assert encode_prompts(chat, [[USER], "u"], {"mood": "!"})[0] == ["[user!] u\n[assistant]", "u"]
+    policy = SimpleNamespace(tokenizer=chat, template_kwargs={"mood": "!"})
+    sent = prompt_texts(policy, [[USER], "u"])
+    assert sent == ["[user!] u\n[assistant]", "u"]
+    ids = encode_prompts(chat, [[USER], "u"], {"mood": "!"})
+    assert [chat.decode(i) for i in ids] == sent
     with pytest.raises(ValueError, match="prompts: expected what the tokenizer and its chat"):
         encode_prompts(chat, [[USER]], {"tokenize": True})
 

@@ -88,7 +88,8 @@ def rows_with(advantages, count=4, answered=True, by_token=None):
     scorer = functools.partial(scorer_for, "sort" if answered else "jsonl")
     used = batch.used_advantages()
     options = {"count": count, "group_size": 2}
-    return rows_of(batch.samples, used, examples, tokenizer, scorer, **options)
+    sent = [example.prompt for example in examples]
+    return rows_of(batch.samples, used, examples, sent, tokenizer, scorer, **options)
 
 
 def test_rows_hold_what_a_completion_was_given():
@@ -123,7 +124,7 @@ def test_strict_and_lenient_answers_are_told_apart():
     examples = [Example("q", "1080", None)] * 3
     used = [torch.zeros(len(i)) for i in ids]
     scorer = functools.partial(scorer_for, "gsm8k")
-    rows = rows_of(samples, used, examples, tokenizer, scorer, count=1, group_size=3)
+    rows = rows_of(samples, used, examples, ["q"] * 3, tokenizer, scorer, count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
     shown = Walk(step_html(rows, 10**6)).text

@@ -34,8 +34,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "rollout.num_generations=1", "unknown key; here it is rollout.group_size"),
         ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
         ("train", "max_new_token=1", "unknown key; nearest: rollout.max_new_tokens"),
-        ("reward-model", "learning_rate=1", "learning_rate: unknown key; here it is optim.lr"),
-        ("reward-model", "num_generations=1", "num_generations: unknown key; known: seed"),
         ("eval", "max_completion_length=1", "unknown key; nearest: max_new_tokens"),
         ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be less than or eq"),
         ("train", "rollout.group_size=1e6 rollout.prompts_per_step=1e6",

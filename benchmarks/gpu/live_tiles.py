@@ -27,7 +27,7 @@ from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import architecture
 from grpo_fast.kernels.gpu.epilogue import fold_tile, halves
-from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned
+from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch
 from grpo_fast.kernels.gpu.linear import load_tile
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
@@ -208,7 +208,7 @@ def live_product(
     if use_tma:
         box = (64, block_m) if transposed else (block_m, 64)
         operands = linear.tiles(matrix, *box), linear.tiles(other, 64, block_h)
-    linear.launch(  # type: ignore[attr-defined]
+    launch(
         live_product_kernel, triton.cdiv(out.shape[0], block_m) * triton.cdiv(width, block_h),
         *operands, out, counts, order, rows, vocab, width, matrix.stride(0), other.stride(0),
         out.stride(0), order.stride(0), TRANSPOSED=transposed, USE_TMA=use_tma, BLOCK_M=block_m,

@@ -11,7 +11,7 @@ from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, support_fields
 from grpo_fast.loss.autograd import wants_gradient
-from grpo_fast.loss.call import LossOutput
+from grpo_fast.loss.call import LossOutput as LossOutput
 from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.ranks import Agreement
 from grpo_fast.loss.values import raise_pending

@@ -1,4 +1,4 @@
-"""Why an engine's logps are not the trainer's, and whether this machine computes right."""
+"""Checks that an engine's log-probabilities are the trainer's, and self-tests of this machine."""
 
 from grpo_fast.doctor.causes import Cause
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose

@@ -1,142 +1,174 @@
-"""`grpo-fast doctor`: self-tests, a rollout engine against the trainer, and the report of both."""
+"""`grpo-fast doctor`: self-tests of this machine, or a rollout engine against the trainer."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import torch
+from pydantic import Field
 
 from grpo_fast.data import escape_control
 from grpo_fast.data.splits import Splits
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose
-from grpo_fast.doctor.recompute import BAND
+from grpo_fast.doctor.recompute import HIGHEST, LOWEST
 from grpo_fast.doctor.selftest import Check, self_checks
-from grpo_fast.doctor.settings import Words
-from grpo_fast.rollout import build_engine
+from grpo_fast.errors import conflict
+from grpo_fast.rollout import EngineName, build_engine
+from grpo_fast.train.config import RunConfig, Section, UserPath, require
+from grpo_fast.train.config.recipes import read_recipe
+from grpo_fast.train.config.words import nearest, own_words, read_words
+from grpo_fast.train.evaluation.settings import Source
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 
-NUMBERS = "error", "allowed", "nats per token", "before", "without it"  # columns of the tables
+PATIENCE = 10  # seconds to wait for a server that does not answer
+OF_A_RUN = {"dtype", "autocast", "attn"}  # of a run's `model`: how it is loaded, but not its code
 
 
-class Report(NamedTuple):
-    checks: Sequence[Check]
+class DoctorSettings(Section):
+    """The doctor's own settings. Every other `key=value` belongs to the run's configuration."""
+
+    recipe: str | None = None  # a recipe's name or a YAML file: its data, sampling and model
+    n: int = Field(8, ge=1, le=1 << 10)  # prompts
+    samples: int = Field(2, ge=1, le=1 << 10)  # completions of each prompt
+    tokens: int = Field(32, ge=1, le=1 << 10)  # longest completion; its logits are in memory
+    previous: UserPath | None = None  # weights that the engine may still have
+    threshold: float | None = Field(None, ge=0)  # nats per token; None: the dtype's noise
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the command found."""
+
+    checks: list[Check]
     title: str = ""  # the engine and the model
     diagnosis: Diagnosis | None = None
 
     @property
     def ok(self) -> bool:
-        parts: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
-        return all(x.ok for x in parts if x is not None)
+        is_near = self.diagnosis is None or self.diagnosis.ok
+        return is_near and all(check.ok for check in self.checks)
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report: tables, or one JSON object, in which numbers that are not finite are null."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print a report: text, or one JSON object, in which numbers that are not finite are null."""
     if as_json:
-        print(json.dumps(plain_json(_plain(report))))
+        print(json.dumps(plain_json({"ok": report.ok, **asdict(report)})))
         return
-    tables = [_checks(report.checks)] if report.checks else []
-    if report.diagnosis is not None:
-        tables += [_summary(report.title, report.diagnosis), _causes(report.diagnosis)]
-    for title, columns, rows in tables:
-        table = Table(title=title or None, title_justify="left", box=SIMPLE)
-        for name in columns:
-            is_number = name in NUMBERS
-            table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+    for check in report.checks:
+        word = "skipped" if check.error is None else "ok" if check.ok else "FAILED"
+        numbers = "" if check.error is None else f"{check.error:.1e} (allowed {check.bound:.1e})"
+        print(escape_control(f"{word:8} {check.name} {numbers} {check.note}"))
+    for line in [] if report.diagnosis is None else _lines(report.diagnosis):
+        print(escape_control(line))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if not hasattr(value, "_asdict"):
-        return value
-    fields = {name: _plain(item) for name, item in value._asdict().items()}
-    return fields | ({"ok": value.ok} if hasattr(value, "ok") else {})
-
-
-Rows = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows of a table
-
-
-def _checks(checks: Sequence[Check]) -> Rows:
-    rows: list[tuple[str, ...]] = []
-    for check in checks:
-        name = escape_control(f"{check.name}: {check.note}" if check.note else check.name)
-        if check.error is None:
-            rows.append((name, "—", "—", "not here"))
-        else:
-            numbers = (f"{x:.1e}" if x else "0" for x in (check.error, check.bound))
-            rows.append((name, *numbers, "ok" if check.ok else "FAILED"))
-    return "This machine", ("self-test", "error", "allowed", ""), rows
-
-
-def _summary(title: str, diagnosis: Diagnosis) -> Rows:
-    allowed = f"{'ok' if diagnosis.ok else 'TOO MUCH'}, allowed {diagnosis.threshold:.1e}"
-    rows = [
-        (f"mean difference of {diagnosis.tokens} tokens", f"{diagnosis.mean:.2e}", allowed),
-        ("largest", f"{diagnosis.largest:.2e}", ""),
-        ("the trainer's forward pass from the model's own", f"{diagnosis.own:.2e}", ""),
-    ]
-    for noise in diagnosis.own_noise:
-        what = f"the trainer's own noise in {noise.dtype}: the same tokens in other packs"
-        outside = f"{noise.share:.2%} of ratios leave [{BAND[0]}, {BAND[1]}]"
-        rows.append((what, f"{noise.mean:.2e}", outside))
-    return escape_control(title), ("engine against trainer", "nats per token", ""), rows
-
-
-def _causes(diagnosis: Diagnosis) -> Rows:
-    rows = [
-        (cause.name, f"{cause.before:.2e}", f"{cause.after:.2e}", escape_control(cause.advice))
-        for cause in diagnosis.causes
-    ]
-    rows.append(("what is left", f"{diagnosis.left:.2e}", "", diagnosis.rest))
-    return "", ("cause", "before", "without it", "what to change"), rows
+def _lines(found: Diagnosis) -> Iterator[str]:
+    verdict = "ok" if found.mean <= found.threshold else "TOO MUCH"
+    yield "Nats per token, engine against trainer"
+    yield f"{found.mean:.2e}  mean of {found.tokens} tokens: {verdict}, allowed {found.threshold:.1e}"
+    yield f"{found.largest:.2e}  largest"
+    yield f"{found.own:.2e}  the trainer against the model's own forward pass"
+    for noise in found.own_noise:
+        share = f"{noise.share:.2%} of ratios outside [{LOWEST}, {HIGHEST}]"
+        yield f"{noise.mean:.2e}  the trainer against itself, {noise.dtype}: {share}"
+    for cause in found.tried:
+        yield f"{cause.left:.2e}  left if {cause.what} ({cause.name})"
+    for cause in found.causes:
+        yield f"Cause: {cause.name}. {cause.advice}"
+    if found.mean > found.noise and not found.causes:
+        yield "Cause: not found. previous=FOLDER tries earlier weights."
 
 
 def examine(words: Sequence[str]) -> Report:
-    """Run the self-tests and, where the words name a model, examine its engine.
+    """Compare an engine with the trainer; without a model or a recipe, run the self-tests.
 
     Raises:
-        ValueError: words, a model, data or an engine that cannot be used.
-        RuntimeError, NonFiniteLogits: an engine that answers no completions.
+        ValueError: for words, a model, data or an engine that cannot be used.
+        RuntimeError: for an engine that does not answer with completions.
     """
     from rich.console import Console
 
-    asked, working = Words(words), Console(stderr=True).status  # nothing where there is no terminal
-    # The engine first: a typing mistake or a server that is gone is told at once.
+    model, own, config = read(words)
+    working = Console(stderr=True).status  # shows nothing if stderr is not a terminal
+    if config is None:
+        with working("self-tests of this machine, about a minute"):
+            return Report(self_checks())
     with working("a rollout against the trainer"):
-        diagnosis = None if asked.config is None else examine_engine(asked)
-    with working("self-tests of this machine, about a minute"):
-        checks = self_checks() if asked.own.self_tests else []
-    if diagnosis is None:
-        return Report(checks)
-    title = f"{asked.config.rollout.engine}: {asked.model or asked.own.recipe}"
-    return Report(checks, title, diagnosis)
+        title = f"{config.rollout.engine}: {model or own.recipe}"
+        return Report([], title, examine_engine(own, config))
 
 
-def examine_engine(asked: Words) -> Diagnosis:
-    config, own = asked.config, asked.own
+def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
+    """Compare the engine of a configuration with the trainer."""
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
     policy.template_kwargs = config.data.template_kwargs
     examples = splits.asked_of(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
-    prompts = [example.prompt for example in examples]
-    earlier = asked.previous_config()
-    previous = None if earlier is None else load_policy(earlier, policy.tokenizer)
+    previous = None
+    if own.previous is not None:
+        fields = {"path": Source.of(own.previous).path, "config": None, "lora": None}
+        previous = load_policy(config.model.model_copy(update=fields), policy.tokenizer)
+    length = min(config.rollout.max_new_tokens, own.tokens)
     with build_engine(policy, config.rollout) as engine:
         return diagnose(
-            policy, engine, prompts, asked.sampling, group_size=own.samples, seed=config.seed,
-            version=int(time.time()),  # no weights that a server has met before have this one
-            temperature=float(config.loss_config().temperature), previous=previous,
-            threshold=own.threshold, uses_kept=config.rollout.wants_kept,
+            policy, engine, [example.prompt for example in examples],
+            config.rollout.model_copy(update={"max_new_tokens": length}),
+            group_size=own.samples, seed=config.seed,
+            version=int(time.time()),  # different from the versions that a server has seen
+            temperature=float(config.loss_config().temperature),
+            uses_kept=config.rollout.wants_kept, previous=previous, threshold=own.threshold,
         )  # fmt: skip
+
+
+def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | None]:
+    """Return the model, the doctor's settings, and the configuration; None without a model.
+
+    Raises:
+        ValueError: for a word of no kind, or a configuration that does not fit.
+    """
+    # 1. The kind of each word.
+    engines = [word for word in words if word in get_args(EngineName)]
+    urls = [word for word in words if word.startswith(("http://", "https://"))]
+    settings = [word for word in words if "=" in word and word not in urls]
+    models = [word for word in words if word not in {*engines, *urls, *settings}]
+    for kind, found in {"model": models, "url": urls, "engine": engines}.items():
+        require(len(found) <= 1, kind, "one at most", ", ".join(found))
+    own, rest = own_words(DoctorSettings, settings)
+    rest = [f"rollout.engine={name}" for name in engines] + rest
+    if urls:
+        server = {"rollout.engine": "vllm-server", "rollout.vllm.urls": json.dumps(urls),
+                  "rollout.vllm.patience": PATIENCE}  # fmt: skip
+        rest = [f"{key}={value}" for key, value in server.items()] + rest
+    # 2. Prompts and sampling: the recipe's, the run's, or built-in ones.
+    source = Source.of(models[0]) if models else None
+    if own.recipe is not None:
+        fields = read_recipe(own.recipe)
+    elif source is None:
+        first = [*rest, *settings, ""][0]
+        near = nearest(first.partition("=")[0], list(DoctorSettings.model_fields))
+        if first:
+            raise conflict("model=none", first, f"it needs a folder, a hub id or recipe=NAME{near}")
+        return None, own, None
+    elif source.run is not None:
+        fields = source.run.model_dump(mode="json", exclude_unset=True)
+    else:  # a temperature other than 1 shows whether the engine loses it
+        fields = {"data": {"task": "open"}, "rewards": [{"name": "exact_match"}],
+                  "rollout": {"temperature": 0.8}}  # fmt: skip
+    # 3. The model, and the engine: a different one has no use for the servers of the run.
+    if source is not None:
+        loading = source.run.model.model_dump(include=OF_A_RUN) if source.run else {}
+        fields["model"] = {"path": source.path, **loading}
+    if any(word.startswith("rollout.engine=") and "server" not in word for word in rest):
+        servers: dict[str, Any] = (fields.get("rollout") or {}).get("vllm") or {}
+        servers.pop("urls", None)
+    return (
+        (models or [None])[0],
+        own,
+        read_words(RunConfig, rest, fields, DoctorSettings.model_fields),
+    )

@@ -1,49 +1,46 @@
-"""Diagnose why an engine's log-probabilities are not the trainer's."""
+"""Compare an engine's log-probabilities with the trainer's, and look for the cause."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from grpo_fast.data import Prompt
-from grpo_fast.doctor import causes
-from grpo_fast.doctor.causes import ADVICE, Cause
-from grpo_fast.doctor.prompts import AS_SENT, readings
-from grpo_fast.doctor.recompute import Noise, Recomputed
-from grpo_fast.doctor.search import Change, Search, noise_of
-from grpo_fast.doctor.view import KEPT, OWN, View
+from grpo_fast.doctor.attempts import Case, attempts
+from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
+from grpo_fast.doctor.recompute import Noise, own_logps, own_noise, trainer_logps
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
 
-LEAST = 1e-6  # nats per token; below it two passes agree
-MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
-OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
-SURE = 3.0  # log-likelihood ratio from which tokens were drawn at one temperature, not another
-NOT_FOUND = "not found: other weights (previous=FOLDER tries some), prompts or logits, or tokens " \
-            "that are not drawn from what it reports"  # fmt: skip
+# Mean difference in nats per token between two correct forward passes, by dtype.
+NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+MARGIN = 1.5  # times the trainer's distance from the model's own forward pass is still noise
+UNEXPLAINED = 0.1  # of the difference that the right cause may leave
+KNOWN = 0.95  # of the tokens that an attempt must give a probability above 0
+SIMILAR = 0.5  # cosine similarity of a difference with the one that a different dtype makes
+SCALE = 1.5  # factor of the LM head's weight in an update that an engine has to notice
 
 
-class Diagnosis(NamedTuple):
-    """Differences in nats per token, engine against trainer, and their causes."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """The difference between engine and trainer in nats per token, and its cause."""
 
-    tokens: int
+    tokens: int  # that were compared
     mean: float  # of the absolute difference
     largest: float
-    own: float  # the mean between the trainer's forward pass and the model's own
-    noise: float  # a mean up to which it is the kernels'
-    threshold: float  # a mean up to which it is taken for good
-    causes: list[Cause]
-    left: float  # the mean without the causes
-    rest: str  # what that is
-    stale: int  # completions with another version of the weights than the engine was given
-    cut_off: int  # completions that end without an EOS before their time, or go on behind one
-    own_noise: list[Noise]  # of the trainer alone
-
-    @property
-    def ok(self) -> bool:
-        return self.mean <= self.threshold and not self.stale and not self.cut_off
+    own: float  # mean difference between the trainer and the model's own forward pass
+    noise: float  # mean up to which the difference is rounding of the kernels
+    threshold: float  # mean up to which it is ok
+    causes: list[Cause]  # that were found
+    tried: list[Cause]  # the best attempt of each cause, the one that leaves least first
+    own_noise: list[Noise]  # the trainer against itself
+    ok: bool  # the mean is at most the threshold, and no version or end is wrong
 
 
 def diagnose(
@@ -60,135 +57,138 @@ def diagnose(
     previous: Policy | None = None,
     threshold: float | None = None,
 ) -> Diagnosis:
-    """Let an engine sample, recompute what it says, and explain the difference.
+    """Let an engine sample, recompute its log-probabilities, and look for the cause of a difference.
 
     Args:
-        policy: the trainer's; the engine is given its weights as this `version`.
+        policy: the trainer's policy. The engine is given its weights as this `version`.
+        engine: any `grpo_fast.rollout.Engine`.
         prompts: texts or chat messages.
-        temperature: the loss's; None: the sampling's.
-        uses_kept: the loss is over the tokens that the engine names, where it names them.
+        sampling: what the engine is asked for.
+        group_size: completions of each prompt.
+        seed: seed of the rollout.
+        version: weight version of the policy.
+        temperature: temperature of the loss; None: the sampling's.
+        uses_kept: the loss is over the tokens that the engine names, if it names them.
         previous: weights that the engine may still have.
-        threshold: nats per token; None: the noise of the policy's dtype.
+        threshold: allowed mean in nats per token; None: the noise of the policy's dtype.
 
     Raises:
-        ValueError: prompts that the tokenizer or the model does not take; greedy sampling.
-        RuntimeError: completions that are none.
+        ValueError: for prompts that the tokenizer or the model does not take, or greedy sampling.
+        RuntimeError: for completions without tokens or without a finite logp for each.
     """
     require(sampling.temperature > 0, "temperature", "a number above 0", "0 (greedy)")
 
-    def sample(policy: Policy, version: int) -> Samples:
-        with awake(engine, policy, version):
-            rollout = generate(
+    def sample(number: int) -> Samples:
+        with awake(engine, policy, number):
+            samples = generate(
                 policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
             )
-        check(rollout)
-        return rollout
+        fits = all(samples.lengths) and bool(samples.logps.isfinite().all())
+        expected = "tokens and a finite log-probability for each"
+        require(fits, "engine", expected, samples.logps[:4].tolist(), RuntimeError)
+        return samples
 
-    rollout = sample(policy, version)
-    sent = rollout.prompt_ids[::group_size]
-    known = readings(policy.tokenizer, prompts, sent, policy.pad_id)
-    recomputed = Recomputed(policy, rollout, known, previous=previous)
-    base = View(
-        sampling.temperature if temperature is None else temperature,
-        KEPT if uses_kept and recomputed.drawn.kept is not None else None,
-    )
-    diagnosis = _compare(recomputed, base, sampling, version, threshold)
-    if diagnosis.causes or diagnosis.left <= diagnosis.noise:
-        return diagnosis
-    words = _ignored_update(sample, rollout, base, policy, version, diagnosis.noise)
-    stale = [Cause(causes.STALE, words, diagnosis.left, diagnosis.left)] if words else []
-    return diagnosis._replace(causes=stale)
-
-
-def _compare(
-    recomputed: Recomputed, base: View, sampling: Sampling, version: int, threshold: float | None
-) -> Diagnosis:
-    rollout, policy, trainers = recomputed.rollout, recomputed.policy, recomputed.logps(base)
-    gap = (recomputed.engine_logps - trainers).abs()
-    own = float((recomputed.logps(base._replace(model=OWN)) - trainers).abs().mean())
-    noise = noise_of(policy)  # a model with large logits has more; a wrong one far more
-    noise = min(max(noise, MARGIN * own), 2 * noise)
-    packs = recomputed.noise(base.temperature)
-    changes = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
-    left, named = recomputed.difference(base), []
-    for change in changes:
-        before, left = left, recomputed.difference(change.view)
-        name, advice = _advice(recomputed, base, change, changes[-1].view, sampling)
-        named.append(Cause(name, advice, before, left))
-    stale = int((rollout.weight_version != version).sum())
-    ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
-    longest = sampling.max_new_tokens
-    cut_off = sum(any(x[:-1]) or not (x[-1] or len(x) == longest) for x in ends)
-    for count, name, words in (
-        (stale, causes.STALE, causes.VERSIONS), (cut_off, causes.ENDS, causes.CUT_OFF),
-    ):  # fmt: skip
-        if count:
-            named.append(Cause(name, words.format(count, len(ends)), left, left))
+    # 1. Sample, and recompute the same tokens twice.
+    samples = sample(version)
+    temperature = sampling.temperature if temperature is None else temperature
+    uses_kept = uses_kept and samples.support is not None
+    case = Case(policy, samples, prompts, sampling, temperature, uses_kept, previous)
+    table = samples if uses_kept else dataclasses.replace(samples, support=None)
+    trainers = trainer_logps(policy, table, temperature)
+    own = float((own_logps(policy, samples, {"": case.logps})[""] - trainers).abs().mean())
+    gap = (samples.logps - trainers).abs()
+    mean = float(gap.mean())
+    # 2. A model with large logits has more noise; a wrong one far more.
+    noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
+    threshold = noise if threshold is None else threshold
+    # 3. Try the causes one at a time, and count what needs no attempt.
+    found: list[Cause] = []
+    tried: list[Cause] = []
+    if mean > noise:
+        found, tried = explain(case, trainers, MARGIN * own)
+        if not found and ignores_update(sample, samples, policy, version, noise):
+            found = [Cause(STALE, "the engine's answers do not change with the weights")]
+    counted = wrong_versions_and_ends(samples, policy, version, sampling.max_new_tokens)
     return Diagnosis(
-        len(gap), float(gap.mean()), float(gap.max()), own, noise,
-        noise if threshold is None else threshold, named, left,
-        "noise of the kernels" if left <= noise else NOT_FOUND, stale, cut_off, packs,
+        len(gap), mean, float(gap.max()), own, noise, threshold, found + counted, tried,
+        own_noise(policy, samples, temperature), mean <= threshold and not counted,
     )  # fmt: skip
 
 
-def check(rollout: Samples) -> None:
-    """Raise a RuntimeError unless every completion has tokens and a finite logp for each."""
-    for ids, logps in zip(rollout.completion_ids, rollout.sampling_logps, strict=True):
-        fits = ids and logps.shape == (len(ids),) and bool(logps.isfinite().all())
-        came = f"{len(ids)} and {logps.flatten()[:4].tolist()} …"
-        expected = "tokens and a finite log-probability for each"
-        require(fits, "engine", expected, came, RuntimeError)
+def noise_of(policy: Policy) -> float:
+    """Return the mean difference that is rounding in the policy's dtype."""
+    return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
-def _advice(
-    recomputed: Recomputed, base: View, change: Change, engines: View, sampling: Sampling
-) -> tuple[str, str]:
-    if change.cause == causes.TEMPERATURE:
-        return _about_temperature(recomputed, base, engines, sampling.temperature)
-    if change.cause == causes.TRUNCATION and sampling.truncates:
-        known = "" if recomputed.drawn.kept is None else ", which the engine names"
-        return change.cause, causes.ASKED.format(sampling.top_k, sampling.top_p, known)
-    return change.cause, ADVICE[change.cause].format(*change.fields.values())
+def explain(case: Case, trainers: Tensor, rounding: float) -> tuple[list[Cause], list[Cause]]:
+    """Return the cause, if one explains the difference, and the best attempt of each cause.
+
+    Args:
+        case: what is to be explained.
+        trainers: (R,) the trainer's logps.
+        rounding: nats per token that the right cause may leave in any case.
+    """
+    gap = case.samples.logps - trainers
+    mean = float(gap.abs().mean())
+    # 1. What each attempt leaves. The best attempt of each cause comes last in `ranked`.
+    ranked: list[tuple[float, Cause]] = []
+    rounded: list[tuple[float, Cause]] = []
+    for attempt in attempts(case):
+        left = mean_difference(case.samples.logps, attempt.logps)
+        ranked.append((left, Cause(attempt.cause, attempt.what, left)))
+        if attempt.cause == DTYPE:
+            similarity = torch.cosine_similarity(gap, attempt.logps - trainers, 0)
+            rounded.append((float(similarity), ranked[-1][1]))
+    ranked.sort(key=lambda pair: -pair[0])
+    best = {cause.name: cause for _, cause in ranked}
+    tried = sorted(best.values(), key=lambda cause: cause.left)
+    # 2. The cause that explains the difference.
+    if tried and tried[0].left <= min(max(UNEXPLAINED * mean, rounding), mean / 2):
+        return tried[:1], tried
+    # 3. A dtype leaves about as much as it explains, because two kernels round differently.
+    rounded = sorted((pair for pair in rounded if pair[0] > SIMILAR), key=lambda pair: pair[0])
+    return [cause for _, cause in rounded[-1:]], tried
 
 
-def _about_temperature(
-    recomputed: Recomputed, base: View, view: View, asked: float
-) -> tuple[str, str]:
-    """Whether tokens were drawn at another temperature, or only reported at it."""
-    came = view.temperature
-    if came == asked:
-        return causes.TEMPERATURE, causes.LOSS.format(base.temperature, asked)
-    gain = recomputed.logps(view._replace(temperature=asked)) - recomputed.logps(view)
-    ratio = float(gain.nansum())  # log-likelihood of the drawn tokens, as asked over as told
-    if came == 1 and ratio > SURE:
-        return causes.RAW, ADVICE[causes.RAW]
-    does = "reports log-probabilities of" if ratio > SURE else "samples at"
-    if abs(ratio) <= SURE:
-        does = "samples at, or only reports (more tokens would tell),"
-    return causes.TEMPERATURE, ADVICE[causes.TEMPERATURE].format(does, came, asked)
+def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
+    """Return the mean absolute difference; inf if many of the tokens have probability 0."""
+    gap = (engine_logps - logps).abs()
+    known = gap[gap.isfinite()]
+    return float(known.mean()) if len(known) >= KNOWN * len(gap) else float("inf")
 
 
-def _ignored_update(
-    sample: Callable[[Policy, int], Samples],
-    first: Samples,
-    base: View,
-    policy: Policy,
-    version: int,
-    noise: float,
-) -> str | None:
-    """Send other weights; returns what to say where the answers show that they did not arrive."""
+def wrong_versions_and_ends(
+    samples: Samples, policy: Policy, version: int, longest: int
+) -> list[Cause]:
+    """Count completions with a different weight version, and with a wrong end."""
+    stale = int((samples.weight_version != version).sum())
+    wrong = 0
+    for ids in samples.completion_ids:
+        ends = [token in policy.eos_ids for token in ids]
+        wrong += any(ends[:-1]) or not (ends[-1] or len(ids) == longest)
+    found = []
+    if stale:
+        found.append(Cause(STALE, f"{stale} completions have a different weight version"))
+    if wrong:
+        found.append(Cause(EOS, f"{wrong} completions stop without EOS or continue after one"))
+    return found
+
+
+def ignores_update(
+    sample: Callable[[int], Samples], first: Samples, policy: Policy, version: int, noise: float
+) -> bool:
+    """Send weights with a scaled LM head; return whether most answers stay the same."""
     weight = policy.lm.get_output_embeddings().weight.data
     saved = weight.clone()
     try:
-        weight.mul_(OTHER)
-        second = sample(policy, version + 1)
+        weight.mul_(SCALE)
+        second = sample(version + 1)
     finally:
         weight.copy_(saved)  # bit for bit
-        sample(policy, version + 2)  # the engine is left with the policy's weights
-    pairs = zip(first.sampling_logps, second.sampling_logps, strict=True)
-    same = [a == b for a, b in zip(first.completion_ids, second.completion_ids, strict=True)]
-    gaps = [(a - b).abs().max() <= noise for (a, b), x in zip(pairs, same, strict=True) if x]
-    if 2 * sum(map(bool, gaps)) > len(same):
-        return causes.IGNORES
-    again = Recomputed(policy, second, {AS_SENT: second.prompt_ids})
-    return causes.BEHIND if again.difference(base._replace(truncation=None)) <= noise else None
+        sample(version + 2)  # the engine has the policy's weights again
+    same = 0
+    for i in range(len(first)):
+        if first.completion(i).equal(second.completion(i)):
+            change = (first.sampling_logps[i] - second.sampling_logps[i]).abs().max()
+            same += bool(change <= noise)
+    return 2 * same > len(first)

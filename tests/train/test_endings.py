@@ -321,7 +321,9 @@ def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
     failing(monkeypatch, f"{COLLECTOR}.generate", 3, NonFiniteLogits("the logits are NaN"))
     ended = invoke("train", write_recipe(tmp_path), *TABLE, "checkpoint.every=2")
     [saved] = checkpoints_in(tmp_path / "run")
-    assert refused(ended, "the logits are NaN; in step 3; a lower optim.lr", str(saved), code=1)
+    assert refused(
+        ended, "the logits are NaN; this is after 2 steps; a lower optim.lr", str(saved), code=1
+    )
 
 
 def test_moments_that_fit_into_no_file_are_named(tmp_path, monkeypatch):

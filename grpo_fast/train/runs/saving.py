@@ -125,8 +125,8 @@ class Saver:
             self.report.note(f"{stopped.name}: {said}")
             raise
         except NonFiniteLogits as error:
-            step = f"step {self.state.step + 1}" if self.state.before else "the first evaluation"
-            error.add_note(f"in {step}; a lower optim.lr or a wider model.dtype may help")
+            advice = "a lower optim.lr or a wider model.dtype may help"
+            error.add_note(f"this is after {self.state.step} steps; {advice}")
             # The weights of the latest mark are the broken ones: they must not replace good ones.
             error.add_note(self._newest())
             raise

@@ -57,14 +57,21 @@ class Attempt(NamedTuple):
 
 
 def attempts(case: Case) -> Iterator[tuple[Attempt, Tensor]]:
-    """Yield attempts, each with its (R,) logps. What this model cannot compute is left out."""
-    for listed in (sampling_attempts(case), prompt_attempts(case), model_attempts(case)):
-        for attempt in listed:
-            try:
-                policy = attempt.build() if attempt.build else case.policy
-                yield attempt, own_logps(policy, case.samples, attempt.logps, attempt.prompts)
-            except Exception:  # transformers raises any type for a model that it cannot run
-                continue
+    """Yield attempts, each with its (R,) logps.
+
+    Attempts that this model cannot compute, or that change nothing here, are left out.
+    """
+    own = own_logps(case.policy, case.samples, case.logps)
+    what = "the engine agrees with the model's own forward pass"
+    yield Attempt(causes.ATTENTION, what, case.logps), own
+    for attempt in [*sampling_attempts(case), *prompt_attempts(case), *model_attempts(case)]:
+        try:
+            policy = attempt.build() if attempt.build else case.policy
+            logps = own_logps(policy, case.samples, attempt.logps, attempt.prompts)
+        except Exception:  # transformers raises any type for a model that it cannot run
+            continue
+        if not torch.allclose(logps, own):  # a window may be longer than the sequences
+            yield attempt, logps
 
 
 def sampling_attempts(case: Case) -> Iterator[Attempt]:
@@ -85,7 +92,7 @@ def sampling_attempts(case: Case) -> Iterator[Attempt]:
     sent = {"temperature", *requested}
     unsent = {name: value for name, value in shipped.items() if name not in sent}
     for changes in (requested, shipped, unsent):
-        settings = {"temperature": case.temperature, **changes}
+        settings: dict[str, Any] = {"temperature": case.temperature, **changes}
         if any(settings[name] != OFF[name] for name in changes):
             words = " ".join(f"{name}={value:g}" for name, value in settings.items())
             logps = partial(sampled_logps, **settings)
@@ -156,8 +163,6 @@ def prompt_attempts(case: Case) -> Iterator[Attempt]:
 def model_attempts(case: Case) -> Iterator[Attempt]:
     """Yield other models: the dtype, the adapter, and fields of the configuration."""
     policy = case.policy
-    own = "the engine agrees with the model's own forward pass"
-    yield Attempt(causes.ATTENTION, own, case.logps)
     if policy.model is not policy.lm:
         build = partial(without_adapter, policy)
         yield Attempt(causes.ADAPTER, "the engine has no adapter", case.logps, build=build)
@@ -166,16 +171,15 @@ def model_attempts(case: Case) -> Iterator[Attempt]:
         yield Attempt(causes.DTYPE, f"the engine computes in {dtype}", case.logps, build=build)
     config = policy.lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    changes = [(name, {name: IGNORED.get(name)}) for name in CAUSES if getattr(config, name, None)]
-    if "rope_theta" in rope:
-        unscaled = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        changes.append(("the scaling of RoPE", {"rope_parameters": unscaled}))
-        changes.append(("rope_theta", {"rope_parameters": {**rope, "rope_theta": 10000.0}}))
-    for name, fields in changes:
-        if fields.get("rope_parameters") != rope:
-            build = partial(with_config, policy, fields)
-            cause = CAUSES.get(name, causes.ROPE)
-            yield Attempt(cause, f"the engine ignores {name}", case.logps, build=build)
+    changes: dict[str, dict[str, Any]] = {
+        "the scaling of RoPE": {"rope_parameters": {**rope, "rope_type": "default"}},
+        "rope_theta": {"rope_parameters": {**rope, "rope_theta": 10000.0}},
+    }
+    changes |= {name: {name: IGNORED.get(name)} for name in CAUSES if getattr(config, name, None)}
+    for name, fields in changes.items():
+        build = partial(with_config, policy, fields)
+        cause = CAUSES.get(name, causes.ROPE)
+        yield Attempt(cause, f"the engine ignores {name}", case.logps, build=build)
 
 
 def with_config(policy: Policy, fields: dict[str, Any]) -> Policy:

@@ -56,19 +56,22 @@ class Report:
 def show(report: Report, *, as_json: bool) -> None:
     """Print a report: text, or one JSON object, in which numbers that are not finite are null."""
     if as_json:
-        print(json.dumps(plain_json({"ok": report.ok, **asdict(report)})))
+        found = report.diagnosis.causes if report.diagnosis else []
+        advice = [cause.advice for cause in found]
+        print(json.dumps(plain_json({"ok": report.ok, **asdict(report), "advice": advice})))
         return
     for check in report.checks:
         word = "skipped" if check.error is None else "ok" if check.ok else "FAILED"
         numbers = "" if check.error is None else f"{check.error:.1e} (allowed {check.bound:.1e})"
         print(escape_control(f"{word:8} {check.name} {numbers} {check.note}"))
-    for line in [] if report.diagnosis is None else _lines(report.diagnosis):
-        print(escape_control(line))
+    if report.diagnosis is not None:
+        print(escape_control(f"Engine against trainer, {report.title}, in nats per token"))
+        for line in _lines(report.diagnosis):
+            print(escape_control(line))
 
 
 def _lines(found: Diagnosis) -> Iterator[str]:
     verdict = "ok" if found.mean <= found.threshold else "TOO MUCH"
-    yield "Nats per token, engine against trainer"
     allowed = f"{verdict}, allowed {found.threshold:.1e}"
     yield f"{found.mean:.2e}  mean of {found.tokens} tokens: {allowed}"
     yield f"{found.largest:.2e}  largest"
@@ -162,8 +165,5 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     if any(word.startswith("rollout.engine=") and "server" not in word for word in rest):
         servers: dict[str, Any] = (fields.get("rollout") or {}).get("vllm") or {}
         servers.pop("urls", None)
-    return (
-        (models or [None])[0],
-        own,
-        read_words(RunConfig, rest, fields, DoctorSettings.model_fields),
-    )
+    config = read_words(RunConfig, rest, fields, DoctorSettings.model_fields)
+    return next(iter(models), None), own, config

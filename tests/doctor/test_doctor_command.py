@@ -43,6 +43,7 @@ def test_a_cause_and_its_json(model):
     report = json.loads(done.stdout)
     (cause,) = report["diagnosis"]["causes"]
     assert cause["name"] == causes.TRUNCATION and not report["ok"] and not report["diagnosis"]["ok"]
+    assert causes.ADVICE[causes.TRUNCATION] in report["advice"][0]
     assert report["title"].startswith("transformers: ") and report["checks"] == []
     good = invoke("doctor", model, *over_all, "threshold=50")
     assert good.exit_code == 0 and f"Cause: {causes.TRUNCATION}. the engine" in good.output
@@ -66,8 +67,8 @@ def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path):
     assert config.data.task == "lecture" and config.rollout.temperature == 0.3
     assert config.rollout.vllm.urls == ["http://10.0.0.2:8000"]
     # A different engine has no use for the servers of the run.
-    chosen = read([folder, "vllm", "rollout.vllm.address=null"])[2].rollout
-    assert chosen.engine == "vllm" and chosen.vllm.urls == []
+    chosen = read([folder, "transformers"])[2].rollout
+    assert chosen.engine == "transformers" and chosen.vllm.urls == []
     other = read([folder, "http://10.0.0.3:8000"])[2].rollout.vllm
     assert other.urls == ["http://10.0.0.3:8000"] and other.patience == command.PATIENCE
     assert other.address == "10.0.0.1"

@@ -170,23 +170,23 @@ def doctor(
         Words,
         typer.Argument(
             metavar="[MODEL] [ENGINE|URL] [KEY=VALUE]...",
-            help="recipe=NAME n=8 samples=2 tokens=32 previous=FOLDER threshold=0.001 "
-            "self_tests=false rollout.temperature=0.7 model.dtype=bfloat16 …",
+            help="recipe=NAME n=8 samples=2 tokens=32 threshold=0.001 "
+            "rollout.temperature=0.7 model.dtype=bfloat16 …",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Test the kernels on this machine; with a model, why its rollouts differ from training.
+    """Test this machine; with a model, compare its rollouts with the trainer.
 
-    Status 1 where a self-test fails or the difference is above the threshold.
+    The exit status is 1 if a self-test fails or the difference is above the threshold.
     """
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import examine, show
 
-        diagnosis = examine(words or [])
-        show(diagnosis, as_json=as_json)
-    sys.exit(0 if diagnosis.ok else 1)
+        report = examine(words or [])
+        show(report, as_json=as_json)
+    sys.exit(0 if report.ok else 1)
 
 
 @app.command(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -22,7 +21,8 @@ from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.train.models.policy import Policy
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-CAPS: dict[str, str] = {  # a field of the configuration -> the cause if an engine ignores it
+# A field of the configuration -> the cause if an engine ignores it.
+CAUSES = {
     "attn_logit_softcapping": causes.ATTENTION, "final_logit_softcapping": causes.SOFTCAP,
     "logit_scale": causes.SOFTCAP, "logits_scaling": causes.SOFTCAP, "sliding_window": causes.ROPE,
 }  # fmt: skip
@@ -39,7 +39,6 @@ class Case:
     sampling: Sampling  # what the engine was asked for
     temperature: float  # of the loss
     uses_kept: bool  # the loss is over the tokens that the engine names
-    previous: Policy | None  # weights that the engine may still have
 
     def logps(self, row: Row) -> Tensor:
         """Return (n,) logps of the trainer's distribution."""
@@ -47,55 +46,57 @@ class Case:
         return logits_logps(row.logits, row.targets, temperature=self.temperature, support=support)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """Log-probabilities that the engine reports if the cause is the right one."""
+class Attempt(NamedTuple):
+    """One thing that an engine may do differently, and how to compute log-probabilities so."""
 
     cause: str
     what: str
-    logps: Tensor  # (R,) fp32
+    logps: Callable[[Row], Tensor]
+    prompts: Sequence[Sequence[int]] = ()  # empty: as they were sent
+    build: Callable[[], Policy] | None = None  # None: the policy itself
 
 
-def attempts(case: Case) -> Iterator[Attempt]:
-    """Try the causes one at a time. An attempt that this model cannot compute is left out."""
-    yield from sampling_attempts(case)
-    policy = case.policy
-    tries = [(causes.PROMPT, what, lambda: policy, ids) for what, ids in prompt_readings(case)]
-    tries += [(*variant, ()) for variant in model_variants(policy, case.previous)]
-    for cause, what, build, prompts in tries:
+def attempts(case: Case) -> Iterator[tuple[Attempt, Tensor]]:
+    """Yield attempts, each with its (R,) logps.
+
+    Attempts that this model cannot compute, or that change nothing here, are left out.
+    """
+    own = own_logps(case.policy, case.samples, case.logps)
+    what = "the engine agrees with the model's own forward pass"
+    yield Attempt(causes.ATTENTION, what, case.logps), own
+    for attempt in [*sampling_attempts(case), *prompt_attempts(case), *model_attempts(case)]:
         try:
-            logps = own_logps(build(), case.samples, {"": case.logps}, prompts)[""]
-        except Exception:  # transformers raises any type for a model that it cannot build or run
+            policy = attempt.build() if attempt.build else case.policy
+            logps = own_logps(policy, case.samples, attempt.logps, attempt.prompts)
+        except Exception:  # transformers raises any type for a model that it cannot run
             continue
-        yield Attempt(cause, what, logps)
+        if not torch.allclose(logps, own):  # a window may be longer than the sequences
+            yield attempt, logps
 
 
 def sampling_attempts(case: Case) -> Iterator[Attempt]:
-    """Try other temperatures, truncations and penalties. All use the same logits."""
+    """Yield other temperatures, truncations and penalties."""
     # 1. Temperatures: none ("raw"), the requested one, and the model's default.
     shipped = shipped_settings(case.policy)
-    functions: dict[str, Callable[[Row], Tensor]] = {}
     if case.uses_kept or case.temperature != 1:
-        raw = dataclasses.replace(case, temperature=1.0, uses_kept=False)
-        functions["raw log-probabilities"] = raw.logps
+        raw = replace(case, temperature=1.0, uses_kept=False)
+        yield Attempt(causes.TEMPERATURE, "the engine reports raw log-probabilities", raw.logps)
     for value in {case.sampling.temperature, shipped.get("temperature", 1.0)} - {case.temperature}:
-        functions[f"temperature={value:g}"] = dataclasses.replace(case, temperature=value).logps
-    names = dict.fromkeys(functions, causes.TEMPERATURE)
+        what = f"the engine uses temperature={value:g}"
+        yield Attempt(causes.TEMPERATURE, what, replace(case, temperature=value).logps)
     # 2. The tokens that the engine names, the requested truncation, and the model's defaults.
     if case.samples.support is not None:
-        functions["the kept tokens"] = dataclasses.replace(case, uses_kept=True).logps
+        kept = replace(case, uses_kept=True)
+        yield Attempt(causes.TRUNCATION, "the engine uses the tokens that it names", kept.logps)
     requested = {"top_k": case.sampling.top_k, "top_p": case.sampling.top_p}
     sent = {"temperature", *requested}
     unsent = {name: value for name, value in shipped.items() if name not in sent}
     for changes in (requested, shipped, unsent):
-        settings = {"temperature": case.temperature, **changes}
+        settings: dict[str, Any] = {"temperature": case.temperature, **changes}
         if any(settings[name] != OFF[name] for name in changes):
-            what = " ".join(f"{name}={value:g}" for name, value in settings.items())
-            functions[what] = partial(sampled_logps, **settings)
-    # 3. One forward pass for all of them.
-    for name, logps in own_logps(case.policy, case.samples, functions).items():
-        cause = names.get(name, causes.TRUNCATION)
-        yield Attempt(cause, f"the engine uses {name}", logps)
+            words = " ".join(f"{name}={value:g}" for name, value in settings.items())
+            logps = partial(sampled_logps, **settings)
+            yield Attempt(causes.TRUNCATION, f"the engine uses {words}", logps)
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
@@ -123,9 +124,9 @@ def sampled_logps(
     return logits.log_softmax(-1).gather(-1, row.targets[:, None])[:, 0]
 
 
-def prompt_readings(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield what an engine may do to a prompt, and the token ids of each sample's prompt then."""
-    sent = case.samples.prompt_ids
+def prompt_attempts(case: Case) -> Iterator[Attempt]:
+    """Yield other token ids of the prompts."""
+    readings = [case.samples.prompt_ids]
     tokenizer = case.policy.tokenizer
 
     def chat(prompt: Prompt, is_open: bool) -> list[int]:
@@ -151,40 +152,34 @@ def prompt_readings(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
     given = [case.prompts[group] for group in case.samples.group.tolist()]
     for name, read in ways.items():
         try:
-            each = [read(prompt, ids) for prompt, ids in zip(given, sent, strict=True)]
+            ids = [read(*pair) for pair in zip(given, readings[0], strict=True)]
         except Exception:  # a chat template is a program, which may raise anything
             continue
-        if each != sent and all(ids and None not in ids for ids in each):
-            yield f"the engine {name}", each
+        if ids not in readings and all(tokens and None not in tokens for tokens in ids):
+            readings.append(ids)
+            yield Attempt(causes.PROMPT, f"the engine {name}", case.logps, ids)
 
 
-def model_variants(
-    policy: Policy, previous: Policy | None
-) -> Iterator[tuple[str, str, Callable[[], Policy]]]:
-    """Yield (cause, what, function that builds the model) for models that the engine may run."""
-    yield causes.ATTENTION, "the engine agrees with the model's own forward pass", lambda: policy
-    if previous is not None:
-        yield causes.STALE, "the engine has the weights of `previous`", lambda: previous
+def model_attempts(case: Case) -> Iterator[Attempt]:
+    """Yield other models: the dtype, the adapter, and fields of the configuration."""
+    policy = case.policy
     if policy.model is not policy.lm:
-        unload = lambda: with_model(policy, copy.deepcopy(policy.model).unload())  # noqa: E731
-        yield causes.ADAPTER, "the engine has no adapter", unload
+        build = partial(without_adapter, policy)
+        yield Attempt(causes.ADAPTER, "the engine has no adapter", case.logps, build=build)
     for dtype in (torch.bfloat16, torch.float16):
-        yield causes.DTYPE, f"the engine computes in {dtype}", partial(cast, policy, dtype)
+        build = partial(cast, policy, dtype)
+        yield Attempt(causes.DTYPE, f"the engine computes in {dtype}", case.logps, build=build)
     config = policy.lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta")}
-    for what, changed in (("scaling", plain), ("rope_theta", {**rope, "rope_theta": 10000.0})):
-        if "rope_theta" in rope and changed != rope:
-            fields = {"rope_parameters": changed}
-            yield (
-                causes.ROPE,
-                f"the engine ignores RoPE's {what}",
-                partial(with_config, policy, fields),
-            )
-    for name, cause in CAPS.items():
-        if getattr(config, name, None):
-            fields = {name: IGNORED.get(name)}
-            yield cause, f"the engine ignores {name}", partial(with_config, policy, fields)
+    changes: dict[str, dict[str, Any]] = {
+        "the scaling of RoPE": {"rope_parameters": {**rope, "rope_type": "default"}},
+        "rope_theta": {"rope_parameters": {**rope, "rope_theta": 10000.0}},
+    }
+    changes |= {name: {name: IGNORED.get(name)} for name in CAUSES if getattr(config, name, None)}
+    for name, fields in changes.items():
+        build = partial(with_config, policy, fields)
+        cause = CAUSES.get(name, causes.ROPE)
+        yield Attempt(cause, f"the engine ignores {name}", case.logps, build=build)
 
 
 def with_config(policy: Policy, fields: dict[str, Any]) -> Policy:
@@ -200,6 +195,11 @@ def with_config(policy: Policy, fields: dict[str, Any]) -> Policy:
         model = policy.kind(config).eval()
     model.load_state_dict(plain.state_dict(), assign=True)
     return with_model(policy, model)
+
+
+def without_adapter(policy: Policy) -> Policy:
+    """Return the model below a LoRA adapter."""
+    return with_model(policy, copy.deepcopy(policy.model).unload())
 
 
 def with_model(policy: Policy, model: Any) -> Policy:

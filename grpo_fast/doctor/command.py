@@ -18,7 +18,7 @@ from grpo_fast.doctor.recompute import HIGHEST, LOWEST
 from grpo_fast.doctor.selftest import Check, self_checks
 from grpo_fast.errors import conflict
 from grpo_fast.rollout import EngineName, build_engine
-from grpo_fast.train.config import RunConfig, Section, UserPath, require
+from grpo_fast.train.config import RunConfig, Section, require
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import nearest, own_words, read_words
 from grpo_fast.train.evaluation.settings import Source
@@ -36,7 +36,6 @@ class DoctorSettings(Section):
     n: int = Field(8, ge=1, le=1 << 10)  # prompts
     samples: int = Field(2, ge=1, le=1 << 10)  # completions of each prompt
     tokens: int = Field(32, ge=1, le=1 << 10)  # longest completion; its logits are in memory
-    previous: UserPath | None = None  # weights that the engine may still have
     threshold: float | None = Field(None, ge=0)  # nats per token; None: the dtype's noise
 
 
@@ -57,20 +56,24 @@ class Report:
 def show(report: Report, *, as_json: bool) -> None:
     """Print a report: text, or one JSON object, in which numbers that are not finite are null."""
     if as_json:
-        print(json.dumps(plain_json({"ok": report.ok, **asdict(report)})))
+        found = report.diagnosis.causes if report.diagnosis else []
+        advice = [cause.advice for cause in found]
+        print(json.dumps(plain_json({"ok": report.ok, **asdict(report), "advice": advice})))
         return
     for check in report.checks:
         word = "skipped" if check.error is None else "ok" if check.ok else "FAILED"
         numbers = "" if check.error is None else f"{check.error:.1e} (allowed {check.bound:.1e})"
         print(escape_control(f"{word:8} {check.name} {numbers} {check.note}"))
-    for line in [] if report.diagnosis is None else _lines(report.diagnosis):
-        print(escape_control(line))
+    if report.diagnosis is not None:
+        print(escape_control(f"Engine against trainer, {report.title}, in nats per token"))
+        for line in _lines(report.diagnosis):
+            print(escape_control(line))
 
 
 def _lines(found: Diagnosis) -> Iterator[str]:
     verdict = "ok" if found.mean <= found.threshold else "TOO MUCH"
-    yield "Nats per token, engine against trainer"
-    yield f"{found.mean:.2e}  mean of {found.tokens} tokens: {verdict}, allowed {found.threshold:.1e}"
+    allowed = f"{verdict}, allowed {found.threshold:.1e}"
+    yield f"{found.mean:.2e}  mean of {found.tokens} tokens: {allowed}"
     yield f"{found.largest:.2e}  largest"
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
     for noise in found.own_noise:
@@ -81,7 +84,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
     for cause in found.causes:
         yield f"Cause: {cause.name}. {cause.advice}"
     if found.mean > found.noise and not found.causes:
-        yield "Cause: not found. previous=FOLDER tries earlier weights."
+        yield "Cause: not found among those that were tried."
 
 
 def examine(words: Sequence[str]) -> Report:
@@ -110,10 +113,6 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
     policy.template_kwargs = config.data.template_kwargs
     examples = splits.asked_of(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
-    previous = None
-    if own.previous is not None:
-        fields = {"path": Source.of(own.previous).path, "config": None, "lora": None}
-        previous = load_policy(config.model.model_copy(update=fields), policy.tokenizer)
     length = min(config.rollout.max_new_tokens, own.tokens)
     with build_engine(policy, config.rollout) as engine:
         return diagnose(
@@ -122,7 +121,7 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
             group_size=own.samples, seed=config.seed,
             version=int(time.time()),  # different from the versions that a server has seen
             temperature=float(config.loss_config().temperature),
-            uses_kept=config.rollout.wants_kept, previous=previous, threshold=own.threshold,
+            uses_kept=config.rollout.wants_kept, threshold=own.threshold,
         )  # fmt: skip
 
 
@@ -167,8 +166,5 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     if any(word.startswith("rollout.engine=") and "server" not in word for word in rest):
         servers: dict[str, Any] = (fields.get("rollout") or {}).get("vllm") or {}
         servers.pop("urls", None)
-    return (
-        (models or [None])[0],
-        own,
-        read_words(RunConfig, rest, fields, DoctorSettings.model_fields),
-    )
+    config = read_words(RunConfig, rest, fields, DoctorSettings.model_fields)
+    return next(iter(models), None), own, config

@@ -54,10 +54,9 @@ def diagnose(
     version: int = 1,
     temperature: float | None = None,
     uses_kept: bool = False,
-    previous: Policy | None = None,
     threshold: float | None = None,
 ) -> Diagnosis:
-    """Let an engine sample, recompute its log-probabilities, and look for the cause of a difference.
+    """Let an engine sample, recompute its log-probabilities, and explain the difference.
 
     Args:
         policy: the trainer's policy. The engine is given its weights as this `version`.
@@ -69,7 +68,6 @@ def diagnose(
         version: weight version of the policy.
         temperature: temperature of the loss; None: the sampling's.
         uses_kept: the loss is over the tokens that the engine names, if it names them.
-        previous: weights that the engine may still have.
         threshold: allowed mean in nats per token; None: the noise of the policy's dtype.
 
     Raises:
@@ -92,10 +90,10 @@ def diagnose(
     samples = sample(version)
     temperature = sampling.temperature if temperature is None else temperature
     uses_kept = uses_kept and samples.support is not None
-    case = Case(policy, samples, prompts, sampling, temperature, uses_kept, previous)
+    case = Case(policy, samples, prompts, sampling, temperature, uses_kept)
     table = samples if uses_kept else dataclasses.replace(samples, support=None)
     trainers = trainer_logps(policy, table, temperature)
-    own = float((own_logps(policy, samples, {"": case.logps})[""] - trainers).abs().mean())
+    own = float((own_logps(policy, samples, case.logps) - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
     # 2. A model with large logits has more noise; a wrong one far more.
@@ -133,11 +131,11 @@ def explain(case: Case, trainers: Tensor, rounding: float) -> tuple[list[Cause],
     # 1. What each attempt leaves. The best attempt of each cause comes last in `ranked`.
     ranked: list[tuple[float, Cause]] = []
     rounded: list[tuple[float, Cause]] = []
-    for attempt in attempts(case):
-        left = mean_difference(case.samples.logps, attempt.logps)
+    for attempt, logps in attempts(case):
+        left = mean_difference(case.samples.logps, logps)
         ranked.append((left, Cause(attempt.cause, attempt.what, left)))
         if attempt.cause == DTYPE:
-            similarity = torch.cosine_similarity(gap, attempt.logps - trainers, 0)
+            similarity = torch.cosine_similarity(gap, logps - trainers, 0)
             rounded.append((float(similarity), ranked[-1][1]))
     ranked.sort(key=lambda pair: -pair[0])
     best = {cause.name: cause for _, cause in ranked}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,19 +79,16 @@ def cast(policy: Policy, dtype: torch.dtype) -> Policy:
 def own_logps(
     policy: Policy,
     samples: Samples,
-    logps: Mapping[str, Callable[[Row], Tensor]],
+    logps: Callable[[Row], Tensor],
     prompts: Sequence[Sequence[int]] = (),
-) -> dict[str, Tensor]:
-    """Return logps by the model's own forward pass, one completion at a time.
+) -> Tensor:
+    """Return (R,) fp32 logps by the model's own forward pass, one completion at a time.
 
     Args:
-        logps: name -> function that computes (n,) logps of a row.
+        logps: computes (n,) logps of a row.
         prompts: token ids of each sample's prompt; empty: the samples' prompts.
-
-    Returns:
-        (R,) fp32 logps by name.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in logps}
+    found = []
     with policy.generation():
         for i, prompt in enumerate(prompts or samples.prompt_ids):
             ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
@@ -105,6 +102,5 @@ def own_logps(
                 context=torch.where(is_before, ids, ids[0]),
                 support=support and Support(*(tensor.to(policy.device) for tensor in support)),
             )
-            for name, function in logps.items():
-                found[name].append(function(row).cpu())
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            found.append(logps(row).cpu())
+    return torch.cat(found)

@@ -46,13 +46,12 @@ PLANTS = {
     "shipped penalty": (dict(penalty=1.1), causes.TRUNCATION, "repetition_penalty=1.1"),
     "all that is shipped": (dict(temperature=0.6, top_k=7, penalty=1.1), causes.TRUNCATION,
                             "temperature=0.6 top_k=7 repetition_penalty=1.1"),
-    "named": (dict(top_k=5, names_kept=True), causes.TRUNCATION, "the kept tokens"),
+    "named": (dict(top_k=5, names_kept=True), causes.TRUNCATION, "the tokens that it names"),
     "BOS twice": (dict(read=lambda ids: [ids[0], *ids]), causes.PROMPT, "adds BOS"),
     "no BOS": (dict(read=lambda ids: ids[1:]), causes.PROMPT, "loses the first token"),
     "no generation prompt": (dict(read="closed"), causes.PROMPT, "no generation prompt"),
     "no template": (dict(read="plain"), causes.PROMPT, "no chat template"),
     "bf16": (dict(model_dtype=BF16), causes.DTYPE, "bfloat16"),
-    "previous weights": (dict(keeps="earlier"), causes.STALE, "`previous`"),
 }  # fmt: skip
 
 
@@ -62,16 +61,11 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
 
     monkeypatch.setattr(policy.lm, "generation_config", GenerationConfig(**SHIPPED))
     fields, name, part = PLANTS[planted]
-    earlier = policy_of(seed=1)
     closed = len(policy.tokenizer("assistant:", add_special_tokens=False)["input_ids"])
     plain = iter([policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(2)])
-    known = {
-        "earlier": earlier,
-        "closed": lambda ids: ids[:-closed],
-        "plain": lambda _: next(plain),
-    }
+    known = {"closed": lambda ids: ids[:-closed], "plain": lambda _: next(plain)}
     engine = FaultyEngine(**{key: known.get(str(x), x) for key, x in fields.items()})
-    found, names = found_by(policy, engine, previous=earlier)
+    found, names = found_by(policy, engine)
     assert names == [name] and not found.ok and part in found.causes[0].advice
     left = [cause.left for cause in found.tried]
     assert left == sorted(left) and left[0] < found.mean / 10
@@ -118,7 +112,7 @@ def test_an_adapter_that_is_not_loaded():
 
 
 def test_weights_that_no_update_changes(policy):
-    """Without `previous` the doctor sends different weights, and takes them back."""
+    """The doctor sends different weights, and takes them back."""
     before = policy.frozen_copy()
     found, names = found_by(policy, FaultyEngine(keeps=policy_of(seed=1)))
     assert names == [causes.STALE] and "do not change with the weights" in found.causes[0].advice

@@ -239,7 +239,7 @@ def test_a_server_of_another_model_stays_as_it_is(server, options, tmp_path):
             with pytest.raises(ValueError, match=f"this run's model, {server.url} has another"):
                 build_engine(other, options)
         other.save(tmp_path / "other")
-        said = invoke("doctor", str(tmp_path / "other"), server.url, "self_tests=false")
+        said = invoke("doctor", str(tmp_path / "other"), server.url)
         assert said.exit_code and f"{server.url} has another" in said.output
         sent = engine.links[0].server.weight_version()
         rollout = generate(policy, engine, options)

@@ -1,0 +1,125 @@
+"""`grpo-fast doctor`: its words, its text, its JSON and its exit status."""
+
+import json
+
+import pytest
+
+from grpo_fast.doctor import causes, command
+from grpo_fast.doctor.command import read
+from grpo_fast.doctor.selftest import Check
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.models.loading import load_policy
+from tests.command_line import invoke, refused, write_recipe
+from tests.rollout.vllm_stand_in import StandIn
+from tests.tiny import tiny_folder
+
+QUICK = ["n=3", "tokens=8"]
+RUN = """
+output_dir: OUT
+model: {path: gone, dtype: bfloat16, trust_remote_code: true}
+data: {task: lecture}
+rewards: [{name: 'package.module:function'}]
+rollout: {temperature: 0.3, engine: vllm-server, vllm: {urls: ['http://10.0.0.2:8000'],
+  address: 10.0.0.1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_a_model_and_its_own_engine(model):
+    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK)
+    assert done.exit_code == 0 and "Cause" not in done.output, done.output
+    for part in ("mean of ", "ok, allowed 1.0e-04", "the trainer against itself, bfloat16"):
+        assert part in done.output, done.output
+
+
+def test_a_cause_and_its_json(model):
+    over_all = ["rollout.top_p=0.5", "rollout.replay_support=off", *QUICK]
+    done = invoke("doctor", model, *over_all, "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    (cause,) = report["diagnosis"]["causes"]
+    assert cause["name"] == causes.TRUNCATION and not report["ok"] and not report["diagnosis"]["ok"]
+    assert causes.ADVICE[causes.TRUNCATION] in report["advice"][0]
+    assert report["title"].startswith("transformers: ") and report["checks"] == []
+    good = invoke("doctor", model, *over_all, "threshold=50")
+    assert good.exit_code == 0 and f"Cause: {causes.TRUNCATION}. the engine" in good.output
+
+
+def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
+    recipe = write_recipe(tmp_path)
+    _, own, config = read([f"recipe={recipe}", "tokens=3", "rollout.temperature=0.5"])
+    assert config.data.task == "sort" and config.rollout.temperature == 0.5 and own.tokens == 3
+    done = invoke("doctor", f"recipe={recipe}", "loss.temperature=2.0")
+    assert done.exit_code == 1 and causes.TEMPERATURE in done.output
+
+
+def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path):
+    (tmp_path / "config.yaml").write_text(RUN)
+    (tmp_path / "model").mkdir()
+    folder = str(tmp_path)
+    model, _, config = read([folder])
+    assert model == folder and config.model.path == str(tmp_path / "model")
+    assert config.model.dtype == "bfloat16" and not config.model.trust_remote_code
+    assert config.data.task == "lecture" and config.rollout.temperature == 0.3
+    assert config.rollout.vllm.urls == ["http://10.0.0.2:8000"]
+    # A different engine has no use for the servers of the run.
+    chosen = read([folder, "transformers"])[2].rollout
+    assert chosen.engine == "transformers" and chosen.vllm.urls == []
+    other = read([folder, "http://10.0.0.3:8000"])[2].rollout.vllm
+    assert other.urls == ["http://10.0.0.3:8000"] and other.patience == command.PATIENCE
+    assert other.address == "10.0.0.1"
+
+
+def test_a_server_is_sent_the_weights(model, tmp_path):
+    other = load_policy(ModelConfig(path=tiny_folder(tmp_path / "other", seed=1)))
+    server = StandIn(other)
+    try:
+        done = invoke("doctor", model, server.url, *QUICK, "--json")
+    finally:
+        server.stop()
+    assert done.exit_code == 0 and "vllm-server: " in done.output, done.output
+    gone = invoke("doctor", model, server.url, *QUICK, "rollout.vllm.patience=0")
+    assert refused(gone, "expected a vLLM server, found none", code=1)
+
+
+def test_without_a_model_the_self_tests_decide(monkeypatch):
+    for error, status in ((0.0, 0), (None, 0), (2.0, 1), (float("nan"), 1)):
+        checks = [Check("one", 0.5, 1.0), Check("two", error, 1.0, "because \x1b[1m")]
+        monkeypatch.setattr(command, "self_checks", lambda found=checks: found)
+        done = invoke("doctor")
+        assert done.exit_code == status and "\x1b" not in done.output, done.output
+        assert ("FAILED   two" in done.output) == (status == 1) and "because" in done.output
+        report = json.loads(invoke("doctor", "--json").stdout)
+        assert report["ok"] == (status == 0) and report["diagnosis"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["n=0"], ["n:", "greater than or equal to 1"]),
+        (["threshold=-1"], ["threshold:"]),
+        (["n=3"], ["model=none conflicts with n=3: it needs a folder, a hub id"]),
+        (["rollout.temperature=1"], ["model=none conflicts with rollout.temperature=1"]),
+        (["vllm"], ["model=none conflicts with rollout.engine=vllm"]),
+        (["a", "b"], ["model: expected one at most, got a, b"]),
+        (["a", "vllm", "transformers"], ["engine: expected one at most"]),
+        (["recipe=sortt"], ["recipe: expected one of", "sort"]),
+        (["recipe=sort", "rollout.temprature=1"], ["temprature", "nearest: temperature"]),
+        (["recipe=sort", "rollout.temperature=0"], ["rollout.temperature"]),
+        (["/nowhere/at/all"], ["model.path"]),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(words, parts):
+    assert refused(invoke("doctor", *words), *parts)
+
+
+def test_an_engine_that_fails_is_a_sentence(model, monkeypatch):
+    def dead(*_):
+        raise RuntimeError("the server is gone")
+
+    monkeypatch.setattr(command, "build_engine", dead)
+    assert refused(invoke("doctor", model, *QUICK), "the server is gone", code=1)

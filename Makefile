@@ -149,7 +149,7 @@ $(TRAINERS): $(SETUP)
 
 # The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
 csrc: $(SETUP)
-	@$(PY) -c 'from grpo_fast.kernels.cpu import loader; reason = loader.load(); \
+	@$(PY) -c 'from grpo_fast.kernels.cpu import loader; reason = loader.unavailable(); \
 	  print("C++ row kernels:", f"not available, torch does their work ({reason.splitlines()[0]})" if reason else "ready")'
 
 # ---- the two commands ----
@@ -192,7 +192,7 @@ TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py shared_prom
   $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,fingerprints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \
-  tests/rewards/test_reward_model.py tests/examples/test_reward_model.py
+  tests/rewards/test_reward_model.py tests/examples/test_reward_model_script.py
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'

@@ -12,7 +12,7 @@ from grpo_fast.kernels.cpu.modules import fast_layers
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
-    bool(gemm.unavailable(torch.float32) or loader.load("layers")), reason="no C++ kernels here"
+    bool(gemm.unavailable(torch.float32) or loader.unavailable("layers")), reason="no C++ kernels here"
 )
 
 

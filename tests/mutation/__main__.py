@@ -234,7 +234,7 @@ def missing(engine: str, variables: dict[str, str]) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if engine == "torch":
         return ""
-    ask = "from grpo_fast.kernels.cpu import loader; print(loader.load('rows') or '')"
+    ask = "from grpo_fast.kernels.cpu import loader; print(loader.unavailable('rows') or '')"
     command = [sys.executable, "-c", ask]
     done = subprocess.run(command, cwd=ROOT, env=variables, text=True, capture_output=True)
     return (done.stdout + done.stderr).strip()

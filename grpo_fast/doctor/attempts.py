@@ -62,7 +62,7 @@ def attempts(case: Case) -> Iterator[tuple[Attempt, Tensor]]:
     Attempts that this model cannot compute, or that change nothing here, are left out.
     """
     own = own_logps(case.policy, case.samples, case.logps)
-    what = "the engine agrees with the model's own forward pass"
+    what = "the model's own forward pass agrees with the engine"
     yield Attempt(causes.ATTENTION, what, case.logps), own
     for attempt in [*sampling_attempts(case), *prompt_attempts(case), *model_attempts(case)]:
         try:
@@ -94,7 +94,8 @@ def sampling_attempts(case: Case) -> Iterator[Attempt]:
     for changes in (requested, shipped, unsent):
         settings: dict[str, Any] = {"temperature": case.temperature, **changes}
         if any(settings[name] != OFF[name] for name in changes):
-            words = " ".join(f"{name}={value:g}" for name, value in settings.items())
+            differ = [name for name in settings if settings[name] != OFF[name]]
+            words = " ".join(f"{name}={settings[name]:g}" for name in differ)
             logps = partial(sampled_logps, **settings)
             yield Attempt(causes.TRUNCATION, f"the engine uses {words}", logps)
 

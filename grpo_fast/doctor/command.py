@@ -80,9 +80,9 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         share = f"{noise.share:.2%} of ratios outside [{LOWEST}, {HIGHEST}]"
         yield f"{noise.mean:.2e}  the trainer against itself, {noise.dtype}: {share}"
     for cause in found.tried:
-        yield f"{cause.left:.2e}  left if {cause.what} ({cause.name})"
+        yield f"{cause.left:.2e}  left by {cause.name}: {cause.what}"
     for cause in found.causes:
-        yield f"Cause: {cause.name}. {cause.advice}"
+        yield f"Cause: {cause.name}. What happens: {cause.advice}"
     if found.mean > found.noise and not found.causes:
         yield "Cause: not found among those that were tried."
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_fast.doctor import causes
+from grpo_fast.doctor.attempts import shipped_settings
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from tests.doctor.faulty import PROMPTS, SAMPLING, FaultyEngine, found_by, policy_of
@@ -60,6 +61,7 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
     from transformers import GenerationConfig
 
     monkeypatch.setattr(policy.lm, "generation_config", GenerationConfig(**SHIPPED))
+    assert shipped_settings(policy) == {"temperature": 0.6, "top_k": 7, "repetition_penalty": 1.1}
     fields, name, part = PLANTS[planted]
     closed = len(policy.tokenizer("assistant:", add_special_tokens=False)["input_ids"])
     plain = iter([policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(2)])
@@ -176,6 +178,13 @@ def test_an_unknown_fault_has_no_name(policy, planted):
     found, names = found_by(policy, engine)
     assert names == [] and not found.ok and len(found.tried) > 3
     assert found_by(policy, engine, threshold=9.0)[0].ok
+
+
+def test_attempts_without_effect_are_left_out():
+    """A window that no sequence exceeds, and a RoPE that already has the default."""
+    policy = policy_of("mistral", sliding_window=400)
+    found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))
+    assert names == [] and causes.ROPE not in [cause.name for cause in found.tried]
 
 
 def test_the_trainers_own_noise(policy):

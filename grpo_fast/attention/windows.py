@@ -1,24 +1,33 @@
-"""The window of a layer: read from the mask that a model asks for, and made small for checks."""
+"""The window of a layer, read from the mask that a model requests, and small windows for trials."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-SMALLEST = 3  # tokens: a window that the prompts of every self-check outgrow
-FIELDS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+SMALLEST = 3  # tokens: a window that the prompts of every trial outgrow
+FIELDS = (
+    "sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale",
+    "log_scaling_n_floor", "original_max_position_embeddings",
+)  # fmt: skip
+NAMES = re.compile("window|chunk|floor|original_max")  # of their copies in modules
 
 
 def window_as_mask(
     *_: Any, config: Any, mask_function: Callable, **asked: Any
 ) -> int | Callable | None:
-    """The mask function beside `packed_attention`: builds no mask, but says which one is wanted.
+    """Return which mask a model requests: the mask function registered with `packed_attention`.
 
-    Returns None for a causal mask, the size of a sliding window, or `mask_function` itself, which
-    the layer refuses: chunks, or a rule of the model's own. Raises ValueError for padding.
+    Returns:
+        None for a causal mask, the size of a sliding window, or `mask_function` itself for any
+        other mask (chunks, a custom rule), which the layer refuses.
+
+    Raises:
+        ValueError: a padding mask.
     """
     if asked.get("attention_mask") is not None:
         instead = "packed attention takes no padding mask; pack the sequences instead"
@@ -29,9 +38,10 @@ def window_as_mask(
 
 
 def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
-    """The window of a layer: its mask's (as `window_as_mask` made it), else its keyword's.
+    """Return the window of a layer: its mask's (from `window_as_mask`), else its keyword's.
 
-    Raises ValueError where both have one and differ, and for a mask that is more than a window.
+    Raises:
+        ValueError: mask and keyword have different windows, or the mask is more than a window.
     """
     if attention_mask is None:
         return sliding_window
@@ -48,20 +58,24 @@ def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module) -> Iterator[None]:
-    """Windows and chunks of this model shrink to a few tokens, so that a short check outgrows them.
+    """Shrink windows, chunks and position limits to a few tokens, so that a short trial passes them.
 
-    The smallest has SMALLEST tokens, the next one more: sizes that differ go on to differ.
+    Affects limits that a forward pass reads from the configuration or from a module. The smallest
+    becomes SMALLEST tokens and the next one more, so sizes that differ still differ.
     """
     modules = list(model.modules())
-    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
-    sizes = {vars(config).get(name) for config in configs.values() for name in FIELDS}
+    configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
+    owners = list(configs.values())
+    for fields in owners:  # grows: dictionaries inside configurations
+        owners += [value for value in fields.values() if isinstance(value, dict)]
+    sizes = {fields.get(name) for fields in owners for name in FIELDS}
     known = enumerate(sorted(size for size in sizes if type(size) is int))
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [
-        (vars(owner), name, size)
-        for owner in (*configs.values(), *modules)
-        for name, size in vars(owner).items()
-        if ("window" in name or "chunk" in name) and type(size) is int and size in small
+        (owner, name, size)
+        for owner in (*owners, *map(vars, modules))
+        for name, size in owner.items()
+        if type(size) is int and size in small and NAMES.search(str(name))
     ]
     try:
         for fields, name, size in sized:

@@ -1,14 +1,18 @@
-"""Layers of a model on a CPU: linear ones through our matrix product; RMSNorm, SwiGLU and rotary
-embeddings in one pass each way (C++), where transformers takes five to twelve sweeps.
+"""Layers of a model on a CPU, for first-order reverse-mode gradients.
+
+Linear layers use our matrix product. RMSNorm, SwiGLU and rotary embeddings read and write their
+tensors once in each direction (C++), where transformers' operations take five to twelve passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
@@ -19,8 +23,17 @@ PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, (…, K) · (N, K) → (…, N), by our product where that is faster (fp32, CPU)."""
-    # In a rollout the product itself takes tens of microseconds: the cheapest questions first.
+    """Compute `F.linear`, by our matrix product where that is faster (fp32 on a CPU).
+
+    Args:
+        x: of shape (…, K).
+        weight: of shape (N, K).
+        bias: of shape (N,), or None.
+
+    Returns:
+        A tensor of shape (…, N).
+    """
+    # The product takes only tens of microseconds in a rollout, so the cheapest checks come first.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -34,15 +47,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / √(mean(x²) + eps) over the last dimension, (…, H) fp32 on a CPU.
+    """Compute weight · x / √(mean(x²) + eps) over the last dimension; see `is_plain` for the inputs.
 
-    Raises CsrcUnavailable without the C++ kernels.
+    Args:
+        x: of shape (…, H).
+        weight: of shape (H,).
+
+    Raises:
+        CsrcUnavailable: the C++ kernels cannot be loaded.
     """
     return _RmsNorm.apply(x, weight, eps) if _learns(x, weight) else _norm(x, weight, eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, (…, F): fp32 on a CPU in one pass, by torch elsewhere."""
+    """Compute silu(gate) · up in one pass (fp32 on a CPU), elsewhere by torch. Shapes are equal."""
     if not is_plain(gate, up) or gate.shape != up.shape or loader.load("layers"):
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
@@ -54,15 +72,18 @@ def rotary(
     cos: Tensor,  # (B or 1, T, D)
     sin: Tensor,  # (B or 1, T, D)
 ) -> tuple[Tensor, Tensor]:
-    """transformers' rotary embedding by halves: x·cos + (−x_high, x_low)·sin, of both.
+    """Rotate q and k by halves, as transformers does: x·cos + (−x_high, x_low)·sin.
 
-    For tensors that `can_turn` accepts. Raises CsrcUnavailable without the C++ kernels.
+    The tensors must be ones that `can_turn` accepts.
+
+    Raises:
+        CsrcUnavailable: the C++ kernels cannot be loaded.
     """
     return _Rotary.apply(q, k, cos, sin) if _learns(q, k) else _turned(q, k, cos, sin, False)
 
 
 def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `rotary` takes these: fp32 on a CPU, an even head width, angles without gradients."""
+    """Return whether `rotary` accepts these: `is_plain`, an even head width, constant angles."""
     return (
         is_plain(q, k, cos, sin)
         and q.dim() == k.dim() == 4
@@ -76,11 +97,26 @@ def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """fp32 tensors of a CPU with elements, no subclasses, outside of compiled graphs."""
+    """Return whether these are non-empty fp32 CPU tensors that the C++ operators compute correctly.
+
+    False for subclasses of Tensor, in compiled graphs, and under `torch.func` and forward-mode AD.
+    """
     for x in tensors:
         if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
             return False
-    return not torch.compiler.is_compiling()
+    return not (torch.compiler.is_compiling() or _in_transform())
+
+
+def _in_transform(grad: Tensor | None = None) -> bool:
+    """Return whether tensors may be batched or carry tangents, which our operators would ignore.
+
+    Args:
+        grad: of a backward pass, which `is_grads_batched` calls outside of `torch.func`.
+    """
+    in_func: bool = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+        return True
+    return in_func or forward_ad._current_level >= 0
 
 
 def _learns(*tensors: Tensor) -> bool:
@@ -91,11 +127,23 @@ def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
+def _mm(a: Tensor, b: Tensor, by_torch: bool = False) -> Tensor:
+    return a @ b if by_torch else gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1]))
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    out = gemm.mm_(rows, weight.t(), x.new_empty(len(rows), len(weight)))
+    out = _mm(x.reshape(-1, x.shape[-1]), weight.t())
     out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _torch_gradients(
+    formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
+) -> tuple[Tensor, ...]:
+    """Return gradients by torch: `is_grads_batched` calls our backward with a batch of gradients."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(formula(*leaves), leaves, grads)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -117,6 +165,15 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     return out_q, out_k
 
 
+def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = (grad * sin).chunk(2, -1)
+    return grad * cos + torch.cat([high, -low], -1)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,14 +185,13 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        by_torch = _in_transform(grad)
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if weight is not None:
-            dx = gemm.mm_(rows, weight, grad.new_empty(len(rows), weight.shape[1]))
-            dx = dx.view(*grad.shape[:-1], weight.shape[1])
+            dx = _mm(rows, weight, by_torch).view(*grad.shape[:-1], weight.shape[1])
         if x is not None:
-            x = x.reshape(-1, x.shape[-1])
-            dw = gemm.mm_(rows.t(), x, grad.new_empty(rows.shape[1], x.shape[1]))
+            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch)
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -144,12 +200,16 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scales = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
+        ctx.eps = eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
+        if _in_transform(grad):
+            dx, dw = _torch_gradients(lambda *a: _torch_norm(*a, ctx.eps), (x, weight), grad)
+            return dx, dw, None
         door = loader.door("layers", "rms_norm_backward")
         dx, dw = door(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
@@ -165,6 +225,9 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if _in_transform(grad):
+            dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
+            return dgate, dup
         door = loader.door("layers", "swiglu_backward")
         dgate, dup = door(*map(_rows, (grad, gate, up)))
         return dgate.view(gate.shape), dup.view(up.shape)
@@ -180,4 +243,8 @@ class _Rotary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        if _in_transform(dq) or _in_transform(dk):
+            # The gradient of a rotation is linear in dq and dk and has no other inputs.
+            dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
+            return dq, dk, None, None
         return *_turned(dq, dk, cos, sin, True), None, None

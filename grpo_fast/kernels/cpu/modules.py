@@ -1,34 +1,44 @@
-"""The modules of a model that compute by layers.py: those of transformers whose formula is known.
+"""The modules of a model that compute by layers.py.
 
-Such a module gets a `forward` of its own; its class, weights, names, hooks and submodules stay. A
-class is judged when it is first met: norms and rotary embeddings by a trial, MLPs by bytecode.
+`fast_layers` gives such a module a `forward` of its own. Its class, weights, names, hooks and
+submodules stay. A module computes by layers.py only while a trial says that its formula is the same
+one. Trials use random inputs and weights, compare outputs and gradients, and run once for each
+combination of class, forward and settings. Every call checks that this combination is still the
+same, so hooks, replaced submodules and patched classes are honoured whenever they arrive.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.kernels.cpu import layers, loader
+from grpo_fast.kernels.self_test import apart
 
 CLOSE = 1e-5  # relative: the same formula in fp32
-ROTARY = "apply_rotary_pos_emb"  # the function by which attention modules turn queries and keys
+ROTARY = "apply_rotary_pos_emb"  # the function by which attention modules rotate queries and keys
+# Types of attributes that a formula may depend on.
+SETTINGS = frozenset((bool, int, float, str, type(None)))
+# Rows of a norm's trial: some are so small that eps decides.
+SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
+
+LINEAR_FORWARD = nn.Linear.forward
+_verdicts: dict[Hashable, bool] = {}
 
 
 class OurForward(functools.partial):
-    """The `forward` that a module got from here."""
-
-
-_agreeing: dict[type, bool] = {}  # classes of norms: whether ours runs, and is their formula
+    """The `forward` that `fast_layers` gave a module."""
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Let a model's layers on a CPU compute by layers.py, but for a `forward` of somebody else."""
+    """Let a model's layers on a CPU compute by layers.py. A patched `forward` stays as it is."""
     for module in model.modules():
         first = next(module.parameters(), None)
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
@@ -38,21 +48,84 @@ def fast_layers(model: nn.Module) -> None:
             vars(module)["forward"] = OurForward(ours, module)
 
 
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether calling this module runs its class's forward, or ours, and no hooks."""
+    forward = vars(module).get("forward")
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks,
+    )  # fmt: skip
+    if any(hooks) or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    return forward is None or isinstance(forward, OurForward)
+
+
+def settings_of(module: nn.Module) -> Hashable:
+    """Return the module's class, its class's forward, and its settings: the key of a verdict."""
+    kind = type(module)
+    return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
+
+
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
     kind = type(module)
     if kind is nn.Linear:
         return _linear_layer
     if kind.__name__.endswith("RMSNorm") and getattr(module, "weight", torch.empty(())).dim() == 1:
         return _norm_layer
-    if _is_swiglu(module):
+    if _is_swiglu(kind.forward) and is_silu(getattr(module, "act_fn", None)):
         return _swiglu_mlp
-    return _turned_by_ours(kind.forward)
+    return None if _rotated_by_ours(kind.forward) is None else _attention
 
 
-# ---- linear layers and norms ----
+# ---- trials
+
+
+def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
+    if key not in _verdicts:
+        _verdicts[key] = loader.load("layers") is None and apart(lambda: _passes(trial))
+    return _verdicts[key]
+
+
+def _passes(trial: Callable[[], bool]) -> bool:
+    try:
+        return trial()
+    except Exception:  # a forward of another class may fail in any way on tensors that we made
+        return False
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers, without a change to the state of torch's generators."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _agree(
+    ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor], *rest: Any
+) -> bool:
+    """Return whether two functions have the same outputs, row by row, and the same gradients."""
+    results: list[list[Tensor]] = []
+    for function in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves, *rest)
+        outputs = [out] if isinstance(out, Tensor) else list(out)
+        ups = [_draw(*x.shape, seed=7) for x in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, ups)
+        # Rows of a gradient may cancel to almost 0: they are compared as one.
+        results.append([*(x.detach() for x in outputs), *(x.flatten() for x in gradients)])
+    return all(map(_are_close, *results))
+
+
+def _are_close(ours: Tensor, theirs: Tensor) -> bool:
+    errors, sizes = (ours - theirs).abs().amax(-1), theirs.abs().amax(-1)
+    return ours.shape == theirs.shape and bool((errors <= CLOSE * sizes).all())
+
+
+# ---- linear layers and norms
 
 
 def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
+    if type(module).forward is not LINEAR_FORWARD:  # patched since
+        return type(module).forward(module, input)
     return layers.linear(input, module.weight, module.bias)
 
 
@@ -61,28 +134,38 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 
 def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any:
-    theirs: Callable[..., Any] = functools.partial(type(module).forward, module)
     eps = epsilon_of(module)
     weight: Any = module.weight
-    is_plain = layers.is_plain(x, weight) and x.shape[-1] == weight.shape[-1]
+    is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
     if rest or options or not isinstance(eps, float) or not is_plain:
-        return theirs(x, *rest, **options)
-    if type(module) not in _agreeing:
-        _agreeing[type(module)] = loader.load("layers") is None and _agrees(theirs, x, weight, eps)
-    return layers.rms_norm(x, weight, eps) if _agreeing[type(module)] else theirs(x)
+        return type(module).forward(module, x, *rest, **options)
+    key = settings_of(module)
+    if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
+        return type(module).forward(module, x)
+    return layers.rms_norm(x, weight, eps)
 
 
-@torch.no_grad()
-def _agrees(theirs: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, eps: float) -> bool:
-    few = x.detach().reshape(-1, x.shape[-1])[:4]
-    return _are_close(layers.rms_norm(few, weight, eps), theirs(few))
+def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
+    twin = copy.copy(norm)
+    fields = vars(twin)
+    extras = fields["_buffers"] or fields["_modules"]
+    # A setting that is no key could change without a new trial.
+    known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
+    if extras or not all(type(value) in known for value in fields.values()):
+        return False
+    x = torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
+
+    def theirs(x: Tensor, weight: Tensor) -> Any:
+        fields["_parameters"] = {"weight": weight}
+        return type(norm).forward(twin, x)
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return layers.rms_norm(x, weight, eps)
+
+    return _agree(ours, theirs, [x, _draw(width, seed=9)])
 
 
-def _are_close(ours: Tensor, theirs: Tensor) -> bool:
-    return bool((ours - theirs).abs().max() <= CLOSE * theirs.abs().max())
-
-
-# ---- MLPs: running one on trial would call the hooks of its submodules ----
+# ---- MLPs: a trial of one would call its submodules, with their hooks, so its bytecode is compared
 
 
 def _plain_mlp(self: Any, x: Any) -> Any:
@@ -91,49 +174,69 @@ def _plain_mlp(self: Any, x: Any) -> Any:
     return down_proj
 
 
-def _is_swiglu(module: nn.Module) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    same = all(
-        getattr(code, name, None) == getattr(_plain_mlp.__code__, name)
-        for name in ("co_code", "co_names", "co_consts")
-    )
-    return same and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+@functools.cache
+def _is_swiglu(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    names = "co_code", "co_names", "co_consts", "co_argcount"
+    return all(getattr(code, n, None) == getattr(_plain_mlp.__code__, n) for n in names)
 
 
-def _swiglu_mlp(module: Any, x: Tensor) -> Any:
-    return module.down_proj(layers.swiglu(module.gate_proj(x), module.up_proj(x)))
+def is_silu(act: Any) -> bool:
+    """Return whether this activation module is SiLU, and nobody listens to it or changed it."""
+    if not isinstance(act, nn.Module) or not is_untouched(act):
+        return False
+    return _verdict(settings_of(act), lambda: _agree(F.silu, act.forward, [3 * _draw(8, 16)]))
 
 
-# ---- rotary embeddings ----
+def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
+    forward = type(module).forward
+    if len(inputs) != 1 or options or not (_is_swiglu(forward) and is_silu(module.act_fn)):
+        return forward(module, *inputs, **options)
+    return module.down_proj(layers.swiglu(module.gate_proj(*inputs), module.up_proj(*inputs)))
+
+
+# ---- rotary embeddings
+
+
+class _Rotated(NamedTuple):
+    """An attention's forward with our `rotary`, and the names of its file that it was made with."""
+
+    forward: Callable[..., Any]
+    names: dict[str, Any]
+
+
+def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    forward = type(module).forward
+    ours = _rotated_by_ours(forward)
+    if ours is not None:
+        names = forward.__globals__
+        if all(names.get(name) is value for name, value in ours.names.items()):  # none is patched
+            return ours.forward(module, *inputs, **options)
+    return forward(module, *inputs, **options)
 
 
 @functools.cache
-def _turned_by_ours(forward: Any) -> Callable[..., Any] | None:
-    """An attention's forward with our `rotary` in place of its file's; None of another formula."""
+def _rotated_by_ours(forward: Any) -> _Rotated | None:
+    """Return an attention's forward with our `rotary` in place of its file's, None if they differ."""
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
-    if code is None or theirs is None or ROTARY not in code.co_names or loader.load("layers"):
+    if code is None or theirs is None or ROTARY not in code.co_names:
         return None
-    if not _turns_halves(theirs):
+    if not _verdict(theirs, lambda: _rotates_halves(theirs)):
         return None
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
         if rest or options or not layers.can_turn(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)
 
-    names = {**forward.__globals__, ROTARY: turn}
+    names = {**forward.__globals__, ROTARY: rotate}
     ours = types.FunctionType(code, names, code.co_name, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+    used = {n: forward.__globals__[n] for n in code.co_names if n in forward.__globals__}
+    return _Rotated(ours, used)
 
 
-@torch.no_grad()
-def _turns_halves(theirs: Callable[..., Any]) -> bool:
-    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    q, k, cos, sin = draw(1, 2, 3, 8), draw(1, 1, 3, 8), draw(1, 3, 8), draw(1, 3, 8)
-    try:
-        expected = theirs(q, k, cos, sin)
-        return all(map(_are_close, layers.rotary(q, k, cos, sin), expected))
-    except (TypeError, ValueError, RuntimeError):  # other arguments, or other shapes
-        return False
+def _rotates_halves(theirs: Callable[..., Any]) -> bool:
+    q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
+    return _agree(layers.rotary, theirs, [q, k], cos[:, 0], sin[:, 0])

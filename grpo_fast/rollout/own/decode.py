@@ -71,10 +71,18 @@ def decode(
     numbers: Tensor,  # (B, L) in [0, 1)
     *,
     stop_at_eos: bool = True,
+    starts: Sequence[int] = (),
 ) -> Decoded:
-    """Sample `counts[n]` completions of prompt n, side by side, by the random `numbers`.
+    """Sample `counts[n]` completions of prompt n, in the order of the prompts, by random `numbers`.
 
-    Call it in `policy.generation()`. Raises ValueError for a layer that packed attention refuses.
+    Call it in `policy.generation()`.
+
+    Args:
+        starts: the position of each prompt's first token, for trials of few short prompts; empty:
+            all are 0.
+
+    Raises:
+        ValueError: a layer that packed attention refuses.
     """
     device, length = policy.device, options.max_new_tokens
     policy.lm.set_attn_implementation(register())
@@ -83,15 +91,17 @@ def decode(
     numbers = numbers.to(device)
     rows = torch.arange(len(numbers), device=device)  # those that still sample
     repeats = torch.tensor(counts, device=device)
-    hidden = prefill(policy, prompts, cache).repeat_interleave(repeats, 0)
-    places = torch.tensor(cache.lengths, device=device).repeat_interleave(repeats)
+    hidden = prefill(policy, prompts, cache, starts).repeat_interleave(repeats, 0)
+    ends = [n + start for n, start in zip(cache.lengths, starts or [0] * len(counts), strict=True)]
+    places = torch.tensor(ends, device=device).repeat_interleave(repeats)
     ended = torch.zeros(len(numbers), dtype=torch.bool, device=device)
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
     decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
     every = LOOK_EVERY.get(device.type, 16)
-    through_modules = functools.partial(forward, policy)
-    decoder = decoder_of(policy.lm.base_model, head, cache, through_modules)
-    step = decoder or through_modules
+    trunk = policy.lm.base_model
+    # Only the trial of this loop moves prompts to other positions.
+    decoder = None if starts else decoder_of(trunk, head, cache, forward)
+    step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)
     for t in range(length):
         drawn = sample(logits_of(head, product(hidden)), numbers[rows, t], options)
@@ -113,13 +123,18 @@ def decode(
     return decoded
 
 
-def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) -> Tensor:
-    """Fill the cache with the prompts; returns the last hidden state of each, (N, H)."""
+def prefill(
+    policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache, starts: Sequence[int] = ()
+) -> Tensor:
+    """Fill the cache with the prompts and return the last hidden state of each, (N, H)."""
     last = []
     for chunk in chunks(prompts):
         cache.layout = TreeLayout.of([len(prompt) for prompt in chunk], policy.device)
         ids = torch.tensor([token for prompt in chunk for token in prompt], device=policy.device)
-        states = forward(policy, ids, cache.layout.position_ids[0], cache)
+        places = cache.layout.position_ids[0]
+        if starts:
+            places = places + torch.tensor(starts, device=policy.device)[cache.layout.segments]
+        states = forward(policy.lm.base_model, ids, places, cache)
         last.append(states[cache.layout.cu_seqlens[1:].long() - 1])
     cache.close_prompts()
     return torch.cat(last)
@@ -136,12 +151,12 @@ def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     yield chunk
 
 
-def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
-    """(T,) token ids at their positions → (T, H) final hidden states."""
-    # While decoding, a mask of four axes, which models hand on as it is and nobody reads: without
-    # one they look through the positions for packed sequences, on a GPU with a wait for each token.
+def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
+    """Return the final hidden states (T, H) of token ids (T,) at their positions."""
+    # Pass a dummy 4-D mask while decoding. Without a mask, transformers inspects position_ids for
+    # packed sequences, which costs a GPU sync per token.
     mask = None if cache.layout is not None else ids.new_zeros(1, 1, 1, 1)
-    output = policy.lm.base_model(
+    output = trunk(
         input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False,
         rollout_cache=cache,
     )  # fmt: skip

@@ -1,30 +1,39 @@
 """One decoding step of a model like Llama: each layer is one call of C++.
 
-A call of a small layer's modules takes longer than its mathematics. This is for transformers models
-whose layers have Llama's parameters (also with biases or norms of queries and keys), in fp32 on a
-CPU, without hooks. Whether their formula is Llama's, too, is tried on a token.
+A call of a small layer's modules takes longer than its mathematics. The decoder serves transformers
+models whose layers have Llama's parameters (also with biases or norms of queries and keys), in fp32
+on a CPU, without hooks. A trial compares it with the model's modules on random tokens and weights,
+before and past every limit of the configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.attention import TreeLayout, small_windows, trial
 from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.modules import OurForward, epsilon_of
+from grpo_fast.kernels.cpu.modules import (
+    SETTINGS,
+    epsilon_of,
+    is_silu,
+    is_untouched,
+    settings_of,
+)
 from grpo_fast.rollout.own.cache import RolloutCache
 
-# (B,) token ids, their positions, the cache → (B, H) final hidden states
-Step = Callable[[Tensor, Tensor, RolloutCache], Tensor]
+# The trunk, (B,) token ids, their positions, the cache → (B, H) final hidden states
+Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
 
-CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in another order
+CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in a different order
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -35,23 +44,29 @@ REQUIRED = {
 }  # fmt: skip
 OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *(f"{name}.bias" for name in LINEAR)}
 
-_agreeing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the trial, once for a model
+_verdicts: dict[Hashable, bool] = {}  # one for each configuration of a trunk
 
 
 class Decoder:
-    """A model with its weights packed (as much memory as its gradient takes), and its angles."""
+    """A model with its weights packed (as much memory as its gradient takes), and its angles.
 
-    def __init__(self, trunk: Any, head: Head, cache: RolloutCache) -> None:
+    Args:
+        places: the positions that it can compute, of shape (P,). Calls take indices into them.
+    """
+
+    def __init__(self, trunk: Any, head: Head, places: Tensor) -> None:
         self.trunk, self.head = trunk, head
         self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
-        self.packed_head = cpp.pack(head.weight.detach())
         # An angle follows from its position alone: packed attention refuses other embeddings.
-        places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
         angles = trunk.rotary_emb(head.weight, places[None])
-        self.cos, self.sin = (a[0].contiguous() for a in angles)  # (positions, D)
+        self.cos, self.sin = (a[0].contiguous() for a in angles)  # (P, D)
+
+    @functools.cached_property
+    def packed_head(self) -> Tensor:
+        return cpp.pack(self.head.weight.detach())
 
     def product(self, hidden: Tensor) -> Tensor:
-        """(B, H) → (B, V): hidden·Wᵀ + bias, of the head."""
+        """Return the head's hidden·Wᵀ + bias, of shape (B, V), of hidden states (B, H)."""
         logits = cpp.linear(hidden, self.packed_head, len(self.head.weight))
         return logits if self.head.bias is None else logits.add_(self.head.bias)
 
@@ -63,19 +78,19 @@ class Decoder:
         return self.trunk.norm(x)
 
 
-def decoder_of(
-    trunk: Any, head: Head, cache: RolloutCache, through_modules: Step
-) -> Decoder | None:
-    """The decoder for a model and a cache that has its prompts; None: the model is no Llama."""
-    if _agreeing.get(trunk) is False or not has_its_form(trunk, head, cache):
+def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> Decoder | None:
+    """Return the decoder for a model and a cache that has its prompts, or None if it is no Llama."""
+    if not has_its_form(trunk, head, cache):
         return None
+    key = configuration_of(trunk)
     try:
-        decoder = Decoder(trunk, head, cache)
-        if trunk not in _agreeing:
-            _agreeing[trunk] = agrees(decoder, cache, through_modules)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # its rotary embedding is another
-        _agreeing[trunk] = False
-    return decoder if _agreeing[trunk] else None
+        if key not in _verdicts:
+            _verdicts[key] = agrees(trunk, head, cache.device, forward)
+        places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
+        return Decoder(trunk, head, places) if _verdicts[key] else None
+    except Exception:  # a model of another form may fail in any way; its modules compute it
+        _verdicts[key] = False
+    return None
 
 
 def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
@@ -92,19 +107,17 @@ def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     )
 
 
-def is_untouched(module: Any) -> bool:
-    """Whether a module has no hooks, and no `forward` of its own but ours."""
-    own = vars(module).get("forward")
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and (own is None or isinstance(own, OurForward))
+def configuration_of(trunk: Any) -> Hashable:
+    """Return what the trial's verdict depends on: the configuration, and every module's settings."""
+    shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
+    return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 
 
 def is_like_llamas(layer: Any) -> bool:
     names = {name for name, _ in layer.named_parameters()}
     if not REQUIRED <= names <= REQUIRED | OPTIONAL:
         return False
-    act = type(getattr(layer.mlp, "act_fn", None)).__name__
-    return act in ("SiLU", "SiLUActivation") and len(set(epsilons(layer))) == 1
+    return is_silu(getattr(layer.mlp, "act_fn", None)) and len(set(epsilons(layer))) == 1
 
 
 def epsilons(layer: nn.Module) -> list[float | None]:
@@ -136,15 +149,48 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
     )  # fmt: skip
 
 
-def agrees(decoder: Decoder, cache: RolloutCache, through_modules: Step) -> bool:
-    """Whether both give a trial token of every completion the same hidden state.
+def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
+    """Return whether decoder and modules give trial tokens the same hidden states.
 
-    `cache.time` stands still: the first real token overwrites the trial's keys and values.
+    The trial uses as many layers as have different settings.
     """
-    rows, device = sum(cache.counts), cache.device
-    ids = torch.arange(rows, device=device) % len(decoder.trunk.embed_tokens.weight)
-    lengths, counts = cache.numbers
-    positions = lengths.repeat_interleave(counts)
-    theirs = through_modules(ids, positions, cache)
-    ours = decoder(ids, positions, cache)
-    return bool((ours - theirs).abs().max() <= CLOSE * theirs.abs().max())
+    starts = torch.tensor(trial.starts_of(trunk), device=device)
+    lengths, counts = [trial.PROMPT] * len(starts), [2] * len(starts)
+    groups = trial.draw_groups(len(starts), len(trunk.embed_tokens.weight))
+    prompts = torch.tensor([prompt for prompt, _ in groups], device=device)
+    tokens = torch.tensor([ids for _, pair in groups for ids in pair], device=device).T
+    twin = copy.copy(trunk)
+    vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
+    with small_windows(trunk), trial.random_weights(twin):
+        cache = RolloutCache(lengths, counts, len(tokens), device)
+        cache.layout = TreeLayout.of(lengths, device)
+        positions = cache.layout.position_ids[0] + starts.repeat_interleave(trial.PROMPT)
+        forward(twin, prompts.flatten(), positions, cache)
+        cache.close_prompts()
+        first = (starts + trial.PROMPT).repeat_interleave(2)
+        places = first[:, None] + torch.arange(len(tokens), device=device)
+        decoder = Decoder(twin, head, places.flatten())
+        indices = torch.arange(len(first), device=device) * len(tokens)
+        for time, ids in enumerate(tokens):
+            theirs = forward(twin, ids, first + time, cache)
+            ours = decoder(ids, indices + time, cache)
+            cache.time += 1
+            if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
+                return False
+    return True
+
+
+def different_layers(trunk: Any) -> int:
+    """Return how many of the first layers have all settings that occur in any layer."""
+    kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
+    needed, seen = 0, set[Hashable]()
+    for number, layer in enumerate(trunk.layers):
+        settings = [settings_of(m) for m in layer.modules() if m is not layer.self_attn]
+        fields = vars(layer.self_attn).items()
+        own = tuple(v for name, v in fields if name != "layer_idx" and type(v) in SETTINGS)
+        shapes = tuple(p.shape for p in layer.parameters())
+        key = kinds[number], *settings, own, shapes
+        if key not in seen:
+            seen.add(key)
+            needed = number + 1
+    return needed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_supported, check_tolerance, small_windows
+from grpo_fast.attention import check_supported, check_tolerance, small_windows, trial
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, KeptIds, decode
@@ -117,28 +118,49 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """How our loop's logps differ from the model's own in one pass, or None where they agree.
+    """Return how our loop's logps differ from the model's own in one pass, or None if they agree.
 
-    Three greedy completions of two prompts are compared, past any EOS.
+    Greedy completions of random prompts are compared, past any EOS, at the first positions and
+    around every limit of the configuration. Weights in fp32 are replaced by random ones in a second
+    round, so that the verdict does not depend on weights that hide a difference.
     """
     check_supported(policy.lm)
-    rows = policy.lm.get_input_embeddings().weight.shape[0]
-    prompts = [
-        [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
-    ]
-    options = Sampling(max_new_tokens=3, temperature=0)
-    decoded = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3), stop_at_eos=False)
-    policy.lm.set_attn_implementation(policy.generation_attn)
-    worst = 0.0
-    for prompt, tokens, logps in zip(
-        [prompts[0], *prompts], decoded.tokens, decoded.logps, strict=True
-    ):
-        own = policy.own_logps(prompt, tokens.tolist())
-        if own.isnan().any():
-            return None
-        worst = max(worst, float((own - logps).abs().max()))
-    # The narrowest decides: logps are fp32, and an fp32 head may stand on a 16-bit trunk.
+    starts = trial.starts_of(policy.lm, policy.positions)
+    # The narrowest dtype decides: logps are fp32, and an fp32 head may follow a 16-bit trunk.
     dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
-    if worst <= max(check_tolerance(dtype) for dtype in dtypes):
+    tolerance = max(check_tolerance(dtype) for dtype in dtypes)
+    worst = max_gap(policy, starts)
+    if policy.autocast is None:
+        with trial.random_weights(policy.lm) as are_random:
+            if are_random and not math.isnan(random := max_gap(policy, starts)):
+                worst = max(worst, random / trial.RANDOM_FACTOR)
+    if math.isnan(worst) or worst <= tolerance:
         return None
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"
+
+
+def max_gap(policy: Any, starts: Sequence[int]) -> float:
+    """Return the largest difference of logps in nats, NaN where the model's own are NaN."""
+    vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
+    prompts = [prompt for prompt, _ in trial.draw_groups(max(len(starts), 2), vocabulary)]
+    gaps = [_gaps(policy, [prompts[0], prompts[1][1:]], ())]
+    if starts:
+        gaps.append(_gaps(policy, prompts[: len(starts)], starts))
+    return float(torch.cat(gaps).max())
+
+
+def _gaps(policy: Any, prompts: list[list[int]], starts: Sequence[int]) -> Tensor:
+    count, counts = 3, [2] + [1] * (len(prompts) - 1)
+    options = Sampling(max_new_tokens=count, temperature=0)
+    numbers = torch.zeros(sum(counts), count)
+    decoded = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
+    rows = [
+        [*prompt, *tokens]
+        for prompt, tokens in zip([prompts[0], *prompts], decoded.tokens.tolist(), strict=True)
+    ]
+    policy.lm.set_attn_implementation(policy.generation_attn)
+    if starts:
+        own = policy.own_logps(rows, [starts[0], *starts])[:, -count:]
+    else:
+        own = torch.cat([policy.own_logps([row])[:, -count:] for row in rows])
+    return (own - decoded.logps).abs().flatten()

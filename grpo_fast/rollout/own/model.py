@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -84,11 +84,24 @@ class SampledModel:
             for module, training in modes:
                 module.training = training
 
-    def own_logps(self, prompt: list[int], completion: list[int]) -> Tensor:  # (n,) fp32
-        """Logps of the completion by the model's own forward pass. Call it in `generation()`."""
-        ids = torch.tensor([prompt + completion], device=self.device)
-        logits = self.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    def own_logps(self, rows: Sequence[Sequence[int]], starts: Sequence[int] = ()) -> Tensor:
+        """Return logps of all tokens but the first by the model's own forward pass.
+
+        Call it in `generation()`.
+
+        Args:
+            rows: token ids of N sequences of equal length L.
+            starts: the position of each sequence's first token; empty: the model's default.
+
+        Returns:
+            fp32 logps, of shape (N, L-1).
+        """
+        ids, places = torch.tensor(rows, device=self.device), {}
+        if starts:
+            first = torch.tensor(starts, device=self.device)[:, None]
+            places["position_ids"] = first + torch.arange(ids.shape[1], device=self.device)
+        logits = self.lm(input_ids=ids, use_cache=False, **places).logits[:, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         on = self.autocast is not None  # off inside a caller's autocast, too

@@ -1,0 +1,128 @@
+"""Conditions of a trial, in which a computation of ours is compared with the model's.
+
+A verdict must not depend on the caller's data. Trials draw their token ids, replace fp32 weights by
+random ones, shrink windows, and place sequences before, at and after every limit of the model's
+configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.attention.layout import TreeLayout
+
+# Fields of a configuration from which, or from whose multiples, a position may be treated otherwise.
+LIMITS = re.compile(
+    r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
+)
+FARTHEST = 1 << 40  # no sequence gets there: such a value means that there is no limit
+# Code may have limits that its configuration does not name.
+SPREAD = tuple(1 << exponent for exponent in (6, 9, 11, 13, 15, 17))
+PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
+POOL = 65_521  # numbers that large weights are filled from: a prime, so that no rows are equal
+WIDE = torch.float32, torch.float64
+RANDOM_FACTOR = 10  # how much larger differences may be with random weights, which amplify rounding
+
+
+def limits_of(config: Any) -> list[int]:
+    """Return the positions and lengths that a configuration names as limits, ascending."""
+    found: set[int] = set()
+    fields = list(vars(config).items()) if hasattr(config, "__dict__") else []
+    while fields:
+        name, value = fields.pop()
+        if isinstance(value, dict):
+            fields += [(str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            fields += [(name, inner) for inner in value]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if LIMITS.search(name) and 1 < value < FARTHEST:
+                found.add(int(value))
+    return sorted(found)
+
+
+def starts_of(lm: nn.Module, room: float = FARTHEST) -> list[int]:
+    """Return first positions for sequences of `LENGTH` tokens.
+
+    At each limit one prompt and one completion pass it.
+
+    Args:
+        room: how many positions the model has; ignored where they are not looked up in a table.
+    """
+    starts = {0, *SPREAD}
+    for limit in limits_of(lm.config):
+        starts |= {max(limit - PROMPT // 2, 0), max(limit - PROMPT - 2, 0)}
+    if not _has_table(lm, room):
+        room = FARTHEST
+    return sorted(start for start in starts if start + LENGTH <= room)
+
+
+def _has_table(lm: nn.Module, room: float) -> bool:
+    """Return whether positions beyond `room` may fail: a GPU would not survive the attempt."""
+    tables: list[Any] = [x for m in lm.modules() for x in vars(m).values() if torch.is_tensor(x)]
+    tables += [x for x in lm.buffers() if x.dim() > 1]
+    tables += [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
+    is_rotary = any("rotary" in type(m).__name__.lower() for m in lm.modules())
+    sizes = (size for table in tables for size in table.shape[:2])
+    return not is_rotary or any(room <= size < room + 8 for size in sizes)
+
+
+def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:
+    """Return random prompts with two completions each, the same in every process."""
+    generator = torch.Generator().manual_seed(number)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(vocabulary, (length,), generator=generator).tolist()
+
+    return [(ids(PROMPT), [ids(LENGTH - PROMPT) for _ in "ab"]) for _ in range(number)]
+
+
+def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
+    """Return position_ids (1, T) for groups of two completions that begin at `starts`.
+
+    `layout` has the roots of these groups first, in their order: one for each group where it shares
+    prompts, else two.
+    """
+    per_group = layout.parents.count(-1) // len(starts)
+    roots = [n if parent < 0 else parent for n, parent in enumerate(layout.parents)]
+    offsets = [starts[root // per_group] for root in roots]
+    first = torch.tensor(offsets, device=layout.cu_seqlens.device)
+    return layout.position_ids + first[layout.segments]
+
+
+@contextmanager
+def random_weights(model: nn.Module) -> Iterator[bool]:
+    """Give a model random weights for a block of code. They are shared by layers of equal shapes.
+
+    Yields False, and changes nothing, for weights that are not plain fp32 or fp64 tensors: with 16
+    bits random weights would drown a wrong formula in rounding.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    fits = all(type(p) is nn.Parameter and p.dtype in WIDE and p.numel() for _, p in named)
+    saved = [(p, p.data) for _, p in named]
+    try:
+        if fits:
+            shared: dict[Any, Tensor] = {}
+            for name, p in named:
+                key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
+                if key not in shared:
+                    shared[key] = _random_weight(p, len(shared))
+                p.data = shared[key]
+        yield fits
+    finally:
+        for p, data in saved:
+            p.data = data
+
+
+def _random_weight(like: Tensor, seed: int) -> Tensor:
+    """Return a weight with which every part of a layer counts; one of a norm is near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(min(POOL, like.numel()), generator=generator, dtype=like.dtype)
+    values = pool.repeat(-(-like.numel() // len(pool)))[: like.numel()].view(like.shape)
+    values = 1 + 0.25 * values if like.dim() < 2 else values.mul_(1.5 * like.shape[-1] ** -0.5)
+    return values.to(like.device)

@@ -66,7 +66,7 @@ help:
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
-	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (a minute)'
+	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (some minutes)'
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'

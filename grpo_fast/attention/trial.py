@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-# Fields of a configuration from which, or from whose multiples, a position may be treated otherwise.
+# Fields of a configuration that may change how a position is treated.
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
@@ -103,7 +103,10 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
     bits random weights would drown a wrong formula in rounding.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
-    fits = all(type(p) is nn.Parameter and p.dtype in WIDE and p.numel() for _, p in named)
+    fits = all(
+        type(p) is nn.Parameter and p.dtype in WIDE and p.numel() and not p.is_meta
+        for _, p in named
+    )
     saved = [(p, p.data) for _, p in named]
     try:
         if fits:
@@ -111,7 +114,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
             for name, p in named:
                 key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
                 if key not in shared:
-                    shared[key] = _random_weight(p, len(shared))
+                    shared[key] = _random_weight(name, p, len(shared))
                 p.data = shared[key]
         yield fits
     finally:
@@ -119,10 +122,15 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
             p.data = data
 
 
-def _random_weight(like: Tensor, seed: int) -> Tensor:
-    """Return a weight with which every part of a layer counts; one of a norm is near 1."""
+def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
+    """Return a weight with which every part of a layer counts."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(POOL, like.numel()), generator=generator, dtype=like.dtype)
     values = pool.repeat(-(-like.numel() // len(pool)))[: like.numel()].view(like.shape)
-    values = 1 + 0.25 * values if like.dim() < 2 else values.mul_(1.5 * like.shape[-1] ** -0.5)
+    if like.dim() < 2:
+        values = 0.25 * values + (not name.endswith("bias"))  # norms are near 1, biases near 0
+    else:
+        # Some classes store (in, out): the geometric mean serves both orders.
+        width = min(like.shape[-1], (like.shape[-1] * like.shape[-2]) ** 0.5)
+        values = values * (1.5 * width**-0.5)
     return values.to(like.device)

@@ -10,10 +10,8 @@ from typing import Any
 from torch import nn
 
 SMALLEST = 3  # tokens: a window that the prompts of every trial outgrow
-FIELDS = (
-    "sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale",
-    "log_scaling_n_floor", "original_max_position_embeddings",
-)  # fmt: skip
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
 NAMES = re.compile("window|chunk|floor|original_max")  # of their copies in modules
 
 
@@ -57,18 +55,22 @@ def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
 
 
 @contextmanager
-def small_windows(model: nn.Module) -> Iterator[None]:
-    """Shrink windows, chunks and position limits to a few tokens, so that a short trial passes them.
+def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
+    """Shrink windows and chunks to a few tokens, so that a short trial is longer than they are.
 
-    Affects limits that a forward pass reads from the configuration or from a module. The smallest
+    Affects sizes that a forward pass reads from the configuration or from a module. The smallest
     becomes SMALLEST tokens and the next one more, so sizes that differ still differ.
+
+    Args:
+        positions: whether to shrink limits of positions, too, for a trial that begins at 0.
     """
     modules = list(model.modules())
     configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
     owners = list(configs.values())
     for fields in owners:  # grows: dictionaries inside configurations
         owners += [value for value in fields.values() if isinstance(value, dict)]
-    sizes = {fields.get(name) for fields in owners for name in FIELDS}
+    names = WINDOWS + POSITIONS * positions
+    sizes = {fields.get(name) for fields in owners for name in names}
     known = enumerate(sorted(size for size in sizes if type(size) is int))
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [

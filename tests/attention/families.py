@@ -40,6 +40,9 @@ SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
+    # Positions from which a model computes differently; sequences of the sweep pass them.
+    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
+    "original_max_position_embeddings": 64,
     "hidden_size_per_layer_input": 8,
     "rotary_dim": 4,
     "query_pre_attn_scalar": 16,
@@ -99,11 +102,35 @@ def causal_lms() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(kind: str, **changes: Any) -> Any:
-    """The configuration of this model type with every known field tiny."""
+# RoPE types whose angles or attention change with the position. The test of a family takes each.
+ROPES: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+}  # fmt: skip
+
+
+def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
+    """Return the configuration of this model type with every known field tiny.
+
+    Args:
+        rope: one of ROPES, in place of the type of this family.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[kind], {**OWN.get(kind, {}), **changes})
+    return _shrunk(CONFIG_MAPPING[kind], {**OWN.get(kind, {}), "rope": rope, **changes})
+
+
+def _small_rope(known: dict[str, Any], rope: str | None) -> dict[str, Any]:
+    """Return RoPE parameters with small limits; those of several layer types are nested."""
+    if any(isinstance(part, dict) for part in known.values()):
+        return {name: part and _small_rope(part, rope) for name, part in known.items()}
+    small = {**known, **ROPES.get(rope or "", {})}
+    if small.get("rope_type") in ("yarn", "llama3") or "original_max_position_embeddings" in known:
+        small["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
+    return small
 
 
 def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
@@ -111,6 +138,11 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
     aliases = getattr(config_class, "attribute_map", None) or {}
     names = {*known.to_dict(), *aliases}
     fields = {k: v for k, v in SIZES.items() if k in names and aliases.get(k) not in SIZES}
+    parameters = getattr(known, "rope_parameters", None)
+    if parameters:
+        fields["rope_parameters"] = _small_rope(parameters, own.get("rope"))
+    elif own.get("rope"):
+        raise ValueError("no rope_parameters")
     for name in ("text_config", "decoder"):
         if name in (getattr(config_class, "sub_configs", None) or {}):
             fields[name] = _shrunk(type(getattr(known, name)), own)

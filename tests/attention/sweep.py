@@ -1,5 +1,6 @@
 """`python -m tests.attention.sweep`: packed rows and our own sampling loop against transformers'
-own padded eager attention, for every causal LM class that a generic tiny configuration builds.
+padded eager attention, for every causal LM class that a generic tiny configuration builds.
+Sequences pass every limit of the configuration, with each type of RoPE.
 
     --only NAME     this family; may be repeated
     --write         put the table into grpo_fast/attention/README.md
@@ -11,6 +12,7 @@ refused (with the reason, before any training) · wrong. Ends with status 1 wher
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import warnings
@@ -22,17 +24,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import pack_groups
+from grpo_fast.attention import pack_groups, trial
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own import engine as hf
+from grpo_fast.rollout.own.model import positions
 from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
-from tests.attention.families import causal_lms, family_model
+from tests.attention.families import ROPES, causal_lms, family_model
 
+SAMPLED = 20  # tokens of a sampled completion
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths
-# Ragged, every prompt and most completions longer than the window, groups with nothing to share.
-LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)))
+# Ragged, most prompts and completions longer than the window, groups with nothing to share; before
+# and past every limit of `families.SIZES`: 16, 24, 64 and 256.
+LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
     RIGHT: "packed rows and our own loop are right",
@@ -53,13 +58,18 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-def groups_of(vocabulary: int) -> list[Group]:
+def groups_of(model: Any) -> list[Group]:
+    """Return random groups of LENGTHS, without those that are longer than a table of positions."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    room = positions(model.config.get_text_config())
+    room = room if trial._has_table(model, room) else math.inf
     generator = torch.Generator().manual_seed(1)
 
     def ids(n: int) -> list[int]:
         return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
 
-    return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in LENGTHS]
+    fitting = [(p, lengths) for p, lengths in LENGTHS if p + max(SAMPLED, *lengths) <= room]
+    return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in fitting]
 
 
 @torch.no_grad()
@@ -80,10 +90,10 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
 
 
 def judge(family: str, **changes: Any) -> Verdict:
-    """Build this family, take it through the doors of the trainer, and compare what comes out."""
+    """Build this family, take it through the trainer's checks, and compare the results."""
     try:
         model = family_model(family, **changes)
-        groups = groups_of(model.get_input_embeddings().weight.shape[0])
+        groups = groups_of(model)
         truth = padded_logps(model, groups)
     except Exception as error:  # transformers' own, about a configuration that is ours
         return Verdict(family, NOT_BUILT, _line(error))
@@ -101,6 +111,17 @@ def judge(family: str, **changes: Any) -> Verdict:
     return Verdict(family, RIGHT if reason is None else SLOWER, reason or "")
 
 
+def judge_ropes(family: str) -> Verdict:
+    """Judge a family with its RoPE and, where it computes by our code, with each of ROPES."""
+    verdict = judge(family)
+    if verdict.kind in (RIGHT, SLOWER):
+        for rope in ROPES:
+            other = judge(family, rope=rope)
+            if other.kind == WRONG:
+                return other._replace(reason=f"{rope}: {other.reason}")
+    return verdict
+
+
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
     """The largest differences in nats: packed rows with and without shared prompts, the sampler."""
@@ -110,7 +131,7 @@ def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, fl
         found[name] = float((logps - truth).abs().max())
     engine = hf.TransformersEngine(policy)
     prompts = [prompt for prompt, _ in groups]
-    sampled = engine.generate(prompts, Sampling(max_new_tokens=20), group_size=3, seed=5)
+    sampled = engine.generate(prompts, Sampling(max_new_tokens=SAMPLED), group_size=3, seed=5)
     owners = [prompt for prompt in prompts for _ in range(3)]
     pairs = [(p, [one.ids]) for p, one in zip(owners, sampled, strict=True)]
     logps = torch.cat([one.logps for one in sampled])
@@ -170,7 +191,7 @@ def main() -> int:
     torch.set_num_threads(1)
     verdicts = []
     for family in asked.only or causal_lms():
-        verdicts.append(judge(family))
+        verdicts.append(judge_ropes(family))
         print(f"{verdicts[-1].kind:9} {family:24} {verdicts[-1].reason[:170]}", flush=True)
     print(", ".join(f"{n} {kind}" for kind, n in Counter(v.kind for v in verdicts).items()))
     if asked.write:

@@ -162,13 +162,151 @@ def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatc
     assert steps() == [None]
 
 
-def test_a_formula_that_is_not_llamas_is_found_by_a_token_and_once(steps, monkeypatch):
+def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
     """Granite has Llama's parameters, and multiplies what a layer adds."""
     policy = policy_of("granite")
     ours = sampled(policy)
     monkeypatch.setattr(decoder, "Decoder", unwanted)
     again = sampled(policy)
     assert steps() == [None, None] and ours.completion_ids == again.completion_ids
+
+
+# ------------------------------------------------------------------------------------------------
+# the trial
+
+SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+
+
+def check_logps(policy: Policy, prompt: list[int], length: int = 20) -> None:
+    """Sampled logps are those of one pass of the model, also past the limits."""
+    policy.eos_ids = frozenset()
+    drawn = generate(policy, [prompt], Sampling(max_new_tokens=length), group_size=2, seed=1)
+    with policy.generation():
+        for ids, logps in zip(drawn.completion_ids, drawn.sampling_logps, strict=True):
+            own = policy.own_logps([prompt + ids])[0, len(prompt) - 1 :]
+            torch.testing.assert_close(torch.as_tensor(logps), own, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("original", [16, 40, 4096])
+@pytest.mark.parametrize("beta", [0.01, 0.5])
+def test_a_scale_that_begins_at_a_limit_is_found(original, beta, steps):
+    rope = {**SCALED, "original_max_position_embeddings": original, "llama_4_scaling_beta": beta}
+    policy = policy_of("ministral3", rope_parameters=rope)
+    check_logps(policy, list(range(3, 33)))
+    assert steps() == [None]
+
+
+def test_a_scale_of_one_leaves_the_decoder(steps):
+    policy = policy_of("ministral3", rope_parameters={**SCALED, "llama_4_scaling_beta": 0.0})
+    check_logps(policy, list(range(3, 33)))
+    assert all(steps())
+
+
+@pytest.mark.parametrize(
+    "zero", ["q_proj", "o_proj", "embed_tokens", "input_layernorm", "v_proj", "down_proj", ""]
+)
+def test_weights_that_hide_a_formula_do_not_decide(zero, steps):
+    policy = policy_of("ministral3", rope_parameters=SCALED)
+    saved = {name: p.clone() for name, p in policy.lm.named_parameters()}
+    for name, parameter in policy.lm.named_parameters():
+        if zero in name:
+            torch.nn.init.zeros_(parameter)
+    sampled(policy)
+    policy.lm.load_state_dict(saved, strict=False)
+    check_logps(policy, list(range(3, 33)))
+    assert steps() == [None, None]
+
+
+def test_a_verdict_is_shared_by_models_of_one_configuration(spied, steps):
+    tried = spied(decoder, "agrees")
+    changes = {"rope_theta": 12345.0}  # no other test has it
+    for seed in (0, 1):
+        policy = policy_of("llama", seed=seed, **changes)
+        for _ in range(2):
+            sampled(policy)
+    assert len(tried) == 1 and all(steps())
+    sampled(policy_of("llama", rope_theta=54321.0))
+    assert len(tried) == 2
+
+
+def test_a_trial_leaves_weights_configuration_and_random_numbers_as_they_are(monkeypatch):
+    monkeypatch.setattr(decoder, "_verdicts", {})
+    policy = policy_of("mistral", sliding_window=100)
+    before = {name: p.clone() for name, p in policy.lm.named_parameters()}
+    places = [p.data_ptr() for p in policy.lm.parameters()]
+    config, state = str(vars(policy.lm.config)), torch.get_rng_state()
+    sampled(policy)
+    assert decoder._verdicts and torch.equal(torch.get_rng_state(), state)
+    assert str(vars(policy.lm.config)) == config
+    assert [p.data_ptr() for p in policy.lm.parameters()] == places
+    for name, p in policy.lm.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def scaled_later(policy: Policy) -> None:
+    policy.lm.config.rope_parameters["llama_4_scaling_beta"] = 0.5
+
+
+def activation_replaced(policy: Policy) -> None:
+    policy.lm.model.layers[0].mlp.act_fn = torch.nn.GELU()
+
+
+def activation_hooked(policy: Policy) -> None:
+    policy.lm.model.layers[1].mlp.act_fn.register_forward_hook(lambda m, a, out: 2 * out)
+
+
+def activation_patched(policy: Policy) -> None:
+    policy.lm.model.layers[1].mlp.act_fn.forward = torch.tanh
+
+
+def parametrized(policy: Policy) -> None:
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    layer = policy.lm.model.layers[0].self_attn.q_proj
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Double())
+
+
+def adapted(policy: Policy) -> None:
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(settings, policy.lm)
+
+
+def scaled_attention(policy: Policy) -> None:
+    policy.lm.model.layers[0].self_attn.scaling = 0.5  # which the cache's rule brings
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scaled_later, activation_replaced, activation_hooked, activation_patched, parametrized,
+     adapted, scaled_attention],
+)  # fmt: skip
+def test_a_change_after_the_first_rollout_is_honoured(change, steps):
+    policy = policy_of("ministral3", rope_parameters={**SCALED, "llama_4_scaling_beta": 0.0})
+    sampled(policy)
+    assert steps()[-1] is not None
+    change(policy)
+    check_logps(policy, list(range(3, 33)))
+    assert (steps()[-1] is None) == (change is not scaled_attention)
+
+
+@pytest.mark.parametrize("limit", [30, 1000, 2048, 5000, 100_000])
+def test_a_limit_that_no_configuration_names_is_found(limit, steps, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    rotate = modeling_llama.LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        places = kwargs["position_ids"][0]
+        scaled = hidden_states * (1 + 0.1 * (places > limit))[None, :, None]
+        return rotate(self, scaled, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    sampled(policy_of("llama"))
+    assert steps() == [None]
 
 
 def test_the_operator_refuses_what_does_not_fit():

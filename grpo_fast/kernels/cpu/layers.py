@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / √(mean(x²) + eps) over the last dimension; see `is_plain` for the inputs.
+    """Compute weight · x / √(mean(x²) + eps) over the last dimension, for tensors that are plain.
 
     Args:
         x: of shape (…, H).
@@ -140,7 +140,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
-    """Return gradients by torch: `is_grads_batched` calls our backward with a batch of gradients."""
+    """Return gradients by torch, for the batch of gradients that `is_grads_batched` brings."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(formula(*leaves), leaves, grads)
@@ -208,7 +208,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
         if _in_transform(grad):
-            dx, dw = _torch_gradients(lambda *a: _torch_norm(*a, ctx.eps), (x, weight), grad)
+            dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
             return dx, dw, None
         door = loader.door("layers", "rms_norm_backward")
         dx, dw = door(_rows(grad), _rows(x), weight.detach(), scales)

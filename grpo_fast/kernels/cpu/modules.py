@@ -217,7 +217,7 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 @functools.cache
 def _rotated_by_ours(forward: Any) -> _Rotated | None:
-    """Return an attention's forward with our `rotary` in place of its file's, None if they differ."""
+    """Return an attention's forward with our `rotary` for its file's, or None if they differ."""
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
     if code is None or theirs is None or ROTARY not in code.co_names:

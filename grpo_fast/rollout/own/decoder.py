@@ -21,13 +21,7 @@ from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.modules import (
-    SETTINGS,
-    epsilon_of,
-    is_silu,
-    is_untouched,
-    settings_of,
-)
+from grpo_fast.kernels.cpu.modules import SETTINGS, epsilon_of, is_silu, is_untouched, settings_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
 # The trunk, (B,) token ids, their positions, the cache → (B, H) final hidden states
@@ -79,7 +73,7 @@ class Decoder:
 
 
 def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> Decoder | None:
-    """Return the decoder for a model and a cache that has its prompts, or None if it is no Llama."""
+    """Return the decoder for a model and a cache that has its prompts, None for other models."""
     if not has_its_form(trunk, head, cache):
         return None
     key = configuration_of(trunk)
@@ -108,7 +102,7 @@ def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
 
 
 def configuration_of(trunk: Any) -> Hashable:
-    """Return what the trial's verdict depends on: the configuration, and every module's settings."""
+    """Return what the verdict depends on: the configuration, and every module's settings."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 
@@ -154,29 +148,31 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
 
     The trial uses as many layers as have different settings.
     """
-    starts = torch.tensor(trial.starts_of(trunk), device=device)
-    lengths, counts = [trial.PROMPT] * len(starts), [2] * len(starts)
-    groups = trial.draw_groups(len(starts), len(trunk.embed_tokens.weight))
-    prompts = torch.tensor([prompt for prompt, _ in groups], device=device)
-    tokens = torch.tensor([ids for _, pair in groups for ids in pair], device=device).T
     twin = copy.copy(trunk)
     vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
-    with small_windows(trunk), trial.random_weights(twin):
-        cache = RolloutCache(lengths, counts, len(tokens), device)
-        cache.layout = TreeLayout.of(lengths, device)
-        positions = cache.layout.position_ids[0] + starts.repeat_interleave(trial.PROMPT)
-        forward(twin, prompts.flatten(), positions, cache)
-        cache.close_prompts()
-        first = (starts + trial.PROMPT).repeat_interleave(2)
-        places = first[:, None] + torch.arange(len(tokens), device=device)
+    starts = trial.starts_of(trunk)
+    groups = trial.draw_groups(len(starts), len(trunk.embed_tokens.weight))
+    prompts = torch.tensor([prompt for prompt, _ in groups], device=device)
+    tokens = torch.tensor([pair for _, pair in groups], device=device)  # (starts, 2, tokens)
+    first = torch.tensor(starts, device=device)[:, None]
+    places = first + torch.arange(trial.LENGTH, device=device)
+    with small_windows(trunk, positions=False), trial.random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
-        indices = torch.arange(len(first), device=device) * len(tokens)
-        for time, ids in enumerate(tokens):
-            theirs = forward(twin, ids, first + time, cache)
-            ours = decoder(ids, indices + time, cache)
-            cache.time += 1
-            if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
-                return False
+        # The first prompt passes alone, too: a model may look at the largest position of all.
+        for count in (1, len(starts)):
+            cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
+            cache.layout = TreeLayout.of(cache.lengths, device)
+            own = places[:count, : trial.PROMPT]
+            forward(twin, prompts[:count].flatten(), own.flatten(), cache)
+            cache.close_prompts()
+            indices = torch.arange(count, device=device).repeat_interleave(2) * trial.LENGTH
+            for time, ids in enumerate(tokens[:count].flatten(0, 1).T):
+                at = indices + trial.PROMPT + time
+                theirs = forward(twin, ids, places.flatten()[at], cache)
+                ours = decoder(ids, at, cache)
+                cache.time += 1
+                if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
+                    return False
     return True
 
 

@@ -106,8 +106,7 @@ def why_unsuited(policy: Any) -> str | None:
         return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:
         try:
-            with small_windows(policy.lm):
-                _unsuited[policy.lm] = compare(policy)
+            _unsuited[policy.lm] = compare(policy)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             does = "" if isinstance(error, ValueError) else "our loop fails on it: "
             _unsuited[policy.lm] = does + (str(error).splitlines() or [type(error).__name__])[0]
@@ -143,9 +142,11 @@ def max_gap(policy: Any, starts: Sequence[int]) -> float:
     """Return the largest difference of logps in nats, NaN where the model's own are NaN."""
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [prompt for prompt, _ in trial.draw_groups(max(len(starts), 2), vocabulary)]
-    gaps = [_gaps(policy, [prompts[0], prompts[1][1:]], ())]
+    with small_windows(policy.lm):
+        gaps = [_gaps(policy, [prompts[0], prompts[1][1:]], ())]
     if starts:
-        gaps.append(_gaps(policy, prompts[: len(starts)], starts))
+        with small_windows(policy.lm, positions=False):
+            gaps.append(_gaps(policy, prompts[: len(starts)], starts))
     return float(torch.cat(gaps).max())
 
 
@@ -154,13 +155,14 @@ def _gaps(policy: Any, prompts: list[list[int]], starts: Sequence[int]) -> Tenso
     options = Sampling(max_new_tokens=count, temperature=0)
     numbers = torch.zeros(sum(counts), count)
     decoded = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
-    rows = [
-        [*prompt, *tokens]
-        for prompt, tokens in zip([prompts[0], *prompts], decoded.tokens.tolist(), strict=True)
-    ]
+    pairs = zip([prompts[0], *prompts], decoded.tokens.tolist(), strict=True)
+    rows = [[*prompt, *tokens] for prompt, tokens in pairs]
     policy.lm.set_attn_implementation(policy.generation_attn)
+    # The first prompt's rows pass alone: a model may look at the largest position of all.
+    own = [policy.own_logps(rows[:2], [starts[0]] * 2 if starts else ())]
     if starts:
-        own = policy.own_logps(rows, [starts[0], *starts])[:, -count:]
+        own.append(policy.own_logps(rows[2:], starts[1:]) if len(rows) > 2 else own[0][:0])
     else:
-        own = torch.cat([policy.own_logps([row])[:, -count:] for row in rows])
-    return (own - decoded.logps).abs().flatten()
+        own += [policy.own_logps([row]) for row in rows[2:]]
+    theirs = torch.cat([logps[:, -count:] for logps in own])
+    return (theirs - decoded.logps).abs().flatten()

@@ -11,14 +11,14 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_fast.attention import check_tolerance, pack_groups, small_windows, trial
+from grpo_fast.attention import PackedTree, check_tolerance, pack_groups, small_windows, trial
 from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
@@ -265,19 +265,18 @@ def self_check(policy: Policy) -> float:
     kind, dtype = policy.lm.config.model_type, policy.autocast or policy.head.weight.dtype
     training, tolerance = policy.lm.training, check_tolerance(dtype)
     starts = trial.starts_of(policy.lm, policy.positions)
-    with small_windows(policy.lm):
-        try:
-            worst = difference = _largest_gap(policy, starts)
-            fits = not math.isnan(difference)
-            require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
-            if policy.autocast is None:
-                with trial.random_weights(policy.lm) as are_random:
-                    if are_random and not math.isnan(random := _largest_gap(policy, starts)):
-                        worst = max(worst, random / trial.RANDOM_FACTOR)
-        except (AttributeError, TypeError) as error:  # the model computes with its mask
-            raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
-        finally:
-            policy.lm.train(training)
+    try:
+        worst = difference = _largest_gap(policy, starts)
+        fits = not math.isnan(difference)
+        require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
+        if policy.autocast is None:
+            with trial.random_weights(policy.lm) as are_random:
+                if are_random and not math.isnan(random := _largest_gap(policy, starts)):
+                    worst = max(worst, random / trial.RANDOM_FACTOR)
+    except (AttributeError, TypeError) as error:  # the model computes with its mask
+        raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
+    finally:
+        policy.lm.train(training)
     if not worst <= tolerance:
         raise ValueError(
             f"model_type {kind}: packed attention with the fused head "
@@ -291,18 +290,31 @@ def self_check(policy: Policy) -> float:
 def _largest_gap(policy: Policy, starts: list[int]) -> float:
     """Return the largest difference in nats, or NaN where the model's own logps are NaN."""
     groups = trial.draw_groups(len(starts), policy.head.weight.shape[0])
-    (prompt, (first, second)), is_shared = groups[0], policy.unshared is None
-    ragged = [first, second[:3]]
-    short = pack_groups([(prompt, ragged)], shared=is_shared, device=policy.device)
-    far = pack_groups(groups, shared=is_shared, device=policy.device)
-    layout = copy.copy(far.layout)
-    vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
+    is_shared = policy.unshared is None
+    (prompt, (first, second)), *others = groups
+    with small_windows(policy.lm):
+        ragged = prompt, [first, second[:3]]
+        pack = pack_groups([ragged], shared=is_shared, device=policy.device)
+        gaps = [_gaps(policy, pack, [[prompt + ids] for ids in ragged[1]], [()] * 2)]
+    with small_windows(policy.lm, positions=False):
+        pack = pack_groups(groups, shared=is_shared, device=policy.device)
+        layout = copy.copy(pack.layout)
+        vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
+        # The first group passes alone: a model may look at the largest position of all.
+        parts = [part for part in (groups[:1], others) if part]
+        rows = [[prompt + ids for prompt, pair in part for ids in pair] for part in parts]
+        places = [[start for start in part for _ in "ab"] for part in (starts[:1], starts[1:])]
+        gaps.append(_gaps(policy, dataclasses.replace(pack, layout=layout), rows, places))
+    return float(torch.cat(gaps).max())
+
+
+def _gaps(
+    policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Compare packed logps with the model's own of batches of rows that begin at `starts`."""
     policy.lm.train()  # experts that are drawn at random in training would show
-    ours = [policy.logps(pack) for pack in (short, dataclasses.replace(far, layout=layout))]
-    rows = [prompt + completion for prompt, pair in groups for completion in pair]
-    skipped = len(prompt) - 1
+    ours = policy.logps(pack)
     with policy.generation():
-        theirs = [policy.own_logps([prompt + ids])[0, skipped:] for ids in ragged]
-        each = [start for start in starts for _ in "ab"]
-        theirs.append(policy.own_logps(rows, each)[:, skipped:].flatten())
-    return float((torch.cat(ours) - torch.cat(theirs)).abs().max())
+        pairs = zip(rows, starts, strict=False)
+        theirs = [policy.own_logps(batch, first)[:, trial.PROMPT - 1 :] for batch, first in pairs]
+    return (ours - torch.cat([logps.flatten() for logps in theirs])).abs()

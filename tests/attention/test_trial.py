@@ -1,0 +1,225 @@
+"""Trials: the limits that they reach, the weights that they use, and what they find."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from grpo_fast.attention import pack_groups, small_windows, trial
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train.models.loading import self_check
+from grpo_fast.train.models.policy import Policy
+from tests.attention.families import family_model, tiny_config
+from tests.tiny import tiny_policy
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 96
+}  # fmt: skip
+NESTED = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({"max_position_embeddings": 131072, "hidden_size": 64, "vocab_size": 999}, [131072]),
+        ({"n_positions": 1024, "n_ctx": 512}, [512, 1024]),
+        ({"sliding_window": 4096, "max_window_layers": 28}, [28, 4096]),
+        ({"sliding_window": None, "attention_chunk_size": 8192, "floor_scale": 8192.0}, [8192]),
+        ({"log_scaling_n_floor": 128000, "rel_extent": 1024}, [1024, 128000]),
+        ({"rope_parameters": YARN}, [96]),
+        ({"rope_parameters": NESTED, "max_seq_len": 2048}, [96, 2048]),
+        ({"layers": [{"sliding_window": 7}, {"sliding_window": 9}]}, [7, 9]),
+        ({"layers_window": (None, 512, 128)}, [128, 512]),
+        ({"max_position_embeddings": 10**30}, []),  # no limit
+        ({"max_position_embeddings": -1, "sliding_window": 0, "use_sliding_window": True}, []),
+        ({"max_position_embeddings": "long", "window": float("inf")}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_limits_of(fields, limits):
+    assert trial.limits_of(SimpleNamespace(**fields)) == limits
+
+
+@pytest.mark.parametrize("family", ["llama", "ministral3", "gpt2", "gemma3_text", "phi3"])
+def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
+    model = family_model(family, num_hidden_layers=1)
+    starts = trial.starts_of(model, 256)
+    end = 256 if family == "gpt2" else 1 << 30
+    for limit in trial.limits_of(model.config):
+        last = (trial.PROMPT, trial.LENGTH)
+        passing = [[start < limit < start + n - 1 for start in starts] for n in last]
+        assert all(map(any, passing)) or limit + 3 > end, limit
+        after = [s for s in starts if s < limit and s + trial.PROMPT >= limit and s + 9 > limit]
+        assert after or limit + 3 > end
+    assert max(starts) + trial.LENGTH <= end and 0 in starts
+    if family != "gpt2":
+        assert max(starts) >= 1 << 17
+
+
+def test_tables_of_positions_are_not_left():
+    for family, room in (("gpt2", 256), ("opt", 256), ("ctrl", 256), ("gpt_neo", 256)):
+        starts = trial.starts_of(family_model(family), room)
+        assert starts and max(starts) + trial.LENGTH <= room, family
+
+
+def test_random_weights_are_put_back_after_an_error():
+    model = family_model("qwen2", num_hidden_layers=3)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    places = [p.data_ptr() for p in model.parameters()]
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError), trial.random_weights(model) as are_random:
+        assert are_random
+        layers = [dict(layer.named_parameters()) for layer in model.model.layers]
+        for name, p in layers[0].items():
+            assert layers[2][name].data_ptr() == p.data_ptr()  # one layer's memory for all
+            assert not torch.equal(p, before[f"model.layers.0.{name}"])
+            assert p.isfinite().all() and p.std() > 0.01
+        assert not torch.equal(*[layers[0][f"self_attn.{n}_proj.weight"] for n in "kv"])
+        raise KeyError
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "meta", "subclass", "empty"])
+def test_other_weights_stay(how):
+    model = nn.Linear(8, 8)
+    if how == "subclass":
+
+        class Sharded(nn.Parameter):
+            pass
+
+        model.weight = Sharded(model.weight.data)
+    elif how == "empty":
+        model.bias = nn.Parameter(torch.empty(0))
+    else:
+        model = model.bfloat16() if how == "bfloat16" else model.to("meta")
+    before = model.weight.data
+    with trial.random_weights(model) as are_random:
+        assert not are_random and model.weight.data_ptr() == before.data_ptr()
+
+
+def test_limits_inside_rope_parameters_shrink_too():
+    rope = {**YARN, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}
+    model = family_model("ministral3", rope_parameters=rope)
+    config = model.config.rope_parameters
+    config["original_max_position_embeddings"] = 16384
+    with small_windows(model):
+        assert config["original_max_position_embeddings"] < trial.LENGTH
+    assert config["original_max_position_embeddings"] == 16384
+
+
+def test_positions_of_groups_that_begin_elsewhere():
+    groups = trial.draw_groups(3, 61)
+    for shared in (True, False):
+        pack = pack_groups(groups, shared=shared)
+        places = trial.moved_positions(pack.layout, [100, 0, 7])[0]
+        own = pack.layout.position_ids[0]
+        predicting = places[pack.predicting].view(3, 2, 5)
+        expected = torch.tensor([100, 0, 7]).view(3, 1, 1) + torch.arange(3, 8)
+        assert torch.equal(predicting, expected.expand(3, 2, 5))
+        assert torch.equal((places - own).unique(), torch.tensor([0, 7, 100]))
+
+
+# ------------------------------------------------------------------------------------------------
+# what trials find
+
+
+def changed_attention(monkeypatch: Any, scale: Any) -> None:
+    """Let Llama's attention scale its input by `scale(module, positions, T)`."""
+    attend = modeling_llama.LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        factor = scale(self, kwargs["position_ids"], hidden_states.shape[1])
+        return attend(self, hidden_states * factor, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+
+
+def by_length(module: Any, positions: Any, tokens: int) -> Any:
+    """As in Llama 4: positions are counted in the row, whatever position_ids say."""
+    places = torch.arange(tokens)
+    return 1 + 0.1 * (places // module.config.floor_scale).log1p()[None, :, None]
+
+
+def by_largest(module: Any, positions: Any, tokens: int) -> Any:
+    """As in long RoPE: all tokens of a row change when one passes the limit."""
+    return 1.0 + 0.5 * float(positions.max() >= module.config.original_max_position_embeddings)
+
+
+def by_position(module: Any, positions: Any, tokens: int) -> Any:
+    limit = module.config.original_max_position_embeddings
+    return 1 + 0.5 * (positions >= limit)[..., None]
+
+
+@pytest.mark.parametrize("limit", [10, 50, 8192, 100_000])
+@pytest.mark.parametrize("weights", ["random", "default", "zero"])
+@pytest.mark.parametrize("scale", [by_length, by_largest])
+def test_a_rule_that_packed_rows_break_is_found(scale, weights, limit, monkeypatch):
+    changed_attention(monkeypatch, scale)
+    policy = tiny_policy(floor_scale=limit, original_max_position_embeddings=limit)
+    std = {"default": 0.02, "zero": 0.0}.get(weights)
+    for parameter in policy.lm.parameters() if std is not None else ():
+        nn.init.normal_(parameter, std=std)
+    with pytest.raises(ValueError, match="differs from its own logits"):
+        self_check(policy)
+    with policy.generation():
+        assert "differ by" in hf.why_unsuited(policy)
+
+
+@pytest.mark.parametrize("limit", [10, 8192])
+def test_a_rule_that_follows_positions_is_right(limit, monkeypatch):
+    changed_attention(monkeypatch, by_position)
+    policy = tiny_policy(original_max_position_embeddings=limit)
+    assert self_check(policy) < 1e-4
+    with policy.generation():
+        assert hf.why_unsuited(policy) is None
+
+
+@pytest.mark.parametrize("std", [0.0, 0.002])
+@pytest.mark.parametrize("family", ["codegen", "falcon", "gpt_neo", "mpt", "openai-gpt", "phimoe"])
+def test_small_weights_do_not_hide_a_family_that_is_refused(family, std):
+    model = family_model(family)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=std)
+    policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
+    with pytest.raises(ValueError, match="packed attention"):
+        self_check(policy)
+
+
+def test_random_weights_in_half_precision_do_not_refuse_a_family():
+    for dtype in (torch.bfloat16, torch.float16):
+        policy = tiny_policy("qwen3")
+        policy.lm.to(dtype)
+        assert self_check(policy) < 0.15
+    policy = tiny_policy("qwen3")
+    policy.autocast = torch.bfloat16
+    assert self_check(policy) < 0.15
+
+
+def test_checks_put_modes_weights_and_attention_back():
+    policy = tiny_policy("mistral", sliding_window=100)
+    before = {name: p.clone() for name, p in policy.lm.named_parameters()}
+    config = str(vars(policy.lm.config))
+    for training in (True, False):
+        policy.lm.train(training)
+        self_check(policy)
+        assert all(module.training == training for module in policy.lm.modules())
+    assert str(vars(policy.lm.config)) == config
+    assert all(torch.equal(p, before[name]) for name, p in policy.lm.named_parameters())
+
+
+def test_limits_of_the_sweep_are_small():
+    """Its sequences have up to 261 tokens."""
+    for family in ("ministral3", "llama", "phi3", "gemma3_text", "llama4_text"):
+        limits = trial.limits_of(tiny_config(family).get_text_config())
+        # ministral3's RoPE names its length, which no code reads.
+        assert limits and max({*limits} - {262144}) <= 256, (family, limits)

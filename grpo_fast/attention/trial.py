@@ -7,8 +7,9 @@ configuration.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,7 @@ LIMITS = re.compile(
 )
 FARTHEST = 1 << 40  # no sequence gets there: such a value means that there is no limit
 # Code may have limits that its configuration does not name.
-SPREAD = tuple(1 << exponent for exponent in (6, 9, 11, 13, 15, 17))
+SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
 POOL = 65_521  # numbers that large weights are filled from: a prime, so that no rows are equal
 WIDE = torch.float32, torch.float64
@@ -93,6 +94,29 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
     offsets = [starts[root // per_group] for root in roots]
     first = torch.tensor(offsets, device=layout.cu_seqlens.device)
     return layout.position_ids + first[layout.segments]
+
+
+def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
+    """Run a trial with a model's weights at the first positions, and at all with random weights.
+
+    Args:
+        policy: with `lm`, `positions` and `autocast`.
+        gap: the trial: first positions of sequences (none: short ones from 0) → largest difference
+            in nats, or NaN where the model's own logps are NaN.
+
+    Returns:
+        The difference with the model's weights, and the one that decides. NaN: its weights are NaN.
+    """
+    starts = starts_of(policy.lm, policy.positions)
+    own = gap(())
+    far = math.nan
+    if policy.autocast is None:
+        with random_weights(policy.lm) as are_random:
+            if are_random:
+                far = max(gap(()), gap(starts)) / RANDOM_FACTOR
+    if math.isnan(far):
+        far = gap(starts)
+    return own, max(own, far)
 
 
 @contextmanager

@@ -124,45 +124,31 @@ def compare(policy: Any) -> str | None:
     round, so that the verdict does not depend on weights that hide a difference.
     """
     check_supported(policy.lm)
-    starts = trial.starts_of(policy.lm, policy.positions)
     # The narrowest dtype decides: logps are fp32, and an fp32 head may follow a 16-bit trunk.
     dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
     tolerance = max(check_tolerance(dtype) for dtype in dtypes)
-    worst = max_gap(policy, starts)
-    if policy.autocast is None:
-        with trial.random_weights(policy.lm) as are_random:
-            if are_random and not math.isnan(random := max_gap(policy, starts)):
-                worst = max(worst, random / trial.RANDOM_FACTOR)
-    if math.isnan(worst) or worst <= tolerance:
+    own, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
+    if math.isnan(own) or worst <= tolerance:
         return None
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"
 
 
-def max_gap(policy: Any, starts: Sequence[int]) -> float:
-    """Return the largest difference of logps in nats, NaN where the model's own are NaN."""
+def largest_gap(policy: Any, starts: Sequence[int]) -> float:
+    """Return the largest difference of logps in nats; `starts`: see `trial.worst_gap`."""
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
-    prompts = [prompt for prompt, _ in trial.draw_groups(max(len(starts), 2), vocabulary)]
-    with small_windows(policy.lm):
-        gaps = [_gaps(policy, [prompts[0], prompts[1][1:]], ())]
-    if starts:
-        with small_windows(policy.lm, positions=False):
-            gaps.append(_gaps(policy, prompts[: len(starts)], starts))
-    return float(torch.cat(gaps).max())
-
-
-def _gaps(policy: Any, prompts: list[list[int]], starts: Sequence[int]) -> Tensor:
-    count, counts = 3, [2] + [1] * (len(prompts) - 1)
-    options = Sampling(max_new_tokens=count, temperature=0)
-    numbers = torch.zeros(sum(counts), count)
-    decoded = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
-    pairs = zip([prompts[0], *prompts], decoded.tokens.tolist(), strict=True)
-    rows = [[*prompt, *tokens] for prompt, tokens in pairs]
-    policy.lm.set_attn_implementation(policy.generation_attn)
-    # The first prompt's rows pass alone: a model may look at the largest position of all.
-    own = [policy.own_logps(rows[:2], [starts[0]] * 2 if starts else ())]
-    if starts:
-        own.append(policy.own_logps(rows[2:], starts[1:]) if len(rows) > 2 else own[0][:0])
-    else:
-        own += [policy.own_logps([row]) for row in rows[2:]]
-    theirs = torch.cat([logps[:, -count:] for logps in own])
-    return (theirs - decoded.logps).abs().flatten()
+    prompts = [prompt for prompt, _ in trial.draw_groups(len(starts) or 2, vocabulary)]
+    if not starts:
+        prompts[1] = prompts[1][1:]
+    length, counts = 3, [2] + [1] * (len(prompts) - 1)
+    options = Sampling(max_new_tokens=length, temperature=0)
+    numbers = torch.zeros(sum(counts), length)
+    with small_windows(policy.lm, positions=not starts):
+        ours = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
+        pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
+        rows = [[*prompt, *tokens] for prompt, tokens in pairs]
+        policy.lm.set_attn_implementation(policy.generation_attn)
+        # The first prompt's rows pass alone: a model may look at the largest position of all.
+        theirs = [policy.own_logps(rows[:2], [*starts[:1], *starts[:1]])]
+        if len(rows) > 2:
+            theirs.append(policy.own_logps(rows[2:], starts[1:]))
+    return float((torch.cat([logps[:, -length:] for logps in theirs]) - ours.logps).abs().max())

@@ -264,19 +264,14 @@ def self_check(policy: Policy) -> float:
     require(policy.positions >= least, "max_position_embeddings", expected, policy.positions)
     kind, dtype = policy.lm.config.model_type, policy.autocast or policy.head.weight.dtype
     training, tolerance = policy.lm.training, check_tolerance(dtype)
-    starts = trial.starts_of(policy.lm, policy.positions)
     try:
-        worst = difference = _largest_gap(policy, starts)
-        fits = not math.isnan(difference)
-        require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
-        if policy.autocast is None:
-            with trial.random_weights(policy.lm) as are_random:
-                if are_random and not math.isnan(random := _largest_gap(policy, starts)):
-                    worst = max(worst, random / trial.RANDOM_FACTOR)
+        difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
     except (AttributeError, TypeError) as error:  # the model computes with its mask
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
+    fits = not math.isnan(difference)
+    require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
     if not worst <= tolerance:
         raise ValueError(
             f"model_type {kind}: packed attention with the fused head "
@@ -287,34 +282,35 @@ def self_check(policy: Policy) -> float:
     return difference
 
 
-def _largest_gap(policy: Policy, starts: list[int]) -> float:
-    """Return the largest difference in nats, or NaN where the model's own logps are NaN."""
-    groups = trial.draw_groups(len(starts), policy.head.weight.shape[0])
-    is_shared = policy.unshared is None
-    (prompt, (first, second)), *others = groups
-    with small_windows(policy.lm):
-        ragged = prompt, [first, second[:3]]
-        pack = pack_groups([ragged], shared=is_shared, device=policy.device)
-        gaps = [_gaps(policy, pack, [[prompt + ids] for ids in ragged[1]], [()] * 2)]
-    with small_windows(policy.lm, positions=False):
-        pack = pack_groups(groups, shared=is_shared, device=policy.device)
-        layout = copy.copy(pack.layout)
-        vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
-        # The first group passes alone: a model may look at the largest position of all.
-        parts = [part for part in (groups[:1], others) if part]
-        rows = [[prompt + ids for prompt, pair in part for ids in pair] for part in parts]
-        places = [[start for start in part for _ in "ab"] for part in (starts[:1], starts[1:])]
-        gaps.append(_gaps(policy, dataclasses.replace(pack, layout=layout), rows, places))
-    return float(torch.cat(gaps).max())
+def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
+    """Return the largest difference in nats; `starts`: see `trial.worst_gap`."""
+    groups = trial.draw_groups(max(len(starts), 1), policy.head.weight.shape[0])
+    is_shared, lm = policy.unshared is None, policy.lm
+    if not starts:
+        ((prompt, (first, second)),) = groups
+        ragged = [first, second[:3]]
+        pack = pack_groups([(prompt, ragged)], shared=is_shared, device=policy.device)
+        with small_windows(lm):
+            return _gap(policy, pack, [[prompt + ids] for ids in ragged], [()] * 2)
+    pack = pack_groups(groups, shared=is_shared, device=policy.device)
+    layout = copy.copy(pack.layout)
+    vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
+    rows = [prompt + ids for prompt, pair in groups for ids in pair]
+    places = [start for start in starts for _ in "ab"]
+    # The first group passes alone: a model may look at the largest position of all.
+    batches = [rows[:2], rows[2:]][: len(starts)]
+    with small_windows(lm, positions=False):
+        pack = dataclasses.replace(pack, layout=layout)
+        return _gap(policy, pack, batches, [places[:2], places[2:]])
 
 
-def _gaps(
+def _gap(
     policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
-) -> torch.Tensor:
+) -> float:
     """Compare packed logps with the model's own of batches of rows that begin at `starts`."""
     policy.lm.train()  # experts that are drawn at random in training would show
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)
         theirs = [policy.own_logps(batch, first)[:, trial.PROMPT - 1 :] for batch, first in pairs]
-    return (ours - torch.cat([logps.flatten() for logps in theirs])).abs()
+    return float((ours - torch.cat([logps.flatten() for logps in theirs])).abs().max())

@@ -22,6 +22,7 @@ from grpo_fast.attention.layout import TreeLayout
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
+TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence gets there: such a value means that there is no limit
 # Code may have limits that its configuration does not name.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
@@ -31,46 +32,44 @@ WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # how much larger differences may be with random weights, which amplify rounding
 
 
-def limits_of(config: Any) -> list[int]:
+def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
     """Return the positions and lengths that a configuration names as limits, ascending."""
     found: set[int] = set()
-    fields = list(vars(config).items()) if hasattr(config, "__dict__") else []
+    fields = list(vars(config).items())
     while fields:
         name, value = fields.pop()
         if isinstance(value, dict):
             fields += [(str(key), inner) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             fields += [(name, inner) for inner in value]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if LIMITS.search(name) and 1 < value < FARTHEST:
-                found.add(int(value))
+        elif isinstance(value, (int, float)) and names.search(name) and 1 < value < FARTHEST:
+            found.add(int(value))
     return sorted(found)
 
 
-def starts_of(lm: nn.Module, room: float = FARTHEST) -> list[int]:
+def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
     """Return first positions for sequences of `LENGTH` tokens.
 
     At each limit one prompt and one completion pass it.
 
     Args:
-        room: how many positions the model has; ignored where they are not looked up in a table.
+        bound: how many positions the model has; ignored where they are not looked up in a table.
     """
     starts = {0, *SPREAD}
     for limit in limits_of(lm.config):
         starts |= {max(limit - PROMPT // 2, 0), max(limit - PROMPT - 2, 0)}
-    if not _has_table(lm, room):
-        room = FARTHEST
+    room = room_of(lm, bound)
     return sorted(start for start in starts if start + LENGTH <= room)
 
 
-def _has_table(lm: nn.Module, room: float) -> bool:
-    """Return whether positions beyond `room` may fail: a GPU would not survive the attempt."""
-    tables: list[Any] = [x for m in lm.modules() for x in vars(m).values() if torch.is_tensor(x)]
+def room_of(lm: nn.Module, bound: float) -> float:
+    """Return how many positions a model can be given: a GPU would not survive one too far."""
+    if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
+        return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])
+    tables: list[Any] = [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
     tables += [x for x in lm.buffers() if x.dim() > 1]
-    tables += [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
-    is_rotary = any("rotary" in type(m).__name__.lower() for m in lm.modules())
     sizes = (size for table in tables for size in table.shape[:2])
-    return not is_rotary or any(room <= size < room + 8 for size in sizes)
+    return bound if any(bound <= size < bound + 8 for size in sizes) else FARTHEST
 
 
 def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:

@@ -12,7 +12,6 @@ refused (with the reason, before any training) · wrong. Ends with status 1 wher
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 import warnings
@@ -29,8 +28,8 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.own.model import positions
-from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
@@ -61,14 +60,13 @@ class Verdict(NamedTuple):
 def groups_of(model: Any) -> list[Group]:
     """Return random groups of LENGTHS, without those that are longer than a table of positions."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    room = positions(model.config.get_text_config())
-    room = room if trial._has_table(model, room) else math.inf
+    room = trial.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
 
     def ids(n: int) -> list[int]:
         return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
 
-    fitting = [(p, lengths) for p, lengths in LENGTHS if p + max(SAMPLED, *lengths) <= room]
+    fitting = [(p, n) for p, n in LENGTHS if room < 0 or p + max(SAMPLED, *n) <= room]
     return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in fitting]
 
 

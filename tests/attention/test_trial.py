@@ -13,8 +13,8 @@ from transformers.models.llama import modeling_llama
 from grpo_fast.attention import pack_groups, small_windows, trial
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import family_model, tiny_config
 from tests.tiny import tiny_policy
 
@@ -67,6 +67,15 @@ def test_tables_of_positions_are_not_left():
     for family, room in (("gpt2", 256), ("opt", 256), ("ctrl", 256), ("gpt_neo", 256)):
         starts = trial.starts_of(family_model(family), room)
         assert starts and max(starts) + trial.LENGTH <= room, family
+
+
+def test_tables_without_a_bound_in_the_configuration_are_not_left():
+    """Whisper's decoder and MPT name their lengths in other fields."""
+    for family, most in (("whisper", 448), ("mpt", 256)):
+        starts = trial.starts_of(family_model(family), float("inf"))
+        assert starts and max(starts) + trial.LENGTH <= most, family
+    policy = Policy(family_model("whisper"), build_symbol_tokenizer(["0", "1"]))
+    assert self_check(policy) < 1e-3
 
 
 def test_random_weights_are_put_back_after_an_error():

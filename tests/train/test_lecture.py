@@ -14,7 +14,8 @@ from grpo_fast.rollout import generate
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.loading import load_policy, self_check
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.self_check import self_check
 from tests.tiny import tiny_folder
 from tests.train import tiny_runs
 from tests.train.tiny_runs import logged

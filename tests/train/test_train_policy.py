@@ -10,9 +10,10 @@ from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import compare
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.models.loading import load_policy, self_check
+from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.models.self_check import self_check
 from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy

@@ -24,7 +24,8 @@ DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 @pytest.fixture(autouse=True)
 def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
+    monkeypatch.setattr(http, "WAIT_S", 0.05)
+    monkeypatch.setattr(http, "LONGEST_WAIT_S", 0.1)
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:

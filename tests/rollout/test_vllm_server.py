@@ -361,7 +361,7 @@ def test_the_timeout_is_of_the_whole_transfer(policy, server, monkeypatch):
      ("/health", b"")],
 )  # fmt: skip
 def test_a_busy_server_is_asked_again(policy, server, path, after, monkeypatch, caplog):
-    monkeypatch.setattr(http, "WAIT_S", (0.05, 30.0))
+    monkeypatch.setattr(http, "WAIT_S", 0.05)
     busy = Raw(lambda put: put(b"HTTP/1.1 429 Too Many Requests\r\n" + after + b"\r\n"))
     engine = engine_of(policy, server)
     server.faults[path] = [busy, busy]
@@ -379,7 +379,7 @@ def test_a_busy_server_is_waited_for_as_long_as_it_says(policy, server, monkeypa
         said = b"HTTP/1.1 429 No\r\nRetry-After: " + after + b"\r\n\r\n"
         server.faults["/weight_info"] = [Raw(lambda put, said=said: put(said))]
         asked.call("GET", "/weight_info", 60.0, WeightInfo)
-    assert waits == [7.0, http.WAIT_S[1], 0.1, *[http.WAIT_S[0]] * 3]
+    assert waits == [7.0, http.LONGEST_WAIT_S, 0.1, *[http.WAIT_S] * 3]
 
 
 # --------------------------------------------------------------------------------- refusals

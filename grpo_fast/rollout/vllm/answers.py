@@ -21,6 +21,8 @@ from grpo_fast.rollout.engine import (
 )
 
 CLAMPED = -9999.0  # a server's value for a log-probability that is NaN or -inf
+BODY = 1 << 23  # bytes of an answer without completions
+TOKEN = 1 << 10  # bytes of an answer for each token
 ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
@@ -39,6 +41,8 @@ class StaleWeights(ServerError):
 FAST = Field(fail_fast=True)  # stop at the first error of a list
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], FAST]
+CONFIG = "vllm_config", "model_config"
+CONTENT = AliasPath("logprobs", "content")
 
 
 class Reply(BaseModel):
@@ -64,10 +68,8 @@ class Results(Reply):
 
 
 class ModelInfo(Reply):
-    logprobs_mode: str = Field(
-        validation_alias=AliasPath("vllm_config", "model_config", "logprobs_mode")
-    )
-    dtype: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "dtype"))
+    logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
+    dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
 
 
 class Token(Reply):
@@ -89,12 +91,9 @@ class Choice(Reply):
     index: int
     finish_reason: str
     token_ids: Ids
-    content: Annotated[list[Token], FAST] = Field(
-        [], validation_alias=AliasPath("logprobs", "content")
-    )
+    content: Annotated[list[Token], FAST] = Field([], validation_alias=CONTENT)
     weight_versions: Annotated[list[Span], FAST] | None
-    # For each token the ids that it was drawn from.
-    sampling_mask: Annotated[list[Ids], FAST] | None = None
+    sampling_mask: Annotated[list[Ids], FAST] | None = None  # ids that each token was drawn from
 
 
 class Choices(Reply):
@@ -140,21 +139,21 @@ class Asked(NamedTuple):
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
+    @property
+    def limit(self) -> int:
+        """Bytes that the completions of a prompt may have."""
+        sampling = self.request.sampling
+        support = sampling.top_k or self.vocab_size if sampling.truncates else 0
+        return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * support)
+
     def parameters(self) -> list[dict[str, Any]]:
         """Return vLLM's SamplingParams for each prompt."""
         sampling = self.request.sampling
-        same = {
-            "n": self.per_prompt,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": sorted(self.policy.eos_ids),
-            "ignore_eos": True,  # vLLM would add the EOS ids of the model's own files
-            "logprobs": 0,
-            "detokenize": False,
-        }
+        same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
+        # Without ignore_eos vLLM would add the EOS ids of the model's own files.
+        same |= {"stop_token_ids": sorted(self.policy.eos_ids), "ignore_eos": True}
+        same |= {"logprobs": 0, "detokenize": False}
         places = self.request.places
         if places is None:
             places = range(len(self.request.prompts))

@@ -7,31 +7,23 @@ import functools
 import os
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 from pydantic_core import from_json
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.rollout.vllm.answers import R, ServerError, WeightInfo, parsed
+from grpo_fast.rollout.vllm.answers import BODY, R, ServerError, WeightInfo, parsed
 
 CHECK_S = 10.0  # seconds for a question that a healthy server answers at once
 WAIT_S = 1.0  # seconds before a busy server is called again, if it names no time
 LONGEST_WAIT_S = 30.0
-BODY = 1 << 23  # bytes of an answer without completions
-TOKEN = 1 << 10  # bytes of an answer for each token
 GENERATE = "/inference/v1/generate"
 LOGPROBS = "processed_logprobs"
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
     f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
 )
-
-
-class Response(NamedTuple):
-    status: int
-    wait: float  # seconds before the next try
-    body: bytes
 
 
 class Server:
@@ -73,33 +65,33 @@ class Server:
             ValueError: the server refuses the request.
         """
         deadline = time.monotonic() + seconds
-        response = self._send(method, path, deadline, body, limit)
-        while response.status == 429 and time.monotonic() + response.wait < deadline:
-            time.sleep(response.wait)
-            response = self._send(method, path, deadline, body, limit)
+        status, wait, answer = self._send(method, path, deadline, body, limit)
+        while status == 429 and time.monotonic() + wait < deadline:
+            time.sleep(wait)
+            status, wait, answer = self._send(method, path, deadline, body, limit)
         where = f"{self.url}{path}"
-        if response.status == 200:
-            return parsed(kind, response.body, where)
-        said = f"{where}: {response.status} {_message(response.body)}"
-        if response.status in (403, 404):
+        if status == 200:
+            return parsed(kind, answer, where)
+        said = f"{where}: {status} {_message(answer)}"
+        if status in (403, 404):
             said += f"; {START}"
-        if 400 <= response.status < 500 and response.status not in (408, 429):
+        if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(said)
         raise ServerError(said)
 
     def is_up(self) -> bool:
         try:
-            response = self._send("GET", "/health", time.monotonic() + CHECK_S)
+            return self._send("GET", "/health", time.monotonic() + CHECK_S)[0] in (200, 429)
         except ServerError:
             return False
-        return response.status in (200, 429)
 
     def weight_version(self) -> str:
         return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
 
     def _send(
         self, method: str, path: str, deadline: float, body: Any = None, limit: int = BODY
-    ) -> Response:
+    ) -> tuple[int, float, bytes]:
+        """Return the status, the seconds before another try, and the body."""
         seconds = deadline - time.monotonic()
         exchange = self._exchange(method, path, seconds, body, limit)
         try:
@@ -112,7 +104,7 @@ class Server:
 
     async def _exchange(
         self, method: str, path: str, seconds: float, body: Any, limit: int
-    ) -> Response:
+    ) -> tuple[int, float, bytes]:
         pieces = bytearray()
         # A timeout of httpx holds for each read: a byte now and then would be waited for for ever.
         # Proxies, cookies and passwords of the environment are not for these servers.
@@ -127,7 +119,7 @@ class Server:
                     raise OSError(f"expected an answer of at most {limit} bytes, got more")
         after = response.headers.get("Retry-After", "")
         wait = float(after) if after.isdecimal() else WAIT_S
-        return Response(response.status_code, min(max(wait, 0.1), LONGEST_WAIT_S), bytes(pieces))
+        return response.status_code, min(max(wait, 0.1), LONGEST_WAIT_S), bytes(pieces)
 
 
 @functools.cache

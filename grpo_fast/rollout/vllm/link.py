@@ -16,25 +16,9 @@ import torch
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
-from grpo_fast.rollout.vllm.answers import (
-    Asked,
-    Choices,
-    ModelInfo,
-    Paused,
-    Reply,
-    Results,
-    ServerError,
-    WorldSize,
-)
-from grpo_fast.rollout.vllm.http import (
-    BODY,
-    CHECK_S,
-    GENERATE,
-    LOGPROBS,
-    TOKEN,
-    Server,
-    remaining,
-)
+from grpo_fast.rollout.vllm import answers
+from grpo_fast.rollout.vllm.answers import Asked, ServerError
+from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import (
     GlooGroup,
@@ -73,13 +57,13 @@ class Link:
         """Raise a ValueError for a server that does not fit the policy. Changes no server."""
         url = self.server.url
         call = partial(self.server.call, seconds=6 * CHECK_S)
-        info = call("GET", "/server_info?config_format=json", kind=ModelInfo)
+        info = call("GET", "/server_info?config_format=json", kind=answers.ModelInfo)
         self.server.weight_version()
         fits = info.logprobs_mode == LOGPROBS
         came = f"{escape_control(info.logprobs_mode[:40])} at {url}"
         require(fits, "rollout.vllm.urls", f"servers with --logprobs-mode {LOGPROBS}", came)
         body = {"method": "get_model_inspection"}
-        served = call("POST", "/collective_rpc", kind=Results, body=body)
+        served = call("POST", "/collective_rpc", kind=answers.Results, body=body)
         check_shapes(policy.lm, served.results[0], url)
         ours = dtype_of(policy)
         theirs = escape_control(info.dtype[:40]).removeprefix("torch.")
@@ -92,14 +76,9 @@ class Link:
         self, prompt: Sequence[int], parameters: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
         """Return the completions of one prompt."""
-        sampling = asked.request.sampling
-        support = 0  # most ids that a token may have been drawn from
-        if sampling.truncates:
-            support = sampling.top_k or asked.vocab_size
-        limit = BODY + asked.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * support)
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         seconds = deadline - time.monotonic()
-        answer = self.server.call("POST", GENERATE, seconds, Choices, body, limit)
+        answer = self.server.call("POST", GENERATE, seconds, answers.Choices, body, asked.limit)
         return asked.completions(answer, f"{self.server.url}{GENERATE}")
 
     def begin(self) -> None:
@@ -108,7 +87,7 @@ class Link:
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._meet()
         seconds = remaining(self.deadline)
-        is_open = self.server.call("GET", "/is_paused", seconds, Paused).is_paused
+        is_open = self.server.call("GET", "/is_paused", seconds, answers.Paused).is_paused
         self._post("/pause?mode=keep")
         # A trainer that died during an update left layers half loaded. vLLM refuses a second
         # update or adds to these layers; only a finish puts them back.
@@ -157,17 +136,18 @@ class Link:
         self.error = None
 
     def _post(self, path: str, body: Any = None) -> None:
-        self.server.call("POST", path, remaining(self.deadline), Reply, body)
+        self.server.call("POST", path, remaining(self.deadline), answers.Reply, body)
 
     def _meet(self) -> GlooGroup | NCCLGroup:
         """Form a group with the workers of the server."""
         address = self.options.address
-        size = self.server.call("GET", "/get_world_size", CHECK_S, WorldSize).world_size + 1
+        workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
         try:
             listener = socket.create_server((address, 0))
         except OSError as error:
             expected = f"expected an address of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
+        size = workers.world_size + 1
         port = listener.getsockname()[1]
         info = {"master_address": address, "master_port": port, "world_size": size}
         info["rank_offset"] = 1

@@ -174,13 +174,12 @@ def with_kept(answer):
 
 def test_kept_tokens_where_the_server_names_them(policy, server, engine):
     server.faults[GENERATE] = [with_kept]
-    kept = generate(policy, engine, PROMPTS[:1], top_k=2).kept[0]
-    (ids,) = generate(policy, engine, PROMPTS[:1], top_k=2).completion_ids[:1]
-    rows = [sorted({token, 1}) for token in ids]
-    assert kept.ids.tolist() == [token for row in rows for token in row]
-    assert kept.offsets.diff().tolist() == [len(row) for row in rows]
+    rollout = generate(policy, engine, PROMPTS[:1], top_k=2)
+    rows = [sorted({token, 1}) for ids in rollout.completion_ids for token in ids]
+    assert rollout.support.ids.tolist() == [token for row in rows for token in row]
+    assert rollout.support.offsets.diff().tolist() == [len(row) for row in rows]
     server.faults[GENERATE] = [with_kept]
-    assert generate(policy, engine, PROMPTS[:1]).kept == [None] * 3  # nothing was truncated
+    assert generate(policy, engine, PROMPTS[:1]).support is None  # nothing was truncated
 
 
 # ------------------------------------------------------------------------ servers that fail
@@ -218,7 +217,7 @@ def test_a_server_killed_in_the_middle_and_restarted(policy, server):
     again = generate(policy, engine)
     thread.join()
     assert again.completion_ids == expected.completion_ids
-    assert again.weight_versions == [5] * 12 and difference(policy, again) < 1e-5
+    assert again.weight_version.tolist() == [5] * 12 and difference(policy, again) < 1e-5
 
 
 def test_a_server_that_started_anew_between_two_steps(policy, server, engine, caplog):
@@ -287,7 +286,8 @@ def test_completions_by_other_weights_are_refused(policy, server, change, caplog
     expected = generate(policy, engine)
     server.faults[GENERATE] = [change]
     again = generate(policy, engine)
-    assert again.completion_ids == expected.completion_ids and again.weight_versions == [2] * 12
+    assert again.completion_ids == expected.completion_ids
+    assert again.weight_version.tolist() == [2] * 12
     assert "expected completions by the weights" in caplog.text
     assert server.calls[UPDATE] == 2  # they were sent again
     server.faults[GENERATE] = [change] * 99

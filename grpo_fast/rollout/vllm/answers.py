@@ -10,15 +10,8 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import EngineError, NonFiniteLogits, require
-from grpo_fast.rollout.engine import (
-    EOS,
-    LENGTH,
-    Completion,
-    Kept,
-    Request,
-    say_that_kept_is_unknown,
-    seed_for,
-)
+from grpo_fast.rollout import engine
+from grpo_fast.rollout.engine import Completion, Kept, Request
 
 CLAMPED = -9999.0  # a server's value for a log-probability that is NaN or -inf
 BODY = 1 << 23  # bytes of an answer without completions
@@ -158,7 +151,8 @@ class Asked(NamedTuple):
         if places is None:
             places = range(len(self.request.prompts))
         # vLLM adds g to the seed of the g-th completion. The sum must fit into an int64.
-        return [same | {"seed": seed_for("vllm", self.request.seed, at) >> 8} for at in places]
+        seeds = [engine.seed_for("vllm", self.request.seed, place) >> 8 for place in places]
+        return [same | {"seed": seed} for seed in seeds]
 
     def completions(self, answer: Choices, where: str) -> list[Completion]:
         """Check the completions of a prompt and return them in the order of their seeds.
@@ -202,17 +196,19 @@ class Asked(NamedTuple):
         # 3. The log-probabilities, and the ids that each token was drawn from.
         logps = self._logps(choice, where)
         kept = self._kept(choice, where)
-        return Completion(ids, logps, EOS if ends else LENGTH, self.version, kept)
+        return Completion(ids, logps, engine.EOS if ends else engine.LENGTH, self.version, kept)
 
     def _check_weights(self, choice: Choice, where: str) -> None:
         spans = choice.weight_versions or []
-        edges = [0, *(span.end for span in spans)]
-        fits = edges == sorted(edges) and edges[-1] == len(choice.token_ids)
-        fits = fits and [span.start for span in spans] == edges[:-1]
-        require(fits, where, "the weights of every token", f"those up to {edges}", BadAnswer)
+        starts = [span.start for span in spans]
+        ends = [span.end for span in spans]
+        fits = [*starts, len(choice.token_ids)] == [0, *ends] and ends == sorted(ends)
+        require(fits, where, "the weights of every token", f"those up to {ends}", BadAnswer)
         others = [span.version[:40] for span in spans if span.version != self.label]
         expected = f"completions by the weights {self.label}"
-        require(not others, where, expected, f"some by {others[:1]}", StaleWeights)
+        require(
+            not others, where, expected, f"some by {others[0]!r}" if others else "", StaleWeights
+        )
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
         ids = [token.token_id for token in choice.content]
@@ -244,5 +240,5 @@ class Asked(NamedTuple):
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]
         if self.request.sampling.wants_kept and any(one.kept is None for one in completions):
-            say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
+            engine.say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
         return completions

@@ -7,10 +7,11 @@ import functools
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import httpx2
-from pydantic_core import from_json
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.rollout.vllm.answers import BODY, R, ServerError, WeightInfo, parsed
@@ -24,6 +25,8 @@ START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
     f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
 )
+
+T = TypeVar("T")
 
 
 class Server:
@@ -72,7 +75,8 @@ class Server:
         where = f"{self.url}{path}"
         if status == 200:
             return parsed(kind, answer, where)
-        said = f"{where}: {status} {_message(answer)}"
+        text = " ".join(answer[:500].decode(errors="replace").split())
+        said = f"{where}: {status} {escape_control(text)}"
         if status in (403, 404):
             said += f"; {START}"
         if 400 <= status < 500 and status not in (408, 429):
@@ -130,19 +134,18 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def at_once(threads: int, ask: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+    """Return `map(ask, *arguments)`, computed in threads."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        return list(pool.map(ask, *arguments))
+    finally:  # after an error, do not wait for the calls in progress, which end by their deadlines
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def remaining(deadline: float) -> float:
     """Return the seconds until a deadline of the monotonic clock, or raise a TimeoutError."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("the time is over")
     return seconds
-
-
-def _message(body: bytes) -> str:
-    """Return the message of an error response, or the start of its body."""
-    try:
-        error = from_json(body)["error"]
-        said = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        said = repr(body[:200])
-    return escape_control(said[:500])

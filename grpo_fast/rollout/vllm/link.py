@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,18 +15,11 @@ import torch
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
-from grpo_fast.rollout.vllm import answers
+from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import Asked, ServerError
-from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, remaining
+from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.transfer import (
-    GlooGroup,
-    Named,
-    NCCLGroup,
-    check_shapes,
-    dtype_of,
-    started,
-)
+from grpo_fast.rollout.vllm.transfer import Group, Named, started
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +37,9 @@ class Link:
         self.server = Server(url)
         self.options = options
         self.device = device
-        self.by_nccl = options.transfer == "nccl"
-        if options.transfer == "auto":
-            self.by_nccl = device.type == "cuda"
-        self.group: GlooGroup | NCCLGroup | None = None
+        by_default = options.transfer == "auto" and device.type == "cuda"
+        self.by_nccl = options.transfer == "nccl" or by_default
+        self.group: Group | None = None
         self.label: str | None = None
         self.error: Exception | None = None
         self.deadline = 0.0
@@ -64,8 +55,8 @@ class Link:
         require(fits, "rollout.vllm.urls", f"servers with --logprobs-mode {LOGPROBS}", came)
         body = {"method": "get_model_inspection"}
         served = call("POST", "/collective_rpc", kind=answers.Results, body=body)
-        check_shapes(policy.lm, served.results[0], url)
-        ours = dtype_of(policy)
+        transfer.check_shapes(policy.lm, served.results[0], url)
+        ours = transfer.dtype_of(policy)
         theirs = escape_control(info.dtype[:40]).removeprefix("torch.")
         if ours != theirs:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
@@ -138,7 +129,7 @@ class Link:
     def _post(self, path: str, body: Any = None) -> None:
         self.server.call("POST", path, remaining(self.deadline), answers.Reply, body)
 
-    def _meet(self) -> GlooGroup | NCCLGroup:
+    def _meet(self) -> Group:
         """Form a group with the workers of the server."""
         address = self.options.address
         workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
@@ -150,14 +141,14 @@ class Link:
         size = workers.world_size + 1
         port = listener.getsockname()[1]
         info = {"master_address": address, "master_port": port, "world_size": size}
-        info["rank_offset"] = 1
+        info |= {"rank_offset": 1}
         if self.by_nccl:
             listener.close()  # vLLM opens a socket itself
-            join = partial(NCCLGroup, address, port, size, self.device)
+            join = partial(transfer.NCCLGroup, address, port, size, self.device)
         else:
             seconds = self.options.timeout
             info["seconds"] = seconds
-            join = partial(GlooGroup, address, port, 0, size, seconds, listener)
+            join = partial(transfer.GlooGroup, address, port, 0, size, seconds, listener)
         # Join on a thread: the server answers only when it has joined.
         meeting = started(join)
         self._post("/init_weight_transfer_engine", {"init_info": info})
@@ -175,6 +166,5 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
             return False
         return True
 
-    with ThreadPoolExecutor(len(links) or 1) as pool:
-        results = list(pool.map(succeeds, links))
+    results = at_once(len(links) or 1, succeeds, links)
     return [link for link, success in zip(links, results, strict=True) if success]

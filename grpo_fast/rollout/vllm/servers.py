@@ -10,8 +10,8 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Asked, ServerError
+from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm.transfer import Named, buckets
@@ -152,22 +153,20 @@ class VLLMServers(Engine):
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._errors()}")
         deadline = time.monotonic() + self.options.timeout
-        pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
-        futures = {}
-        for k, (i, (prompt, parameters)) in enumerate(questions.items()):
-            link = links[k % len(links)]
-            future = pool.submit(link.generate, prompt, parameters, asked, deadline)
-            futures[future] = i, link
+
+        def ask(link: Link, question: Question) -> list[Completion] | ServerError:
+            try:
+                return link.generate(*question, asked, deadline)
+            except ServerError as error:
+                return error
+
+        found = at_once(CONNECTIONS * len(links), ask, cycle(links), questions.values())
         done = {}
-        try:
-            for future in as_completed(futures):
-                i, link = futures[future]
-                try:
-                    done[i] = future.result()
-                except ServerError as error:
-                    link.leave_out(error)
-        finally:  # do not wait for the calls in progress, which end by the deadline
-            pool.shutdown(wait=False, cancel_futures=True)
+        for i, link, answer in zip(questions, cycle(links), found, strict=False):
+            if isinstance(answer, ServerError):
+                link.leave_out(answer)
+            else:
+                done[i] = answer
         return done
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from grpo_fast.errors import LEAST_LOGP, require, wrong
 from grpo_fast.rollout.vllm import answers
 from grpo_fast.rollout.vllm.answers import ROUNDING, BadAnswer, Reply, ServerError
-from grpo_fast.rollout.vllm.http import GENERATE, Server
+from grpo_fast.rollout.vllm.http import GENERATE, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 
 CONNECTIONS = 64
@@ -35,9 +34,9 @@ class Scores(Reply):
 class TeacherServer:
     """A server of a model with the student's token ids, started with --enable-scale-out.
 
-    Every answer is checked here. A row of all `vocab_size` ids must sum to 1. The
-    largest log-probability of any other row has a lower bound: the likeliest of V ids has at least
-    the probability 1/V, from which 1 nat is allowed for rounding. With `topk=0` a row holds the
+    Every answer is checked here. A row of all `vocab_size` ids must sum to 1. In any other row the
+    largest log-probability has a lower bound: the likeliest of V ids has at least the probability
+    1/V, from which 1 nat is allowed for rounding. With `topk=0` a row holds the
     completion's own token alone, whose log-probability must be above `errors.LEAST_LOGP`.
 
     Args:
@@ -66,11 +65,7 @@ class TeacherServer:
             comes first, then the other ids. If the token is one of the K likeliest ids, the last
             place has the log-probability -inf. K + 1 is at most the size of the vocabulary.
         """
-        pool = ThreadPoolExecutor(CONNECTIONS)
-        try:
-            return list(pool.map(self._ask, samples))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        return at_once(CONNECTIONS, self._ask, samples)
 
     def _ask(self, sample: Sample) -> Tensor:
         parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}

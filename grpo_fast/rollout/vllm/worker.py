@@ -9,18 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import base, factory
 
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):
+class Meeting(base.WeightTransferInitInfo):
     master_address: str
     master_port: int
     world_size: int
@@ -29,13 +24,13 @@ class Meeting(WeightTransferInitInfo):
 
 
 @dataclass
-class Announced(WeightTransferUpdateInfo):
+class Announced(base.WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
 
-class GlooWorker(WeightTransferEngine[Meeting, Announced]):
+class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
     """Receives weights from the trainer by gloo and loads them into the model."""
 
     init_info_cls = Meeting
@@ -80,4 +75,4 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
 def register() -> None:
     """Add the backend `gloo` to vLLM. Further calls change nothing."""
     with suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
+        factory.WeightTransferEngineFactory.register_engine("gloo", GlooWorker)

@@ -180,7 +180,7 @@ class Asked(NamedTuple):
         ids = choice.token_ids
         limit = self.request.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
-        fits = 1 <= len(ids) <= limit and (not ends or ends[0] == len(ids) - 1)
+        fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
         expected = f"1 to {limit} tokens up to the first EOS"
         require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
         expected = f"token ids below the embedding's {self.vocab_size} rows"
@@ -191,7 +191,7 @@ class Asked(NamedTuple):
         fits = expected == f"finish reason {choice.finish_reason}"
         require(fits, where, expected, repr(choice.finish_reason[:40]), BadAnswer)
         expected = "room for a prompt and rollout.max_new_tokens"
-        fits = ends or len(ids) == limit
+        fits = bool(ends) or len(ids) == limit
         require(fits, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
         # 3. The log-probabilities, and the ids that each token was drawn from.
         logps = self._logps(choice, where)

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import Asked, ServerError
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.transfer import Group, Named, started
+from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Link:
         self.device = device
         by_default = options.transfer == "auto" and device.type == "cuda"
         self.by_nccl = options.transfer == "nccl" or by_default
-        self.group: Group | None = None
+        self.group: GlooGroup | NCCLGroup | None = None
         self.label: str | None = None
         self.error: Exception | None = None
         self.deadline = 0.0
@@ -129,7 +130,7 @@ class Link:
     def _post(self, path: str, body: Any = None) -> None:
         self.server.call("POST", path, remaining(self.deadline), answers.Reply, body)
 
-    def _meet(self) -> Group:
+    def _meet(self) -> GlooGroup | NCCLGroup:
         """Form a group with the workers of the server."""
         address = self.options.address
         workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
@@ -140,17 +141,15 @@ class Link:
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
         size = workers.world_size + 1
         port = listener.getsockname()[1]
-        info = {"master_address": address, "master_port": port, "world_size": size}
-        info |= {"rank_offset": 1}
+        info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
+        info["world_size"] = size
+        # Join on a thread: the server answers only when it has joined.
         if self.by_nccl:
             listener.close()  # vLLM opens a socket itself
-            join = partial(transfer.NCCLGroup, address, port, size, self.device)
+            meeting: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
         else:
-            seconds = self.options.timeout
-            info["seconds"] = seconds
-            join = partial(transfer.GlooGroup, address, port, 0, size, seconds, listener)
-        # Join on a thread: the server answers only when it has joined.
-        meeting = started(join)
+            info["seconds"] = seconds = self.options.timeout
+            meeting = started(partial(GlooGroup, address, port, 0, size, seconds, listener))
         self._post("/init_weight_transfer_engine", {"init_info": info})
         return meeting.result(remaining(self.deadline))
 

@@ -155,9 +155,6 @@ class NCCLGroup:
             stream.synchronize()
 
 
-Group = GlooGroup | NCCLGroup
-
-
 def started(work: Callable[[], Result]) -> Future[Result]:
     """Run `work` on a daemon thread, which does not keep the process from ending."""
     future: Future[Result] = Future()

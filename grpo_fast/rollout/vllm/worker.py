@@ -40,13 +40,9 @@ class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
     def init_transfer_engine(self, init_info: Meeting) -> None:
         parallel = self.parallel_config
         earlier = parallel.data_parallel_index * parallel.world_size
-        self.group = GlooGroup(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank_offset + earlier + parallel.rank,
-            init_info.world_size,
-            init_info.seconds,
-        )
+        rank = init_info.rank_offset + earlier + parallel.rank
+        store = init_info.master_address, init_info.master_port
+        self.group = GlooGroup(*store, rank, init_info.world_size, init_info.seconds)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

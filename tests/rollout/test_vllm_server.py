@@ -470,10 +470,6 @@ def test_a_url_that_is_refused_is_not_shown(url):
         assert "SECRET" not in str(refused.value)
 
 
-@pytest.mark.parametrize("host", [
-    "127.0.0.1", "localhost", "LOCALHOST", "localhost.", "127.1", "0x7f000001", "2130706433",
-    "127.0.0.01", "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]",
-])  # fmt: skip
 def test_every_server_is_named_once_and_can_reach_the_trainer():
     for url in ("http://LOCALHOST.:8000", "https://127.1:8000/", "http://[::1]:08000",
                 "http://[::ffff:127.0.0.1]:8000", "http://0.0.0.0:8000"):  # fmt: skip

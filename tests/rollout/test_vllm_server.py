@@ -130,17 +130,20 @@ def test_a_seed_gives_the_same_samples_on_any_servers(policy, servers):
     for engine in (one, two):
         engine.update(policy, 0)
     whole = generate(policy, one, seed=(7, 1))
-    prompts = len(servers[0].prompts)
     assert whole.completion_ids == generate(policy, two, seed=(7, 1)).completion_ids
-    assert [len(server.prompts) - n for server, n in zip(servers, (prompts, 0), strict=True)] == [
-        2,
-        2,
-    ]
     assert whole.completion_ids != generate(policy, one, seed=(7, 2)).completion_ids
     part = generate(policy, one, PROMPTS[1:3], seed=(7, 1), places=[1, 2])
     assert part.completion_ids == whole.completion_ids[3:9]
     same = generate(policy, one, ["5 =", "5 ="], seed=(7, 1)).completion_ids
     assert same[:3] != same[3:]
+
+
+def test_prompts_are_dealt_to_all_servers(policy, servers):
+    engine = engine_of(policy, *servers)
+    engine.update(policy, 0)
+    rollout = generate(policy, engine)
+    dealt = [sorted(server.prompts) for server in servers]
+    assert dealt == [sorted(rollout.prompt_ids[first::6]) for first in (0, 3)]
 
 
 def test_ends_of_completions_and_greedy_ones(policy, engine):
@@ -236,16 +239,6 @@ def test_a_server_that_stays_away(policy, server):
     assert time.monotonic() - start < 10
     server.start()
     assert len(generate(policy, engine).texts) == 12
-
-
-def test_a_server_that_hangs(policy, server, engine):
-    engine.options.timeout = 0.3
-    server.faults[GENERATE] = ["hang"] * 12
-    start = time.monotonic()
-    with pytest.raises(ServerError, match=r"of 4 prompts have no completions.*no answer within"):
-        generate(policy, engine)
-    assert time.monotonic() - start < 15
-    server.ended.set()
 
 
 @pytest.mark.parametrize("path", [GENERATE, UPDATE, "/finish_weight_update", "/weight_info"])
@@ -351,7 +344,8 @@ def test_the_timeout_is_of_the_whole_transfer(policy, server, monkeypatch):
 def test_a_busy_server_is_asked_again(policy, server, path, monkeypatch, caplog):
     monkeypatch.setattr(http, "WAIT_S", 0.05)
     engine = engine_of(policy, server)
-    server.faults[path] = [429, 429]
+    busy = Raw(lambda put: put(b"HTTP/1.1 429 Too Many Requests\r\n\r\n"))
+    server.faults[path] = [busy, busy]
     engine.update(policy, 0)
     engine.update(policy, 1)
     assert len(generate(policy, engine).texts) == 12 and not server.faults[path]

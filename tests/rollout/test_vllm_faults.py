@@ -20,7 +20,7 @@ INFO = "/server_info"
 OK = b"HTTP/1.1 200 OK\r\n"
 EOS_ID = 1
 OTHER_END = {"stop": "length", "length": "stop"}
-BOMB = gzip.compress(b'{"choices": [' + b" " * (1 << 26) + b"]}")
+COMPRESSED = gzip.compress(b"{}")
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
-    "a compressed answer": (GENERATE, raw(OK, b"Content-Encoding: gzip\r\n\r\n", BOMB)),
+    "a compressed answer": ("/resume", raw(OK, b"Content-Encoding: gzip\r\n\r\n", COMPRESSED)),
     "a huge Content-Length": (GENERATE, raw(OK, b"Content-Length: 1" + b"0" * 18 + b"\r\n\r\n{}")),
     "a Content-Length too long": (UPDATE, raw(OK, b"Content-Length: 9\r\n\r\n{}")),
     "blanks without end": (GENERATE, without_end(OK + b"\r\n", b" " * (1 << 20))),

@@ -168,7 +168,7 @@ out.loss.backward()
 modules = sorted({m.split(".")[0] for m in sys.modules})
 print(json.dumps({"seconds": seconds, "processes": processes, "modules": modules}))
 """
-HEAVY = {"transformers", "triton", "datasets", "peft", "accelerate", "numpy", "pydantic"}
+HEAVY = {"transformers", "triton", "datasets", "peft", "accelerate", "httpx2", "numpy", "pydantic"}
 OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch may bring numpy
 
 

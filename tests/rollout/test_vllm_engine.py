@@ -175,7 +175,7 @@ def test_what_cannot_be_built_is_a_sentence(policy, vllm, monkeypatch):
         raise ValueError("head_dim=8")
 
     vllm.LLM = refuse
-    with pytest.raises(ValueError, match="rollout.engine: vllm does not take qwen2 .*head_dim=8"):
+    with pytest.raises(ValueError, match="rollout.engine: vllm refuses qwen2 .*head_dim=8"):
         build(policy, Options())
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match=r"vllm expects pip install 'grpo_fast\[vllm\]'"):

@@ -1,5 +1,6 @@
-"""Faults that a stand-in of a vLLM server plays: none is accepted, hangs or is a traceback."""
+"""Faults of a vLLM server, played by a stand-in: each ends in time with one clear error."""
 
+import gzip
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,16 +20,18 @@ INFO = "/server_info"
 OK = b"HTTP/1.1 200 OK\r\n"
 EOS_ID = 1
 OTHER_END = {"stop": "length", "length": "stop"}
+COMPRESSED = gzip.compress(b"{}")
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.fixture(autouse=True)
 def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
+    monkeypatch.setattr(http, "WAIT_S", 0.05)
+    monkeypatch.setattr(http, "LONGEST_WAIT_S", 0.1)
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
-    """From the start: every path of the link is used."""
+    """Build an engine, send weights and sample once."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
     engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
     engine.update(policy, 3)
@@ -38,7 +41,7 @@ def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
 
 # ------------------------------------------------------------------------------------- table
 def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    """Fields of the second completion; those that are called make it of what is there."""
+    """Replace fields of the second completion. A function computes its field from the choice."""
 
     def change(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -49,7 +52,7 @@ def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
-    """Other tokens, with log-probabilities and weights that fit them."""
+    """Replace the tokens, with log-probabilities and weights that fit the new ones."""
 
     def changed(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -77,7 +80,7 @@ def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
     def change(one: dict[str, Any]) -> list[dict[str, Any]]:
         label, size = one["weight_versions"][0]["version"], len(one["token_ids"])
         run = label.partition("-")[0]
-        names = {"now": label, "past": f"{run}-2", "future": f"{run}-4", "words": f"{run}-x"}
+        names = {"now": label, "past": f"{run}-2"}
         return [
             {"version": names.get(name, name), "start": round(a * size), "end": round(b * size)}
             for name, a, b in given
@@ -129,7 +132,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     # ids
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
-    "id 10^400": (GENERATE, ids(lambda t: [10**400, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
@@ -139,9 +141,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "logprob nan": (GENERATE, logprob(float("nan"))),
     "logprob -9999": (GENERATE, logprob(-9999.0)),
     "logprobs of others": (GENERATE, content(lambda c: [c[0] | {"token_id": 0}, *c[1:]])),
-    "a logprob less": (GENERATE, content(lambda c: c[:-1])),
     # completions
-    "no choices": (GENERATE, answer({})),
     "a choice less": (GENERATE, lambda found: found["choices"].pop() and None),
     "indices twice": (GENERATE, each_index(0, 1, 1)),
     "reason abort": (GENERATE, choice(finish_reason="abort")),
@@ -150,38 +150,36 @@ FAULTS: dict[str, tuple[str, Any]] = {
     ),
     # versions
     "no version": (GENERATE, choice(weight_versions=[])),
-    "version of the past": (GENERATE, spans(("past", 0, 1))),
-    "version of the future": (GENERATE, spans(("future", 0, 1))),
-    "version of another run": (GENERATE, spans(("01234567-3", 0, 1))),
-    "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
+    "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
     "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
-    "versions that overlap": (GENERATE, spans(("now", 0, 1), ("now", 0, 1))),
     # what was kept
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
-    "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
+    "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     # bodies
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
-    "no UTF-8": (GENERATE, answer(b'{"choices": "\xff"}')),
+    "a compressed answer": ("/resume", raw(OK, b"Content-Encoding: gzip\r\n\r\n", COMPRESSED)),
     "a huge Content-Length": (GENERATE, raw(OK, b"Content-Length: 1" + b"0" * 18 + b"\r\n\r\n{}")),
     "a Content-Length too long": (UPDATE, raw(OK, b"Content-Length: 9\r\n\r\n{}")),
     "blanks without end": (GENERATE, without_end(OK + b"\r\n", b" " * (1 << 20))),
     "blanks in chunks": (
         GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"4\r\n    \r\n" * 9999)
     ),
-    "a chunk of -1": (
-        GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", b" " * (1 << 20))
+    "trailers without end": (
+        GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"A: b\r\n" * 9999)
+    ),
+    "a byte of a trailer now and then": (
+        GENERATE, slowly(OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\nA: " + b"b" * 999)
     ),
     "headers without end": (GENERATE, without_end(OK, b"A: b\r\n" * 9999)),
     "a header without end": (GENERATE, without_end(OK + b"A: ", b"b" * 9999)),
     "100 without end": (GENERATE, without_end(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 999)),
     "no HTTP": (GENERATE, raw(b"SSH-2.0-OpenSSH_9.6\r\n")),
-    "closed at once": (GENERATE, raw()),
     "a byte now and then": (GENERATE, slowly(OK + b"\r\n" + b" " * 999)),
     "a byte of a header now and then": (GENERATE, slowly(OK + b"A: " + b"b" * 999)),
     "a byte of an update now and then": (UPDATE, slowly(OK + b"\r\n" + b" " * 999)),
@@ -197,11 +195,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     # the server about itself
     "world_size 0": ("/get_world_size", answer({"world_size": 0})),
     "no weight_version": ("/weight_info", answer({})),
-    "vllm_config null": (INFO, answer({"vllm_config": None})),
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
-    "is_paused 'no'": ("/is_paused", answer({"is_paused": "no"})),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
     "a health of 500": ("/health", 500),
 }  # fmt: skip
@@ -209,8 +205,8 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 WAITED_FOR = {  # the others are refused at once
     "blanks in chunks", "100 without end", "a byte now and then",
-    "a byte of a header now and then", "a byte of an update now and then", "busy for ever",
-    "busy for an hour",
+    "a byte of a header now and then", "a byte of a trailer now and then",
+    "a byte of an update now and then", "busy for ever", "busy for an hour",
 }  # fmt: skip
 
 

@@ -147,9 +147,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a logit": (rows_of(lambda row: first(row, 2.5)), SUM),
     "a sum above 1": (rows_of(lambda row: dict.fromkeys(row, {"logprob": -0.2})), SUM),
     "a word": (rows_of(lambda row: first(row, "-1.0")), "valid number"),
-    "400": (400, "400 told to say 400"),
+    "400": (400, "told to say 400"),
     "404": (404, "--enable-scale-out"),
-    "500": (500, "500 told to say 500"),
+    "500": (500, "told to say 500"),
 }
 
 

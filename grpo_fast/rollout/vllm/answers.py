@@ -1,4 +1,4 @@
-"""The requests of both vLLM engines, and the one door by which answers come in."""
+"""Models of vLLM's answers, and the request of a batch for both vLLM engines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import EngineError, NonFiniteLogits, require
-from grpo_fast.rollout.engine import (
-    EOS,
-    LENGTH,
-    Completion,
-    Kept,
-    Request,
-    say_that_kept_is_unknown,
-    seed_for,
-)
+from grpo_fast.rollout import engine
+from grpo_fast.rollout.engine import Completion, Kept, Request
 
-CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
+CLAMPED = -9999.0  # a server's value for a log-probability that is NaN or -inf
+BODY = 1 << 23  # bytes of an answer without completions
+TOKEN = 1 << 10  # bytes of an answer for each token
 ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
@@ -29,22 +24,22 @@ class BadAnswer(EngineError):
 
 
 class ServerError(EngineError):
-    """A server is gone, hangs or failed: another try may do."""
+    """A server is gone, hangs or failed. Another try may succeed."""
 
 
 class StaleWeights(ServerError):
     """Completions that were sampled with other weights than the request's."""
 
 
-# ------------------------------------------------------------------------------------ schema
-FAST = Field(fail_fast=True)  # one error of a list is enough
+FAST = Field(fail_fast=True)  # stop at the first error of a list
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], FAST]
-CONFIG, CONTENT = ("vllm_config", "model_config"), AliasPath("logprobs", "content")
+CONFIG = "vllm_config", "model_config"
+CONTENT = AliasPath("logprobs", "content")
 
 
 class Reply(BaseModel):
-    """An answer of vLLM: no value is converted, and keys that are not named do not matter."""
+    """An answer of vLLM. No value is converted; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,7 +57,7 @@ class WorldSize(Reply):
 
 
 class Results(Reply):
-    results: list[str] = Field(min_length=1, fail_fast=True)  # of each worker
+    results: list[str] = Field(min_length=1, fail_fast=True)  # one of each worker
 
 
 class ModelInfo(Reply):
@@ -76,20 +71,22 @@ class Token(Reply):
 
 
 class Span(Reply):
-    version: str  # of the weights that sampled the tokens from start to end
+    """Tokens start to end of a completion were sampled with one version of the weights."""
+
+    version: str
     start: int
     end: int
 
 
 class Choice(Reply):
-    """One completion, in-process or from a server; one that was aborted has no content."""
+    """One completion. An aborted completion has no content."""
 
     index: int
     finish_reason: str
     token_ids: Ids
     content: Annotated[list[Token], FAST] = Field([], validation_alias=CONTENT)
     weight_versions: Annotated[list[Span], FAST] | None
-    sampling_mask: Annotated[list[Ids], FAST] | None = None  # what each token was drawn from
+    sampling_mask: Annotated[list[Ids], FAST] | None = None  # ids that each token was drawn from
 
 
 class Choices(Reply):
@@ -100,11 +97,11 @@ R = TypeVar("R", bound=Reply)
 
 
 def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
-    """An answer, every field of it checked.
+    """Return an answer as a model whose fields are checked.
 
     Raises:
-        ServerError: it is no JSON object, so perhaps another's than the server's.
-        BadAnswer: a field is missing, or of another kind.
+        ServerError: the answer is no JSON object. A proxy, not the server, may have sent it.
+        BadAnswer: a field is missing or has another type.
     """
     try:
         if isinstance(answer, dict):
@@ -114,116 +111,134 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"] and isinstance(answer, bytes):
         raise ServerError(f"{where}: expected a JSON object, got {answer[:60]!r}")
-    place = escape_control(".".join(map(str, first["loc"]))[:80])  # a key may be anything
+    place = escape_control(".".join(map(str, first["loc"]))[:80])  # a key may be any text
     raise BadAnswer(f"{where}: {place}: {first['msg']}")
 
 
-# ------------------------------------------------------------------------------- completions
 class Asked(NamedTuple):
-    """What vLLM is asked: a request, to be sampled with one version of the weights."""
+    """A request to vLLM, to be sampled with one version of the weights."""
 
     policy: Any
     request: Request
     version: int
-    label: str  # of these weights, as vLLM has been told
+    label: str  # name of this version at the server
 
     @property
     def per_prompt(self) -> int:
-        """Completions of a prompt that vLLM makes. Greedy ones are all the same: it makes one."""
+        """Completions that vLLM samples for a prompt. Greedy ones are equal: one is enough."""
         return 1 if self.request.sampling.temperature == 0 else self.request.group_size
-
-    def parameters(self) -> list[dict[str, Any]]:
-        """vLLM's SamplingParams for each prompt."""
-        request, sampling = self.request, self.request.sampling
-        same = {
-            "n": self.per_prompt, "logprobs": 0, "detokenize": False,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
-            "ignore_eos": True,  # the model's own would come on top of these
-        }  # fmt: skip
-        where = range(len(request.prompts)) if request.places is None else request.places
-        # vLLM gives the g-th completion this seed plus g, and the sum has to stay an int64.
-        return [same | {"seed": seed_for("vllm", request.seed, place) >> 8} for place in where]
 
     @property
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
+    @property
+    def limit(self) -> int:
+        """Bytes that the completions of a prompt may have."""
+        sampling = self.request.sampling
+        support = sampling.top_k or self.vocab_size if sampling.truncates else 0
+        return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * support)
+
+    def parameters(self) -> list[dict[str, Any]]:
+        """Return vLLM's SamplingParams for each prompt."""
+        sampling = self.request.sampling
+        same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
+        # Without ignore_eos vLLM would add the EOS ids of the model's own files.
+        same |= {"stop_token_ids": sorted(self.policy.eos_ids), "ignore_eos": True}
+        same |= {"logprobs": 0, "detokenize": False}
+        places = self.request.places
+        if places is None:
+            places = range(len(self.request.prompts))
+        # vLLM adds g to the seed of the g-th completion. The sum must fit into an int64.
+        seeds = [engine.seed_for("vllm", self.request.seed, place) >> 8 for place in places]
+        return [same | {"seed": seed} for seed in seeds]
+
     def completions(self, answer: Choices, where: str) -> list[Completion]:
-        """The completions of a prompt, in the order of their seeds.
+        """Check the completions of a prompt and return them in the order of their seeds.
+
+        Args:
+            where: the sender, for error messages.
 
         Raises:
-            ServerError: one was left unfinished, or sampled with other weights (StaleWeights).
-            BadAnswer: tokens and log-probabilities that do not fit, or an end that is none.
-            NonFiniteLogits: a log-probability that is no number.
+            ServerError: a completion is unfinished, or has other weights (StaleWeights).
+            BadAnswer: the tokens, their log-probabilities or the end do not fit.
+            NonFiniteLogits: a log-probability is NaN or -inf.
             ValueError: vLLM's max_model_len cut a completion off.
         """
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
             raise ServerError(f"{where}: the server left a completion unfinished")
         indices = [choice.index for choice in choices]
+        expected = f"completions 0 to {self.per_prompt - 1}"
         fits = indices == list(range(self.per_prompt))
-        require(fits, where, f"completions 0 to {self.per_prompt - 1}", indices[:8], BadAnswer)
+        require(fits, where, expected, indices[:8], BadAnswer)
         return [self._completion(choice, where) for choice in choices]
 
     def _completion(self, choice: Choice, where: str) -> Completion:
-        ids, limit = choice.token_ids, self.request.sampling.max_new_tokens
+        # 1. The ids: not too many, none after the first EOS, all in the vocabulary.
+        ids = choice.token_ids
+        limit = self.request.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
-        expected, came = f"1 to {limit} tokens up to the first EOS", f"{len(ids)}, EOS at {ends}"
         fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
-        require(fits, where, expected, came, BadAnswer)
-        expected, largest = f"token ids below the embedding's {self.vocab_size} rows", max(ids)
-        require(largest < self.vocab_size, where, expected, largest, BadAnswer)
+        expected = f"1 to {limit} tokens up to the first EOS"
+        require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
+        expected = f"token ids below the embedding's {self.vocab_size} rows"
+        require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
+        # 2. The weights come before the end: with other weights, another try may succeed.
         self._check_weights(choice, where)
-        reason, came = "stop" if ends else "length", repr(choice.finish_reason[:40])
-        require(choice.finish_reason == reason, where, f"finish reason {reason}", came, BadAnswer)
+        expected = "finish reason " + ("stop" if ends else "length")
+        fits = expected == f"finish reason {choice.finish_reason}"
+        require(fits, where, expected, repr(choice.finish_reason[:40]), BadAnswer)
         expected = "room for a prompt and rollout.max_new_tokens"
-        is_whole = ends or len(ids) == limit
-        require(is_whole, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
-        logps, kept = self._logps(choice, where), self._kept(choice, where)
-        return Completion(ids, logps, EOS if ends else LENGTH, self.version, kept)
+        fits = bool(ends) or len(ids) == limit
+        require(fits, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
+        # 3. The log-probabilities, and the ids that each token was drawn from.
+        logps = self._logps(choice, where)
+        kept = self._kept(choice, where)
+        return Completion(ids, logps, engine.EOS if ends else engine.LENGTH, self.version, kept)
 
     def _check_weights(self, choice: Choice, where: str) -> None:
         spans = choice.weight_versions or []
-        edges = [0, *(span.end for span in spans)]
-        is_whole = edges == sorted(edges) and edges[-1] == len(choice.token_ids)
-        fits = is_whole and [span.start for span in spans] == edges[:-1]
-        require(fits, where, "the weights of every token", f"those up to {edges}", BadAnswer)
-        other = next((span.version[:40] for span in spans if span.version != self.label), None)
+        starts = [span.start for span in spans]
+        ends = [span.end for span in spans]
+        fits = [*starts, len(choice.token_ids)] == [0, *ends] and ends == sorted(ends)
+        require(fits, where, "the weights of every token", f"those up to {ends}", BadAnswer)
+        others = [span.version[:40] for span in spans if span.version != self.label]
         expected = f"completions by the weights {self.label}"
-        require(other is None, where, expected, f"some by {other!r}", StaleWeights)
+        require(
+            not others, where, expected, f"some by {others[0]!r}" if others else "", StaleWeights
+        )
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
         ids = [token.token_id for token in choice.content]
         expected = f"a log-probability of each of the {len(choice.token_ids)} tokens"
-        came = f"{len(ids)}, or those of others"
+        came = f"{len(ids)}, or those of other tokens"
         require(ids == choice.token_ids, where, expected, came, BadAnswer)
-        logps = [token.logprob for token in choice.content]
-        if not all(logp > CLAMPED for logp in logps):
-            raise NonFiniteLogits(f"the policy's logits are NaN or infinite, says {where}")
-        largest = max(logps)
-        expected, came = "log-probabilities up to 0", f"{largest:.3g}"
-        require(largest <= ROUNDING, where, expected, came, BadAnswer)
-        return torch.tensor(logps, dtype=torch.float32)
+        logps = torch.tensor([token.logprob for token in choice.content], dtype=torch.float32)
+        if not (logps > CLAMPED).all():
+            raise NonFiniteLogits(f"the policy's logits are NaN or infinite, according to {where}")
+        fits = (logps <= ROUNDING).all()
+        require(fits, where, "log-probabilities up to 0", f"{logps.max():.3g}", BadAnswer)
+        return logps
 
     def _kept(self, choice: Choice, where: str) -> Kept | None:
-        ids, rows = choice.token_ids, choice.sampling_mask
+        rows = choice.sampling_mask
         if rows is None or not self.request.sampling.wants_kept:
             return None
-        fits = len(rows) == len(ids) and all(
-            token in row and len(set(row)) == len(row) and max(row) < self.vocab_size
-            for token, row in zip(ids, rows, strict=True) if row
-        )  # fmt: skip
-        expected = "every token among those that it was drawn from, each once, in the vocabulary"
-        require(fits, where, expected, "others", BadAnswer)
-        kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
+        fits = len(rows) == len(choice.token_ids)
+        for token, row in zip(choice.token_ids, rows, strict=False):
+            is_set = len(set(row)) == len(row)
+            fits &= not row or (token in row and is_set and max(row) < self.vocab_size)
+        expected = "each token among the distinct ids of the vocabulary that it was drawn from"
+        require(fits, where, expected, "other ids", BadAnswer)
+        ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+        return Kept(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
-        """G completions of each prompt, from the `per_prompt` that vLLM made."""
+        """Return `group_size` completions for each prompt, from the `per_prompt` of vLLM."""
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]
         if self.request.sampling.wants_kept and any(one.kept is None for one in completions):
-            say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
+            engine.say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
         return completions

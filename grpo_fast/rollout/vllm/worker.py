@@ -1,6 +1,6 @@
-"""vLLM's side of a transfer by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
+"""The server's half of the gloo transfer: `--weight-transfer-config '{"backend": "gloo"}'`.
 
-vLLM calls `register`, this package's entry point `vllm.general_plugins`, in each process.
+vLLM calls `register`, the entry point `vllm.general_plugins` of this package, in each process.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import base, factory
 
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):
+class Meeting(base.WeightTransferInitInfo):
     master_address: str
     master_port: int
     world_size: int
@@ -29,23 +24,25 @@ class Meeting(WeightTransferInitInfo):
 
 
 @dataclass
-class Announced(WeightTransferUpdateInfo):
+class Announced(base.WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
 
-class GlooWorker(WeightTransferEngine[Meeting, Announced]):
-    """Receives weights from the trainer by gloo and gives them to the model."""
+class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
+    """Receives weights from the trainer by gloo and loads them into the model."""
 
-    init_info_cls, update_info_cls = Meeting, Announced
+    init_info_cls = Meeting
+    update_info_cls = Announced
     group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        at, parallel = init_info, self.parallel_config
-        before = parallel.data_parallel_index * parallel.world_size
-        rank = at.rank_offset + before + parallel.rank
-        self.group = GlooGroup(at.master_address, at.master_port, rank, at.world_size, at.seconds)
+        parallel = self.parallel_config
+        earlier = parallel.data_parallel_index * parallel.world_size
+        rank = init_info.rank_offset + earlier + parallel.rank
+        store = init_info.master_address, init_info.master_port
+        self.group = GlooGroup(*store, rank, init_info.world_size, init_info.seconds)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -56,7 +53,7 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
         if self.group is None:
             raise RuntimeError("weights were announced before /init_weight_transfer_engine")
         announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        # Broadcasts have no names: this is the order in which the trainer sends.
+        # Broadcasts carry no names: receive in the order in which the trainer sends.
         for name, dtype, shape in announced:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
@@ -72,6 +69,6 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
 
 
 def register() -> None:
-    """Make the backend `gloo` known to vLLM; a second time changes nothing."""
-    with suppress(ValueError):  # it is known already
-        WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
+    """Add the backend `gloo` to vLLM. Further calls change nothing."""
+    with suppress(ValueError):  # it is registered already
+        factory.WeightTransferEngineFactory.register_engine("gloo", GlooWorker)

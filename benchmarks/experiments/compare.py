@@ -84,6 +84,8 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
     """Return every setting of the grid with its configurations, each of them validated."""
     parsed = [grid_values(word) for word in words]
+    require(seeds >= 1, "seeds", "at least 1", seeds)
+    require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
     axes = {key: values for key, values in parsed if len(values) > 1}
     common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
     recipes = recipe.split(",")

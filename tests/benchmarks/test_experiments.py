@@ -105,11 +105,14 @@ def test_a_comma_separates_values_outside_of_brackets_and_quotes(word, values):
     ("words", "message"),
     [(["advantages=rloo,"], "grid: expected a value between the commas"),
      (["advantages=rloo,nonsense"], "nonsense"), (["stepz=1,2"], "nearest: steps"),
-     (["steps=1,1"], "grid: expected settings that differ")],
+     (["steps=1,1"], "grid: expected settings that differ"),
+     (["steps=1,2", "steps=3"], "settings: expected each key once")],
 )  # fmt: skip
 def test_a_refusal_comes_before_the_first_run(tmp_path, ran, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         compare("sort", words, 1, tmp_path)
+    with pytest.raises(ValueError, match="seeds: expected at least 1, got 0"):
+        compare("sort", ["steps=1,2"], 0, tmp_path)
     assert not ran
 
 

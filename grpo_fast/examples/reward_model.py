@@ -6,7 +6,7 @@
 
 Without `--pairs` a model of 0.2 M parameters learns which of two answers to a prompt of the recipe
 `sort` has more symbols in their places: half a minute on 2 CPU cores. Lines of a file of pairs have
-the texts `prompt`, `chosen` and `rejected`, and perhaps a number `margin`; a tenth is held out.
+the texts `prompt`, `chosen` and `rejected`, and perhaps a number `margin`; every tenth is held out.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tens
     for name in ("chosen", "rejected"):
         for pair in pairs:
             ids = tokenizer(pair["prompt"], pair[name])["input_ids"]
-            if not ids or ids[-1] not in tokenizer.all_special_ids:
-                ids = [*ids, tokenizer.eos_token_id]
-            rows.append({"input_ids": ids})
+            has_end = ids and ids[-1] in tokenizer.all_special_ids
+            rows.append({"input_ids": ids if has_end else [*ids, tokenizer.eos_token_id]})
     batch = tokenizer.pad(rows, padding_side="right", return_tensors="pt")
     margins = torch.tensor([float(pair.get("margin", 0.0)) for pair in pairs])
     return {**{k: batch[k] for k in ("input_ids", "attention_mask")}, "margin": margins}
@@ -113,12 +112,10 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
         model, tokenizer = tiny_model()
     else:
         every = [json.loads(line) for line in Path(pairs_file).read_text("utf-8").splitlines()]
-        count = max(1, len(every) // 10)
-        pairs, held_out = every[count:], every[:count]
+        pairs, held_out = [x for i, x in enumerate(every) if i % 10], every[::10]
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id  # the score is read before padding
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,

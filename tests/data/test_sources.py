@@ -114,8 +114,11 @@ def test_json_in_its_usual_forms(tmp_path):
     ("name", "content", "message"),
     [
         ("d.jsonl.gz", b"no gzip", "data.path: expected a readable file, got .*Not a gzipped"),
-        ("d.csv.gz", gzip.compress(b"question,answer\nq,1\n", mtime=0)[:-9],
-         "readable file, got .*ended"),
+        (
+            "d.csv.gz",
+            gzip.compress(b"question,answer\nq,1\n", mtime=0)[:-9],
+            "readable file, got .*ended",
+        ),
         ("d.parquet", b"PAR1", "data.path: could not load .*d.parquet': "),
         ("d.csv", b"question,answer\n\xff,1\n", "readable file, got .*utf-8"),
         ("d.csv", b"question,answer\n", "the file is empty"),

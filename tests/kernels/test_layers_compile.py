@@ -11,9 +11,8 @@ from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.cpu.modules import fast_layers
 from tests.tiny import tiny_model
 
-pytestmark = pytest.mark.skipif(
-    bool(gemm.unavailable(torch.float32) or loader.unavailable("layers")), reason="no C++ kernels here"
-)
+MISSING = gemm.unavailable(torch.float32) or loader.unavailable("layers")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="no C++ kernels here")
 
 
 @pytest.mark.parametrize("eager_first", [False, True])

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
+from grpo_fast.rollout import Completion, EngineError, NonFiniteLogits, Sampling, awake
+from grpo_fast.rollout.engine import Request, say_that_kept_is_unknown
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.rollout.vllm.answers import StaleWeights
+from grpo_fast.rollout.vllm.answers import Asked, StaleWeights
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import spoil
 from tests.tiny import tiny_policy
@@ -184,3 +186,15 @@ def test_what_cannot_be_built_is_a_sentence(policy, vllm, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="expected vllm-server where several processes train"):
         build(policy, Options())
+
+
+def test_unknown_kept_tokens_are_logged_once_and_only_where_the_loss_needs_them(policy, caplog):
+    say_that_kept_is_unknown.cache_clear()
+    done = [[Completion([5], torch.zeros(1), "length", 1)]]
+    for sampling in (Sampling(max_new_tokens=1), HeldOut(max_new_tokens=1, top_p=0.9)):
+        Asked(policy, Request(PROMPTS[:1], sampling, 1, 0), 1, "1").in_groups(done)
+    assert "top_p" not in caplog.text
+    truncating = Request(PROMPTS[:1], Sampling(max_new_tokens=1, top_p=0.9), 1, 0)
+    for _ in range(2):
+        Asked(policy, truncating, 1, "1").in_groups(done)
+    assert caplog.text.count("top_p and top_k kept") == 1

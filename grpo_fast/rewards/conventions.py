@@ -91,8 +91,10 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
     if inspect.isclass(function):
         function, options = function(**options), {}
     convention = convention or convention_of(function)
-    adapters = {VERL: _of_verl, OPENRLHF: _of_openrlhf}
-    function = adapters.get(convention, lambda own: own)(function)
+    if convention == VERL:
+        function = _of_verl(function)
+    elif convention == OPENRLHF:
+        function = _of_openrlhf(function)
     return Loaded(function, convention, options, parameters_of(function))
 
 

@@ -37,7 +37,10 @@ class Recorded(GRPOTrainer):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         logged = dict(self._pending_metrics), dict(self._pending_extra_logs)
         ids = [list(each) for each in completion_ids_list]
-        self.seen = [*getattr(self, "seen", []), (self.state.global_step, inputs, ids, found, logged)]
+        self.seen = [
+            *getattr(self, "seen", []),
+            (self.state.global_step, inputs, ids, found, logged),
+        ]
         return found
 
 

@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.planning.memory_model import predict_model
 from grpo_fast.train.runs.checkpoint import checkpoints_in, read_tensors
 from grpo_fast.train.runs.export import export
-from tests.command_line import run_cli
+from grpo_fast.train.runs.fingerprints import fingerprints
 from tests.tiny import tiny_folder
 from tests.train.test_train_policy import a_batch
 from tests.train.tiny_runs import questions, run
@@ -96,7 +99,9 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     # The checkpoint's adapter on the model that it was trained on gives the saved model.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
-    config = ModelConfig(path=str(adapter / "adapter"), lora={"r": 2, "alpha": 4} if fresh else None)
+    config = ModelConfig(
+        path=str(adapter / "adapter"), lora={"r": 2, "alpha": 4} if fresh else None
+    )
     policy = load_policy(config)
     weights = {f"policy.{name}": x.detach() for name, x in policy.weights().items()}
     assert all("lora_" in name for name in weights)
@@ -111,19 +116,14 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
 def test_an_adapter_is_evaluated_as_the_merged_model(adapter, tmp_path):
     data = questions(tmp_path / "data", 4, 4)
     load(adapter).tokenizer.save_pretrained(adapter / "merged")
-    found = []
-    for name in ("adapter", "merged"):
-        out = tmp_path / f"{name}.json"
-        run_cli("eval", adapter / name, f"data={data}", "task=gsm8k", f"out={out}",
-                "max_new_tokens=6", "dtype=float32", "device=cpu")  # fmt: skip
-        found.append(json.loads(out.read_text()))
-    assert list(found[0].values()) == list(found[1].values())
+    settings = parse_settings(
+        [f"data={data}", "max_new_tokens=6", "dtype=float32", "device=cpu", "samples=2"]
+    )
+    ours, theirs = (run_eval(str(adapter / name), settings) for name in ("adapter", "merged"))
+    assert ours == theirs
 
 
 def test_another_base_is_refused_on_resume(adapter, tmp_path):
-    from grpo_fast.train.config.recipes import load_recipe
-    from grpo_fast.train.runs.fingerprints import fingerprints
-
     copy = tmp_path / "copy"
     shutil.copytree(adapter, copy)
     settings = json.loads((copy / "adapter" / "adapter_config.json").read_text())
@@ -164,8 +164,6 @@ def test_adapters_that_cannot_be_used_are_refused(adapter, tmp_path):
 
 
 def test_the_memory_of_an_adapter_is_predicted_as_one(adapter):
-    from grpo_fast.train.config.recipes import load_recipe
-
     path = f"model.path={adapter / 'adapter'}"
     ours = load_recipe("gsm8k-smollm2-1.7b", [path, "model.lora=null"])
     same = load_recipe("gsm8k-smollm2-1.7b", [path, "model.lora={r: 3}"])

@@ -27,7 +27,9 @@ def adapter_at(path: str) -> Any | None:
 
     found = peft.PeftConfig.from_pretrained(path)
     base = found.base_model_name_or_path
-    require(found.peft_type == "LORA", "model.path", "a LoRA adapter", f"{found.peft_type} in {path}")
+    require(
+        found.peft_type == "LORA", "model.path", "a LoRA adapter", f"{found.peft_type} in {path}"
+    )
     require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
     return found
 

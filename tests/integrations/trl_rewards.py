@@ -34,7 +34,8 @@ def every_argument(prompts, completions, completion_ids, answer, level, trainer_
 
 
 def from_kwargs(completions, **kwargs):
-    return [level + len(gold) for level, gold in zip(kwargs["level"], kwargs["answer"])]
+    pairs = zip(kwargs["level"], kwargs["answer"], strict=True)
+    return [level + len(gold) for level, gold in pairs]
 
 
 def some_do_not_apply(completions, level, **kwargs):

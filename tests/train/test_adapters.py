@@ -85,7 +85,7 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
         f"model.path={adapter / 'adapter'}", "data.name=null", "model.dtype=float32",
         f"data.path={questions(tmp_path / 'data', 8, 8)}", "rollout.max_new_tokens=6",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "eval.n=2", "eval.samples=1",
-        "eval.k=[]", "log.progress=false", "optim.lr=0.01", "reference.kind=frozen",
+        "eval.k=[]", "log.progress=false", "optim={lr: 0.01}", "reference.kind=frozen",
         "loss.beta=0.1", "checkpoint.every=1", "model.lora=null", *fresh,
         "rewards=[{name: 'tests.train.tiny_runs:characters', in_process: true}]",
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     _, whole = run(tmp_path / "whole", recipe, *words, "steps=2")
     run(tmp_path / "parts", recipe, *words, "steps=1")
     _, parts = run(tmp_path / "parts", recipe, *words, "steps=2", "resume=auto")
-    assert parts == whole
+    assert parts[1] == whole[1]  # the first step of one is its last, with an evaluation
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
     # The checkpoint's adapter on the model that it was trained on gives the saved model.

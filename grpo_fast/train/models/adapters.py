@@ -27,9 +27,8 @@ def adapter_at(path: str) -> Any | None:
 
     found = peft.PeftConfig.from_pretrained(path)
     base = found.base_model_name_or_path
-    require(
-        found.peft_type == "LORA", "model.path", "a LoRA adapter", f"{found.peft_type} in {path}"
-    )
+    came = f"{found.peft_type.value} in {path}"
+    require(found.peft_type == "LORA", "model.path", "a LoRA adapter", came)
     require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
     return found
 

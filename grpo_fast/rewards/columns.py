@@ -76,7 +76,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
     """Raise a ValueError where some of the examples lack a column that a function needs."""
     for reward in rewards.rewards:
         if reward.is_unsure and any("answers" in e.fields for e in examples):
-            words = f"{{trl: {reward.name}}} or {{grpo_fast: {reward.name}}}"
+            words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
             came = "a column 'answers', which TRL passes under this name"
             raise wrong(f"rewards: {reward.name}", f"to be written as {words}", came)
         given, gold = GIVEN[reward.convention], GOLD[reward.convention]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ __all__ = [
     "score",
     "scorer_for",
 ]
-
-log = logging.getLogger(__name__)
 
 REWARDS: dict[str, RewardFunction] = {
     function.__name__: function
@@ -102,8 +99,6 @@ def _resolve(spec: Any) -> WeightedReward:
         )  # fmt: skip
         loaded = _loaded(name, function)
     needs = _checked_needs(name, loaded.parameters, loaded.options)
-    if is_custom:
-        log.info("reward %s is called by the convention of %s", label, loaded.convention)
     # TRL would give such a function the data's column `answers`.
     is_unsure = is_custom and convention is None and loaded.parameters.takes is None
     return WeightedReward(label, weight, function, needs, loaded.convention, is_unsure)

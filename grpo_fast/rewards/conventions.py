@@ -89,7 +89,8 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
     """Prepare a function of a convention, None: see `convention_of`. A class is instantiated."""
     options = dict(options)
     if inspect.isclass(function):
-        function, options = function(**options), {}
+        made: Any = function(**options)
+        function, options = made, {}
     convention = convention or convention_of(function)
     if convention == VERL:
         function = _of_verl(function)

@@ -219,13 +219,14 @@ def test_one_word_in_the_configuration(file, tmp_path):
     assert load_recipe(str(recipe)).rewards[0].name == f"{tmp_path / 'mine.py'}:reward_func"
 
 
-def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path):
+def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path, capsys):
     from pyarrow import parquet
 
     rows = sort(
         tmp_path / "run", f"rewards=[{file}:run_state]", "steps=2", "log.completions_every=1",
         "rollout.dynamic={rounds: 1}",
     )  # fmt: skip
+    assert "reward run_state: called as trl calls it\n" in capsys.readouterr().out
     means = [row["rewards/run_state/mean"] for row in rows]
     assert means == pytest.approx([200.5, 210.5])
     assert all(row["logged/letters"] > 0 for row in logged(tmp_path / "run") if "loss" in row)

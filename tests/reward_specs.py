@@ -19,10 +19,11 @@ def spec(
     path: str | None = None,
     timeout: Any = 60.0,
     in_process: bool = False,
+    convention: str | None = None,
     **options: Any,
 ) -> SimpleNamespace:
     """What `build_rewards` reads; what is not named here is an option of the function."""
     return SimpleNamespace(
         name=name, weight=weight, label=label, path=path, timeout=timeout, in_process=in_process,
-        options=options,
+        options=options, convention=convention,
     )  # fmt: skip

@@ -20,6 +20,7 @@ class Example(NamedTuple):
     answer: str | None  # for the rewards; None: there is none
     solution: str | None  # gold text, for a warm start
     fields: Mapping[str, Any] = MappingProxyType({})  # what else its record holds
+    label: Any = None  # the answer as its record holds it; None: `answer`
 
 
 def words_of(example: Example) -> set[str]:

@@ -23,7 +23,8 @@ from grpo_fast.data.example import DatasetError, Example, Prompt, need
 from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")  # or a solution with a mark
+VERLS_ANSWER = "reward_model.ground_truth"
+ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # or a solution with a mark
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON may hold it, no tokenizer may
@@ -63,8 +64,11 @@ def parse_record(
             said = prompt.pop()["content"]
             need(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
             answer, solution = (said if answer is None else answer), solution or said
+    label = answer
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
+    if isinstance(answer, (dict, list)) and answer_name == VERLS_ANSWER and not gsm8k:
+        answer = None  # a reward function of verl reads the label
     if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     is_text = isinstance(answer, str) and answer.strip()
@@ -76,13 +80,13 @@ def parse_record(
     need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if answer is None:
-        return Example(prompt, None, solution, others)
+        return Example(prompt, None, solution, others, label)
     try:
         gold = gold_answer(answer) if gsm8k else read_gold(answer)
     except ValueError as error:
         raise DatasetError(f"{where}: {error}; data.task=jsonl reads other answers") from None
     worked = strip_calculator(answer) if gold != answer else None
-    return Example(prompt, gold, solution or worked, others)
+    return Example(prompt, gold, solution or worked, others, label)
 
 
 def read_gold(answer: str) -> str:

@@ -99,10 +99,13 @@ def gdpo(
     each: str = "normalized",
     eps: float = 1e-4,
 ) -> Tensor:  # (N, G)
-    """A = Σ_k w_k·A_k over K rewards, whitened over the batch; A_k by mode `each` (2601.05242)."""
+    """A = Σ_k w_k·A_k over K rewards, whitened over the batch; A_k by mode `each` (2601.05242).
+
+    A reward that is NaN is left out of its completion's sum, as in TRL.
+    """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
-    a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).sum(0)
-    known = a[~r.isnan().any(0)]
+    a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).nansum(0)
+    known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
 
@@ -175,7 +178,7 @@ def group_advantages(
     A group whose rewards are all equal gets exactly 0 (modes "rewards" and "baseline" know no
     groups, and the whitening of "reinforce_pp_baseline" still moves nothing there). A reward that
     is NaN marks a completion without a verdict: it is left out of its group's baseline and gets
-    advantage 0.
+    advantage 0. Of mode "gdpo" a completion without a verdict has NaN for all K rewards.
 
     Args:
         rewards: (N*G,) float; for mode "gdpo" K of them, (K, N*G).
@@ -221,7 +224,7 @@ def group_advantages(
     # 2. Compute in fp64, group by group.
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
-    missing = grouped.isnan().any(0) if mode == "gdpo" else grouped.isnan()
+    missing = grouped.isnan().all(0) if mode == "gdpo" else grouped.isnan()
     if missing.all():  # also of none: torch warns of a deviation over nothing
         return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)

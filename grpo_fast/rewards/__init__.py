@@ -10,8 +10,9 @@ from typing import Any
 
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import rules, workers
-from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
+from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function
 from grpo_fast.rewards.columns import SAMPLED, check_examples, score
+from grpo_fast.rewards.conventions import OURS, Loaded, Parameters, load, parameters_of
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
@@ -63,7 +64,8 @@ KNOWN = (*REWARDS, *WORKERS, "reward_model")
 def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
-    specs: with name, label, weight, options, path, timeout and in_process, as `RewardConfig`.
+    specs: with name, label, weight, options, path, timeout, in_process and convention, as
+        `RewardConfig`.
 
     Raises ValueError for an unknown name, a path that leads to no function, options that the
     function does not take, a timeout that cannot be waited for.
@@ -75,22 +77,31 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
 def _resolve(spec: Any) -> WeightedReward:
     name, options = spec.name, dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
+    weight = float(spec.weight)
     if name == "reward_model":
         require(spec.path is not None, "rewards: reward_model: path", "a folder or hub id", "none")
-        load = functools.partial(RewardModel, spec.path)
-        _checked_needs(name, load, options)
-        return WeightedReward(label, float(spec.weight), load(**options))
+        build = functools.partial(RewardModel, spec.path)
+        _checked_needs(name, parameters_of(build), options)
+        return WeightedReward(label, weight, build(**options))
     path = _worker_path(name, spec.in_process)
-    if path is not None:
-        function: RewardFunction = IsolatedReward(
-            path, timeout=spec.timeout, options=options, bounded=name in BOUNDED
-        )
-    else:
+    is_custom = ":" in name
+    convention = spec.convention if is_custom else OURS
+    if path is None:
         function = REWARDS[name] if name in REWARDS else import_function(name)
-    needs = _checked_needs(name, function, options)
-    if path is None and options:
-        function = functools.partial(function, **options)
-    return WeightedReward(label, float(spec.weight), function, needs)
+        loaded = load(function, convention, options)
+        function = loaded.function
+        if loaded.options:
+            function = functools.partial(function, **loaded.options)
+    else:
+        function = IsolatedReward(
+            path, timeout=spec.timeout, options=options, bounded=name in BOUNDED,
+            convention=convention,
+        )  # fmt: skip
+        loaded = _loaded(name, function)
+    needs = _checked_needs(name, loaded.parameters, loaded.options)
+    # TRL would give such a function the data's column `answers`.
+    is_unsure = is_custom and convention is None and loaded.parameters.takes is None
+    return WeightedReward(label, weight, function, needs, loaded.convention, is_unsure)
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
@@ -107,16 +118,17 @@ def _worker_path(name: str, in_process: bool) -> str | None:
     return None
 
 
-def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any]) -> list[str]:
-    """The columns that the function cannot do without; ValueError for options that it lacks."""
+def _loaded(name: str, function: IsolatedReward) -> Loaded:
     try:
-        if isinstance(function, IsolatedReward):
-            takes, needs = function.parameters
-        else:
-            takes, needs = parameters_of(function)
+        return function.load()
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
         raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None
+
+
+def _checked_needs(name: str, parameters: Parameters, options: dict[str, Any]) -> list[str]:
+    """The columns that the function cannot do without; ValueError for options that it lacks."""
+    takes, needs = parameters
     unknown = [] if takes is None else [option for option in options if option not in takes]
     if unknown:
         options_of = [option for option in takes if option not in (*SAMPLED, "answers")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,11 +19,20 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __name__ != "__main__":
+    from grpo_fast.rewards import conventions
+else:  # a worker: it imports the file next to this one, and nothing else of the package
+    sys.path.insert(0, os.path.dirname(__file__))
+    import conventions
+
+    sys.path.pop(0)
+    del sys.modules["conventions"]  # a user's module may have this name
 
 RewardFunction = Callable[..., Any]
 Score = float | list[float] | None  # of a completion, or of each of its tokens; None: not for it
@@ -43,43 +51,6 @@ def why_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timeout"
     return getattr(error, "why", "error") if isinstance(error, RewardFailure) else "error"
-
-
-class Parameters(NamedTuple):
-    """The columns that a function takes by name, and the columns that it needs."""
-
-    takes: list[str] | None  # None: all columns (`**columns`)
-    needs: list[str]
-
-    def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        chosen = columns if self.takes is None else self.takes
-        return {name: columns[name] for name in chosen if name in columns}
-
-
-USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable without a signature
-
-
-def parameters_of(function: RewardFunction) -> Parameters:
-    """Return a function's parameters. Raises ValueError for positional-only parameters."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return USUAL
-    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise ValueError("rewards: expected parameters that can be given by name, got one before /")
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    needs = [p.name for p in by_name if p.default is p.empty]
-    return Parameters(None if takes_all else [p.name for p in by_name], needs)
-
-
-def is_per_sample(function: RewardFunction) -> bool:
-    """Return whether a function declares, by an attribute `per_sample`, that each value depends on
-    one completion alone. Only such a function is called again sample by sample.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return bool(getattr(function, "per_sample", False))
 
 
 def import_function(path: str) -> RewardFunction:
@@ -195,7 +166,7 @@ def serve(path: str, pipe: Connection) -> None:
     """Read one JSON object per request and write one per reply. The first request loads the
     function.
     """
-    function: RewardFunction | None = None
+    loaded: conventions.Loaded | None = None
     while True:
         try:
             request = json.loads(pipe.recv_bytes())
@@ -203,15 +174,25 @@ def serve(path: str, pipe: Connection) -> None:
             return
         answer: dict[str, Any] = {}
         try:
-            if function is None:
-                function = import_function(path)
-                answer["parameters"] = parameters_of(function)
-                answer["per_sample"] = is_per_sample(function)
+            if loaded is None:
+                loaded = conventions.load(import_function(path), **request)
+                answer = {**loaded._asdict(), "function": None}
+                answer["per_sample"] = conventions.is_per_sample(loaded.function)
             else:
-                answer["scores"] = call(function, **request)
+                answer = _answer(loaded, **request)
         except BaseException as error:  # a user's function may raise anything
             answer = {"error": describe(error), "why": why_of(error)}
-        pipe.send_bytes(json.dumps(answer).encode())
+        pipe.send_bytes(json.dumps(answer, default=text_of).encode())
+
+
+def _answer(
+    loaded: conventions.Loaded, count: int, arguments: dict[str, Any], state: dict[str, Any] | None
+) -> dict[str, Any]:
+    log = conventions.RunLog()
+    if state is not None:
+        arguments |= loaded.parameters.select(log.objects(state))
+    scores = call(loaded.function, count, {**arguments, **loaded.options})
+    return {"scores": scores, "extra": log.extra, "metrics": log.metrics}
 
 
 def _end_with_the_caller(lifeline: int) -> None:

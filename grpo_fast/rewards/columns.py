@@ -14,9 +14,15 @@ from typing import Any
 
 from grpo_fast.data import Example, Prompt
 from grpo_fast.errors import wrong
+from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
+# By convention, the parameter that is the gold answer, and those that need no column of the data.
+GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
+GIVEN = {
+    OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
+}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
 LONGEST_OPENED = 200  # characters at the end of a prompt
 
@@ -44,7 +50,13 @@ def score(
     prefills = map(prefill_of, (e.prompt for e in examples), texts)
     columns["prefills"] = list(prefills)
     prompts, answers = [e.prompt for e in examples], [e.answer for e in examples]
-    return rewards(prompts, completions, answers, columns)
+    labels = [label_of(example) for example in examples]
+    return rewards(prompts, completions, answers, columns, labels=labels, prompt_texts=prompt_texts)
+
+
+def label_of(example: Example) -> Any:
+    """Return the gold answer as its row holds it."""
+    return example.answer if example.label is None else example.label
 
 
 def prefill_of(prompt: Prompt, text: str) -> str:
@@ -63,11 +75,20 @@ def prefill_of(prompt: Prompt, text: str) -> str:
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
     """Raise a ValueError where some of the examples lack a column that a function needs."""
     for reward in rewards.rewards:
-        for name in (name for name in reward.needs if name not in SAMPLED):
-            is_answers = name == "answers"
-            has = [e.answer is not None if is_answers else name in e.fields for e in examples]
+        if reward.is_unsure and any("answers" in e.fields for e in examples):
+            words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
+            came = "a column 'answers', which TRL passes under this name"
+            raise wrong(f"rewards: {reward.name}", f"to be written as {words}", came)
+        given, gold = GIVEN[reward.convention], GOLD[reward.convention]
+        for name in [name for name in reward.needs if name == gold or name not in given]:
+            is_own = name == "answers" and reward.convention == OURS  # read, not the row's
+            has = [
+                e.answer is not None if is_own
+                else name in e.fields or (name == gold and label_of(e) is not None)
+                for e in examples
+            ]  # fmt: skip
             if not all(has):
-                field = "an answer" if is_answers else f"a field {name!r}"
+                field = "an answer" if name == gold else f"a field {name!r}"
                 came = f"{has.count(False)} of {len(examples)} without"
                 first = str(examples[has.index(False)].prompt)[:60]
                 raise wrong(

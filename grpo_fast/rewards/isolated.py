@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
+from grpo_fast.rewards.conventions import ONLY_TRL, OURS, TRL, Loaded, Parameters
 
 START_LIMIT_S = 120.0  # for importing the user's module, which is not part of a call
 
@@ -31,7 +32,8 @@ class IsolatedReward:
     Args:
         path: "package.module:function" or "file.py:function".
         timeout: seconds for a call, or if `bounded` for each completion of a call.
-        options: arguments of every call, as JSON can carry them.
+        options: arguments of every call, or of a class's constructor, as JSON can carry them.
+        convention: how the function is called; None recognises it by its parameters.
 
     Raises:
         TimeoutError: a call took longer.
@@ -45,27 +47,41 @@ class IsolatedReward:
         timeout: float,
         options: dict[str, Any] | None = None,
         bounded: bool = False,
+        convention: str | None = OURS,
     ) -> None:
         self.path = path
         self.timeout = float(timeout)
         self.options = options or {}
         self.bounded = bounded
+        self._asked = convention
         self._lock = threading.Lock()
         self._child: subprocess.Popen | None = None
         self._loaded: dict[str, Any] = {}
 
-    def __call__(self, **columns: list[Any]) -> list[Any]:
-        count = len(next(iter(columns.values())))
-        limit = self.timeout * max(1, count) if self.bounded else self.timeout
+    def __call__(self, **columns: Any) -> list[Any]:
+        objects = {}
         with self._lock:
-            arguments = {**self._start().select(columns), **self.options}
-            return self._ask({"count": count, "arguments": arguments}, limit)["scores"]
+            parameters = self._start()
+            if self._loaded["convention"] == TRL:
+                objects = {name: columns.pop(name) for name in ONLY_TRL if name in columns}
+            count = len(next(iter(columns.values())))
+            limit = self.timeout * max(1, count) if self.bounded else self.timeout
+            state = vars(objects["trainer_state"]) if objects else None
+            arguments = parameters.select(columns)
+            answer = self._ask({"count": count, "arguments": arguments, "state": state}, limit)
+        for column, values in answer["extra"].items():
+            objects["log_extra"](column, values)
+        for name, values in answer["metrics"].items():
+            for value in values:
+                objects["log_metric"](name, value)
+        return answer["scores"]
 
-    @property
-    def parameters(self) -> calling.Parameters:
-        """The function's parameters. Raises RewardFailure if the function cannot be imported."""
+    def load(self) -> Loaded:
+        """Start the worker. Raises RewardFailure if the function cannot be imported."""
         with self._lock:
-            return self._start()
+            parameters = self._start()
+            known = self._loaded
+            return Loaded(self, known["convention"], known["options"], parameters)
 
     @property
     def per_sample(self) -> bool:
@@ -81,7 +97,7 @@ class IsolatedReward:
             self._pipe.close()
             self._lifeline.close()
 
-    def _start(self) -> calling.Parameters:
+    def _start(self) -> Parameters:
         if self._child is None:
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
@@ -100,11 +116,12 @@ class IsolatedReward:
                     start_new_session=True,  # Ctrl-C is for us; one signal ends the whole group
                 )
             try:
-                self._loaded = self._ask({}, START_LIMIT_S)
+                first = {"convention": self._asked, "options": self.options}
+                self._loaded = self._ask(first, START_LIMIT_S)
             except RewardFailure:
                 self.close()
                 raise
-        return calling.Parameters(*self._loaded["parameters"])
+        return Parameters(*self._loaded["parameters"])
 
     def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         data = json.dumps(request).encode()

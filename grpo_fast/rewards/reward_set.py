@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -27,6 +28,14 @@ from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFunction, Score
+from grpo_fast.rewards.conventions import (
+    OURS,
+    TRL,
+    RunLog,
+    columns_of_others,
+    is_per_sample,
+    parameters_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +54,8 @@ class WeightedReward(NamedTuple):
     weight: float
     function: RewardFunction
     needs: Sequence[str] = ()  # columns without which it cannot be called
+    convention: str = OURS  # by which it is called
+    is_unsure: bool = False  # whether it might be written for another convention
 
 
 class RewardResult(NamedTuple):
@@ -57,6 +68,8 @@ class RewardResult(NamedTuple):
     # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
     # per token; what the others gave stands at the last token.
     per_token: list[Tensor] | None = None
+    extra: Mapping[str, list[str]] = MappingProxyType({})  # columns of `log_extra`
+    metrics: Mapping[str, list[float]] = MappingProxyType({})  # values of `log_metric`
 
     @property
     def failures(self) -> dict[str, int]:
@@ -91,6 +104,8 @@ class RewardSet:
         self.state = RewardsState(
             dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
         )
+        # TRL's `trainer_state`: the steps of the run that are done, and all of them.
+        self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
         self._lock = threading.Lock()
 
     @property
@@ -103,17 +118,30 @@ class RewardSet:
         completions: Sequence[str],
         answers: Sequence[str | None],
         columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        labels: Sequence[Any] | None = None,
+        prompt_texts: Sequence[str] | None = None,
     ) -> RewardResult:
-        """Score N completions. `columns`: the lists that functions may name besides the three.
+        """Score N completions.
+
+        Args:
+            columns: the lists that functions may name besides the first three.
+            labels: gold answers as their rows hold them, for functions of other trainers.
+            prompt_texts: the prompts as the model received them, for OpenRLHF's functions.
 
         Raises ValueError for lists of different lengths, RewardError above `max_failures`.
         """
         usual = {"prompts": prompts, "completions": completions, "answers": answers}
         lists = {**(columns or {}), **usual}
+        raw = answers if labels is None else labels
         lengths = [len(column) for column in lists.values()]
         fits = len(set(lengths)) == 1
         require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
-        scores = {reward.name: self._scores(reward, lists) for reward in self.rewards}
+        run_log = RunLog()
+        sent = prompt_texts or [""] * len(completions)
+        given = columns_of_others(prompts, completions, answers, columns or {}, raw, sent)
+        given |= {OURS: lists}
+        scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
         counted = {r.name: r.weight for r in self.rewards if r.weight != 0}  # 0: only watched
         for i in range(len(completions)):
             if counted and all(scores[name][i] is None for name in counted):
@@ -133,7 +161,8 @@ class RewardSet:
             self._count(name, reasons[name].total(), len(completions))
         scored = [(weight, scores[name]) for name, weight in counted.items()]
         per_token = _per_token(scored, lists.get("completion_lengths"))
-        return RewardResult(total, per_fn, reasons, per_token)
+        extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == len(total)}
+        return RewardResult(total, per_fn, reasons, per_token, extra, run_log.metrics)
 
     def state_dict(self) -> RewardsState:
         with self._lock:
@@ -148,14 +177,14 @@ class RewardSet:
             )
 
     def _scores(
-        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
+        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
     ) -> list[Score | str]:
         """Return for each completion its score, or the reason why it has none."""
-        count = len(columns["completions"])
-        scores = self._ask(reward, columns, count)
+        count = len(next(iter(columns.values())))
+        scores = self._ask(reward, columns, count, run_log)
         if not isinstance(scores, str):
             return scores
-        if count < 2 or not calling.is_per_sample(reward.function):
+        if count < 2 or not is_per_sample(reward.function):
             return [scores] * count
         retried: list[Score | str] = []
         timeouts = 0
@@ -163,19 +192,23 @@ class RewardSet:
             one: list[Score | str] | str = "timeout"
             if timeouts <= RETRY_TIMEOUTS:
                 sample = {name: column[i : i + 1] for name, column in columns.items()}
-                one = self._ask(reward, sample, 1)
+                one = self._ask(reward, sample, 1, run_log)
                 timeouts += one == "timeout"
             retried.append(one if isinstance(one, str) else one[0])
         return retried
 
     def _ask(
-        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int
-    ) -> list[Score | str] | str:
+        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
+        run_log: RunLog,
+    ) -> list[Score | str] | str:  # fmt: skip
         """Return scores and reasons, or one reason if the call fails."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
+            parameters = parameters_of(reward.function)
             # A copy: a prompt may be a list of messages, which the other functions read, too.
-            arguments = copy.deepcopy(calling.parameters_of(reward.function).select(lists))
+            arguments = copy.deepcopy(parameters.select(lists))
+            if reward.convention == TRL:
+                arguments |= parameters.select(run_log.objects(self.progress))
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end

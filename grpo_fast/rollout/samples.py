@@ -52,6 +52,7 @@ class Samples:
     texts: list[str] = field(default_factory=list)  # of the B completions, no special tokens
     rewards: Tensor | None = None  # (B,) fp32: the weighted sum; NaN: lost
     scores: dict[str, Tensor] = field(default_factory=dict)  # reward function -> (B,) fp32
+    extra: dict[str, list[str]] = field(default_factory=dict)  # logged by reward functions
     advantages: Tensor | None = None  # (B,) fp32; NaN: the sample does not count
     token_rewards: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its sample's
@@ -125,6 +126,7 @@ class Samples:
             support=select_support(self.support, ranges(self.rows, at)),
             texts=[self.texts[i] for i in at.tolist()] if self.texts else [],
             scores={name: values[at] for name, values in self.scores.items()},
+            extra={name: [values[i] for i in at.tolist()] for name, values in self.extra.items()},
         )
 
     @classmethod
@@ -151,6 +153,10 @@ class Samples:
             scores={
                 name: torch.cat([part.scores[name] for part in tables]) for name in tables[0].scores
             },  # fmt: skip
+            extra={
+                name: [x for part in tables for x in part.extra.get(name, [""] * len(part))]
+                for name in dict.fromkeys(name for part in tables for name in part.extra)
+            },
         )
 
     def on(self, device: torch.device | str) -> Samples:

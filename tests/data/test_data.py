@@ -152,7 +152,7 @@ def test_fields_and_templates(tmp_path):
         read(prompt_template="plain")
     write_lines(path, *path.read_text().splitlines()[:2])
     first, second = read(prompt_template="[{question}] {y}")
-    assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"})
+    assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
     assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # as they stand in the file
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
@@ -262,7 +262,7 @@ def test_sort_answers_and_held_out_prompts(digits, symbols):
     assert len(set(prompts)) == 100
     assert not set(prompts) & {e.prompt for e in train}
     known = set(task_symbols(SimpleNamespace(**data)))
-    for prompt, answer, solution, _ in [*test, *train[:200]]:
+    for prompt, answer, solution, *_ in [*test, *train[:200]]:
         numbers = prompt.removesuffix(" =").split()
         assert len(numbers) == digits and set(numbers) <= known
         assert answer == solution == " ".join(sorted(numbers, key=int))

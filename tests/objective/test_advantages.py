@@ -191,16 +191,17 @@ def test_maxrl_and_clipping():
 
 
 def test_gdpo():
-    """Each reward against its group, then the weighted sum over the batch; without a verdict of one
-    reward a completion has none.
-    """
-    each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.5], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
-    found = group_advantages(each, "gdpo", group_size=3, weights=[2.0, -1.0], eps=0.0)
+    """Each reward against its group, then the weighted sum over the batch of those that apply."""
+    each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.2], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
+    options = {"group_size": 3, "weights": [2.0, -1.0], "eps": 0.0}
     a = group_advantages(each[0], group_size=3).double()
     b = group_advantages(each[1], group_size=3).double()
-    total = (2 * a - b)[:5]
-    torch.testing.assert_close(found[:5].double(), (total - total.mean()) / total.std())
-    assert found[5] == 0
+    total = 2 * a - b  # the second reward does not apply to the last completion: b is 0
+    found = group_advantages(each, "gdpo", **options)
+    torch.testing.assert_close(found.double(), (total - total.mean()) / total.std())
+    assert b[5] == 0 != found[5]
+    each[0, 5] = math.nan
+    assert group_advantages(each, "gdpo", **options)[5] == 0
     same = group_advantages(torch.ones(2, 6), "gdpo", group_size=3)
     assert torch.equal(same, torch.zeros(6))
     lost = group_advantages(torch.full((2, 6), math.nan), "gdpo", group_size=3)

@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import build_rewards, check_examples, isolated
-from grpo_fast.rewards.calling import Parameters
+from grpo_fast.rewards.conventions import Parameters
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -149,11 +149,17 @@ def test_many_answers_that_hang_have_their_own_time():
 
 def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
     waited = []
-    monkeypatch.setattr(isolated.IsolatedReward, "_start", lambda self: Parameters(None, []))
-    monkeypatch.setattr(
-        isolated.IsolatedReward, "_ask",
-        lambda self, request, limit: waited.append(limit) or {"scores": [0.0] * request["count"]},
-    )  # fmt: skip
+
+    def start(self):
+        self._loaded = {"convention": "grpo_fast", "options": {}}
+        return Parameters(None, [])
+
+    def answer(self, request, limit):
+        waited.append(limit)
+        return {"scores": [0.0] * request["count"], "extra": {}, "metrics": {}}
+
+    monkeypatch.setattr(isolated.IsolatedReward, "_start", start)
+    monkeypatch.setattr(isolated.IsolatedReward, "_ask", answer)
     ask(build(timeout=7.0), GOOD, GOOD, GOOD)
     build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
     assert waited == [21.0, 7.0]

@@ -41,8 +41,9 @@ def asks(*, completion_ids, completion_lengths, level, unit=1):
 
 
 def everything(**columns):
-    names = ["answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"]
-    return [float(sorted(columns) == names and len(columns["level"]) == len(columns["prompts"]))
+    names = {"answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"}
+    names |= {"answer", "prefills", "trainer_state", "log_extra", "log_metric"}  # as TRL passes
+    return [float({*columns} == names and len(columns["level"]) == len(columns["prompts"]))
             for _ in columns["prompts"]]
 
 

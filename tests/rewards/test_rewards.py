@@ -19,7 +19,7 @@ from grpo_fast.rewards import (
     build_rewards,
     scorer_for,
 )
-from grpo_fast.rewards.calling import parameters_of
+from grpo_fast.rewards.conventions import parameters_of
 from tests.reward_specs import own, spec
 
 

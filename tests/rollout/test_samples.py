@@ -32,6 +32,7 @@ def table(**changes):
     samples = table_of(PROMPTS, drawn, [f"t{i}" for i in range(4)], [5, 9])
     samples.rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     samples.scores = {"f": samples.rewards + 10}
+    samples.extra = {"said": [str(i) for i in range(len(samples))]}
     samples.values = torch.arange(9.0)
     return dataclasses.replace(samples, **changes)
 
@@ -62,6 +63,7 @@ def test_selecting_is_indexing(chosen):
     assert part.texts == [f"t{i}" for i in chosen]
     assert part.rewards.tolist() == [i + 1 for i in chosen]
     assert part.scores["f"].tolist() == [i + 11 for i in chosen]
+    assert part.extra["said"] == [str(i) for i in chosen]
     assert part.truncated.tolist() == [bool(whole.truncated[i]) for i in chosen]
     for name in ("logps", "values", "mass"):
         views = getattr(whole, name).split(whole.lengths)
@@ -180,5 +182,5 @@ def test_every_column_has_its_kind():
     columns = {each.name for each in dataclasses.fields(Samples)}
     assert {*OF_COMPLETIONS} <= columns
     known = {"ids", "segment", "cu_seqlens", "group", "truncated", "weight_version", "rewards",
-             "advantages", "support", "texts", "scores", *OF_COMPLETIONS}  # fmt: skip
+             "advantages", "support", "texts", "scores", "extra", *OF_COMPLETIONS}  # fmt: skip
     assert columns == known

@@ -134,3 +134,29 @@ def test_the_kl_comes_on_top_of_the_rewards():
     assert rewards_with_kl(batch, 0.5, "k1").tolist() == [-0.25, 3.0, 4.5]
     batch.samples.token_rewards = torch.tensor([1.0, 2.0, 5.0])
     assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]
+
+
+# ------------------------------------------------------------------- None, and the batch of bnpo
+def test_gdpo_of_functions_that_do_not_apply_to_all():
+    """Two tasks, each with its own function: both teach. A sample that failed has no advantage."""
+    nan = math.nan
+    scores = {
+        "math": torch.tensor([1.0, 0.0, 1.0, nan, nan, nan]),
+        "code": torch.tensor([nan, nan, nan, 0.0, 1.0, nan]),
+        "form": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]),
+    }
+    total = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, nan])  # the last one is lost: `code` failed
+    found = Advantages("gdpo", {}, 3, dict.fromkeys(scores, 1.0)).of(total, scores, [1] * 6)
+    assert found[1] < 0 < found[0] and found[3] < 0 < found[4] and found[5] == 0
+
+
+def test_bnpo_does_not_depend_on_micro_batches(tmp_path):
+    rows = [
+        sort(tmp_path / str(tokens), "loss.loss_type=bnpo", f"tokens_per_microbatch={tokens}")
+        for tokens in (1, 40, 100000)
+    ]
+    for name in ("loss", "grad_norm", "policy_loss"):
+        first, *others = [[row[name] for row in run] for run in rows]
+        for other in others:
+            assert other == pytest.approx(first, rel=1e-4, abs=1e-6), name
+    assert all(row["grad_norm"] > 0 for row in rows[0])

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from grpo_fast import LossConfig, group_advantages
+from grpo_fast import LossConfig
 from grpo_fast.rollout import Samples, Sampling, generate
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
 from grpo_fast.train.update.variance import gradient_variance
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
-from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
+from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import accumulate, batch_of, taken
 
@@ -83,39 +83,6 @@ def gradients(policy, micro_batches, config, **options):
     seen = accumulate(policy, micro_batches, config, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
     return seen.result(), torch.cat([x.flatten() for x in found])
-
-
-@pytest.mark.parametrize("kind", [None, "shared", "model"])
-def test_a_mean_over_micro_batches_is_logged_as_it_is_trained(kind):
-    """token_mean_local: the loss, its parts, the norm and the gradient of several micro-batches are
-    the means of theirs; also where another rank has as many, or an idle one comes to them.
-    """
-    policy, config = tiny_policy(), LossConfig(loss_type="bnpo", entropy_coef=0.1)
-    critic = None if kind is None else make_critic(policy, kind=kind)
-    advantages = group_advantages(SCORES, "centered", group_size=GROUP)
-    batch = fixed(make_batch(advantages, budget=14), policy, critic)
-    micro_batches = batch.minibatches[0]
-    count = len(micro_batches)
-    totals = Totals.of(micro_batches)
-    one = totals._replace(micro_batches=1, items=totals.items / count)  # entropy's mean is global
-    alone = [gradients(policy, [x], config, critic=critic, totals=one) for x in micro_batches]
-    names = ["loss", "policy_loss", *(["value/loss"] if critic else [])]
-    others = totals._replace(micro_batches=2 * count, items=2 * totals.items)
-    for given, extra, ranks in (
-        (None, [], 1), (totals, [micro_batches[0].idle()], 1), (others, [], 2),
-    ):  # fmt: skip
-        every = [*micro_batches, *extra]
-        seen, gradient = gradients(policy, every, config, critic=critic, totals=given)
-        for name in names:
-            mean = sum(metrics[name] for metrics, _ in alone) / count / ranks
-            assert seen[name] == pytest.approx(mean, rel=1e-4), name
-        squares = sum(metrics["policy_logp_grad_norm"] ** 2 for metrics, _ in alone)
-        norm = squares**0.5 / count / ranks
-        assert seen["policy_logp_grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert seen["active_tokens"] == batch.totals[0].items
-        whole = sum(each for _, each in alone) / count / ranks
-        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
-    assert count > 2
 
 
 # ------------------------------------------------------- The variance of the gradient

@@ -43,7 +43,9 @@ class Advantages:
             options["value"] = self.baseline.value
         if self.mode == "gdpo":
             options = {"weights": list(self.weights.values()), **options}
-            rewards = torch.stack([scores[name] for name in self.weights])
+            each = torch.stack([scores[name] for name in self.weights])
+            # NaN of one function: it does not apply. A sample that a function has lost has none.
+            rewards = each.masked_fill(rewards.isnan(), torch.nan)
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Collector:
     seed: int  # of the run; a step's random numbers follow from it and the step's number
     steps: int  # of the run: nothing is sampled ahead after the last step
     sampled: Ahead | None = None  # of the step after the current one
+    logged: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, this step
     coming: Future[tuple[Samples | None, float]] | None = None  # the same, while a thread samples
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
@@ -89,6 +91,7 @@ class Collector:
         wanted = self.config.prompts_per_step
         ahead = self.sampled
         metrics: dict[str, float] = {}
+        self.logged = {}
         uses: list[Use] = ["kept"] * wanted
         # 1. Sample and score the step's prompts, unless they were sampled ahead.
         if ahead is not None:
@@ -121,6 +124,7 @@ class Collector:
         self.advantages.observe(samples.rewards)
         # 4. Measure all that was sampled.
         metrics = {
+            **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
             **completion_metrics(samples),
             **support_metrics(samples),
@@ -215,9 +219,13 @@ class Collector:
         clock.lap("rollout", tokens=sum(samples.lengths))
         examples = self.examples_of(samples)
         sent = prompt_texts(self.policy, [example.prompt for example in examples])
+        self.rewards.progress = {"global_step": seed[1] - 1, "max_steps": self.steps}
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
         samples.rewards = result.total
         samples.scores = result.per_fn
+        samples.extra = dict(result.extra)
+        for name, values in result.metrics.items():
+            self.logged.setdefault(name, []).extend(values)
         if self.advantages.mode == GAE:
             samples.token_rewards = token_rewards(result, samples)
         clock.lap("reward")

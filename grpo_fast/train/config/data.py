@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_fast.errors import conflict
+from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
@@ -67,6 +68,8 @@ class DataConfig(Section):
 class RewardConfig(Section):
     name: str
     """A built-in reward, package.module:function or file.py:function."""
+    convention: Literal[CONVENTIONS] | None = None  # type: ignore[valid-type]
+    """Whose arguments your function takes, see rewards/README; {verl: FUNCTION} sets both."""
     label: str | None = None
     """Name in the metrics; null means the function's name."""
     weight: float = Field(1.0, ge=-1e30, le=1e30)
@@ -80,11 +83,23 @@ class RewardConfig(Section):
     in_process: bool = False
     """Call your function in the trainer's process instead of a worker process."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_convention(cls, values: Any) -> Any:
+        word = next((x for x in CONVENTIONS if isinstance(values, dict) and x in values), None)
+        if word is None or "name" in values:
+            return values
+        others = {key: value for key, value in values.items() if key != word}
+        return {"name": values[word], "convention": word, **others}
+
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
         is_model = self.name == "reward_model"
         expected = f"{'a folder or hub id' if is_model else 'none'} for {self.name}"
         require(is_model == (self.path is not None), "path", expected, repr(self.path))
+        if self.convention is not None and ":" not in self.name:
+            why = "it is for package.module:function or file.py:function"
+            raise conflict(f"convention={self.convention}", f"name={self.name}", why)
         if self.in_process and ":" not in self.name:
             why = "it is for package.module:function or file.py:function; built-in ones need none"
             raise conflict("in_process=true", f"name={self.name}", why)

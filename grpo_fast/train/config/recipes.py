@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from grpo_fast.errors import nearest_name
+from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, quoted, read_words
@@ -22,7 +23,6 @@ MOVED = {
     "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
     "reward-model-sort": "python -m grpo_fast.examples.reward_model",
 }
-CONVENTIONS = ("trl", "verl", "openrlhf")  # keys of a reward section that hold a function
 
 
 def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -193,4 +194,8 @@ class RunConfig(Section):
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
         with named_in("loss"):
-            return LossConfig(**settings, group_size=self.rollout.group_size)
+            config = LossConfig(**settings, group_size=self.rollout.group_size)
+        if config.aggregation == "token_mean_local":
+            # How a step is split into micro-batches must not change it: bnpo's batch is the step.
+            return replace(config, aggregation="token_mean_global")
+        return config

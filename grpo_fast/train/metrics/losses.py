@@ -42,12 +42,9 @@ class LossMetrics:
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
 
-    def add(self, metrics: Mapping[str, Tensor], tokens: int, share: float = 1.0) -> None:
-        """Add a micro-batch: its metrics, its tokens, and the factor of its loss."""
+    def add(self, metrics: Mapping[str, Tensor], tokens: int) -> None:
+        """Add a micro-batch: its metrics and its tokens."""
         part = {name: value.detach().float() for name, value in metrics.items()}
-        for name in part:
-            if REDUCTIONS.get(name) == "parts":
-                part[name] = part[name] * share
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:

@@ -19,7 +19,8 @@ from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import LoraConfig, ModelConfig, require
+from grpo_fast.train.config import ModelConfig, require
+from grpo_fast.train.models.adapters import adapter_at, with_new, with_saved
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 from grpo_fast.train.models.self_check import self_check
@@ -32,24 +33,35 @@ BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
     """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
 
+    A path of a LoRA adapter stands for its base model with the adapter, which is trained; with
+    `config.lora` the adapter is merged, and a new one is trained.
+
     empty: build it on the meta device: sharding brings the weights of rank 0.
 
     Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
     """
     device = _device(config.device)
     with torch.device("meta") if empty else nullcontext():
-        if config.path is not None:
+        saved = None if config.path is None else adapter_at(config.path)
+        if saved is not None:
+            base = saved.base_model_name_or_path
+            model = _load_model(config.model_copy(update={"path": base}), empty)
+        elif config.path is not None:
             model = _load_model(config, empty)
         else:
             model = _from_config(dict(config.config or {}), tokenizer)
             model.to(getattr(torch, config.dtype))
         model.to("meta" if empty else device)
         apply_options(model, config)
+        if saved is not None:
+            with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
+                model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
-            model = _with_adapter(model, config.lora)
+            model = with_new(model, config.lora)
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
+    policy.starts_at_base = saved is None or config.lora is not None
     _check_vocabulary(policy)
     if empty:
         return policy
@@ -117,6 +129,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     path = str(config.path)
+    saved = adapter_at(path)
+    if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
+        path = saved.base_model_name_or_path
     with _reading(path, "a model with a tokenizer (tokenizer.json)"):
         return AutoTokenizer.from_pretrained(
             path, padding_side="left", trust_remote_code=config.trust_remote_code
@@ -151,16 +166,6 @@ def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
     raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-
-
-def _with_adapter(model: Any, lora: LoraConfig) -> Any:
-    import peft
-
-    settings = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    return peft.get_peft_model(model, settings)
 
 
 def _device(name: str) -> torch.device:

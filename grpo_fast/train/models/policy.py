@@ -64,6 +64,7 @@ class Policy(SampledModel):
             expected = "expected auto or an attention that transformers has here"
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
+        self.starts_at_base = True  # an adapter, if the policy has one, began at zero
         self.is_sharded = self._is_apart = self._is_inside = False
 
     @property

@@ -30,7 +30,8 @@ class Reference:
         self, policy: Policy, config: ReferenceConfig, another: Policy | None = None
     ) -> None:
         self.policy, self.config, self.copy = policy, config, another
-        by_adapter = policy.model is not policy.lm
+        # Without an adapter that began elsewhere, the model is not the start of the run.
+        by_adapter = policy.model is not policy.lm and policy.starts_at_base
         if another is None and config.kind != "none" and not by_adapter:
             self.copy = policy.frozen_copy()
 

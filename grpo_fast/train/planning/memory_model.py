@@ -30,7 +30,7 @@ import torch
 
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
-from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -237,4 +237,8 @@ def predict_model(lm: Any, config: RunConfig) -> Memory | None:
         small = parameters < SMALL  # nobody asks about its memory
         log.log(logging.INFO if small else logging.WARNING, said, error)
         return None
+    ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
+    if ranks and config.model.lora is None:  # the path is that of an adapter
+        model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
+        config = config.model_copy(update={"model": model})
     return predict_run(shape, config, lm.device.type)

@@ -51,6 +51,7 @@ def rows_of(
             "extracted_lenient": shown_answer(judge.lenient(turn)),
             "correct": correct, "reward": float(samples.rewards[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in samples.scores.items()},
+            **{f"extra/{name}": values[i] for name, values in samples.extra.items()},
             "advantage": float(of_tokens.mean()), "truncated": bool(samples.truncated[i]),
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
             "logps": logps[i].tolist(), "advantages": of_tokens.tolist(),
@@ -87,7 +88,10 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path
         "logps": pyarrow.list_(number), "advantages": pyarrow.list_(number),
     }  # fmt: skip
     table = pyarrow.table({
-        name: pyarrow.array([_storable(row[name]) for row in rows], kinds.get(name, number))
+        name: pyarrow.array(
+            [_storable(row[name]) for row in rows],
+            kinds.get(name, texts if name.startswith("extra/") else number),
+        )
         for name in rows[0]
     })  # fmt: skip
     table = table.add_column(0, "step", pyarrow.array([step] * len(rows), kinds["step"]))

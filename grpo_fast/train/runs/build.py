@@ -9,6 +9,7 @@ import torch
 
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
+from grpo_fast.rewards.conventions import OURS
 from grpo_fast.rollout import Engine, check_prompts
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import build_collector
@@ -42,7 +43,7 @@ class Loaded(NamedTuple):
     policy: Policy
     another: Policy | None  # the reference, if it is another model
     evaluate: Evaluation
-    asking: list[str]  # how questions are asked, with the first prompt
+    asking: list[str]  # how questions are asked, with the first prompt, and rewards called
 
 
 def load(start: Start) -> Loaded:
@@ -57,6 +58,10 @@ def load(start: Start) -> Loaded:
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
     asking = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
+    asking += [
+        f"reward {reward.name}: called as {reward.convention} calls it"
+        for reward in rewards.rewards if reward.convention != OURS
+    ]  # fmt: skip
     return Loaded(rewards, questions, splits, settings, policy, another, evaluate, asking)
 
 

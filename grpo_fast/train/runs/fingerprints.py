@@ -17,6 +17,7 @@ from typing import Any
 from grpo_fast.data import hub
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.files import sha256_of
+from grpo_fast.train.models.adapters import adapter_at
 from grpo_fast.train.ranks import distributed
 
 log = logging.getLogger(__name__)
@@ -24,13 +25,14 @@ log = logging.getLogger(__name__)
 FILES = "files"  # the key under which fingerprints stand next to the settings
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
-WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Return a hash of each file that a configuration only names.
 
-    The names are `rewards.NAME` for custom functions and reward models, and `reference`.
+    The names are `rewards.NAME` for custom functions and reward models, `reference`, and for a
+    policy that starts from an adapter `adapter` and `base`.
     """
     prints = {}
     for spec in config.rewards:
@@ -40,6 +42,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
     reference, model = config.reference, config.model
     # A model that no checkpoint holds is loaded again on resume.
+    base = None if model.path is None else adapter_at(model.path)
+    if base is not None:
+        prints["adapter"] = _of_path(str(model.path))
+        prints["base"] = _of_path(base.base_model_name_or_path)
     is_loaded = model.lora or (reference.kind == "frozen" and not config.stores_reference)
     frozen = reference.path or (model.path if is_loaded else None)
     if frozen is not None:

@@ -65,17 +65,16 @@ class Critic:
         return self.head(states.float())[:, 0][packed.predicting]
 
     def backward(
-        self, policy_loss: Tensor, batch: MicroBatch, hidden: Tensor, weights: Tensor, share: float
+        self, policy_loss: Tensor, batch: MicroBatch, hidden: Tensor, weights: Tensor
     ) -> dict[str, Tensor]:
-        """Gradients of share·(policy_loss + coef·Σ w_t·ℓ_t); metrics of the two losses.
+        """Gradients of policy_loss + coef·Σ w_t·ℓ_t; metrics of the two losses.
 
         Args:
             hidden: (T, H) of the policy, with its graph.
             weights: (R,) w_t, 0 where a token does not count.
-            share: of this micro-batch in the loss of its optimizer step.
         """
         if not self.is_shared:  # the policy's activations are gone before the critic's come
-            (policy_loss * share).backward()
+            policy_loss.backward()
         old = batch.column("values")
         returns = batch.column("returns")
         assert old is not None and returns is not None
@@ -87,7 +86,7 @@ class Critic:
         value_loss = (weights * losses).sum()
         weighted = self.config.coef * value_loss
         total = policy_loss.detach() + weighted
-        ((policy_loss + weighted if self.is_shared else weighted) * share).backward()
+        (policy_loss + weighted if self.is_shared else weighted).backward()
         fraction = clipped[batch.completion_mask].float().sum() / max(batch.active_tokens, 1)
         return {"loss": total, "value/loss": value_loss, "value/clip_ratio": fraction}
 

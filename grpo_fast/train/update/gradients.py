@@ -48,8 +48,7 @@ def accumulate(
         distill: how strongly the policy follows the reference as a teacher; None: by an exact KL.
         totals: of the step on all ranks; None: `minibatch` is all of it.
     """
-    items, completions, count, _ = totals or Totals.of(minibatch)
-    share = 1 / count if config.aggregation == "token_mean_local" else 1.0  # which is a mean
+    items, completions, *_ = totals or Totals.of(minibatch)
     alone = policy_term(config)
     is_alone = is_policy_alone(config, critic is not None and critic.is_shared)
     by_prompt = config.aggregation == "prompt_mean"
@@ -57,7 +56,7 @@ def accumulate(
     for batch in minibatch:
         # 1. What the loss reads of each token.
         mask = batch.completion_mask
-        total: Any = batch.prompt_items if by_prompt else items * share
+        total: Any = batch.prompt_items if by_prompt else items
         by_token = batch.column("token_advantages")
         advantages = batch.advantages if by_token is None else by_token
         ref_logps = batch.column("ref_logps")
@@ -83,19 +82,18 @@ def accumulate(
             metrics["kl"] = metrics.pop("divergence")
         # 3. Backward pass, through a critic too.
         if critic is None:
-            (loss * share).backward()
+            loss.backward()
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
-            metrics |= critic.backward(loss, batch, hidden, weights, share)
+            metrics |= critic.backward(loss, batch, hidden, weights)
         # 4. Metrics. FSDP2 gathers in every pass, so an idle micro-batch gets this far.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):
-            norm = policy_gradient(output, advantages, alone, inputs)
-            metrics["policy_logp_grad_norm"] = share * norm
+            metrics["policy_logp_grad_norm"] = policy_gradient(output, advantages, alone, inputs)
         if ref_logps is not None and not config.uses_reference:
             metrics["kl"] = mean_kl(output.logps, ref_logps, mask, config)
-        seen.add(metrics, batch.active_tokens, share)
+        seen.add(metrics, batch.active_tokens)
         seen.logps.append((output.logps[mask], sampling_logps[mask]))
     return seen
 

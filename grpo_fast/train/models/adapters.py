@@ -1,0 +1,63 @@
+"""LoRA adapters: a new one on a model, or one that peft has saved."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.train.config import LoraConfig, require
+
+FILE = "adapter_config.json"
+FRESH = "add model.lora={r: 16} to merge it and train a new one"
+
+
+def adapter_at(path: str) -> Any | None:
+    """Return the peft configuration of the adapter in a folder or at a hub id; None without one.
+
+    Raises ValueError for an adapter that is not LoRA, or that names no base model.
+    """
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    if Path(path).is_dir() and not (Path(path) / FILE).is_file():
+        return None
+    if find_adapter_config_file(path) is None:
+        return None
+    import peft
+
+    found = peft.PeftConfig.from_pretrained(path)
+    base = found.base_model_name_or_path
+    came = f"{found.peft_type.value} in {path}"
+    require(found.peft_type == "LORA", "model.path", "a LoRA adapter", came)
+    require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
+    return found
+
+
+def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty: bool) -> Any:
+    """Return a base model with a saved adapter, to be trained; with `lora`, merged into it.
+
+    Raises ValueError for an adapter that cannot be trained, or that lacks a weight.
+    """
+    import peft
+
+    if lora is None:
+        is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
+        came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
+        require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
+    if empty:
+        # The weights come from rank 0.
+        return model if lora is not None else peft.get_peft_model(model, found)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=lora is None)
+    return adapted if lora is None else adapted.merge_and_unload(safe_merge=True)
+
+
+def with_new(model: Any, lora: LoraConfig) -> Any:
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return peft.get_peft_model(model, settings)

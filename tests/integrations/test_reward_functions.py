@@ -1,0 +1,75 @@
+"""The same file of reward functions in TRL's trainer and in ours gives equal rewards."""
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from trl import GRPOTrainer
+
+from grpo_fast.data.records import parse_record
+from grpo_fast.rewards import build_rewards, score
+from tests.integrations import trl_cases, trl_rewards
+from tests.reward_specs import spec
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FUNCTIONS = {
+    name: f() if isinstance(f := getattr(trl_rewards, name), type) else f
+    for name in trl_rewards.NAMES
+}
+
+
+def rows(is_chat):
+    texts = trl_cases.prompts(8)
+    prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    # A column that TRL and we name alike, and the name that only our convention has.
+    return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
+            for i, prompt in enumerate(prompts)]  # fmt: skip
+
+
+class Recorded(GRPOTrainer):
+    """TRL's trainer, which keeps what its reward functions got and gave."""
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        logged = dict(self._pending_metrics), dict(self._pending_extra_logs)
+        ids = [list(each) for each in completion_ids_list]
+        self.seen = [
+            *getattr(self, "seen", []),
+            (self.state.global_step, inputs, ids, found, logged),
+        ]
+        return found
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_functions_of_trl_give_equal_rewards(model_path, tmp_path, is_chat, here):
+    theirs = trl_cases.trainer(
+        Recorded, model_path, tmp_path, data=rows(is_chat),
+        more={"reward_funcs": list(FUNCTIONS.values())},
+    )  # fmt: skip
+    theirs._tokenizer.chat_template = TEMPLATE
+    theirs.train()
+    names = trl_rewards.NAMES
+    assert len(names) >= 12 and len(theirs.seen) == 2
+    specs = [spec(f"{trl_rewards.__file__}:{name}", in_process=here) for name in names]
+    rewards = build_rewards(specs)
+    assert {reward.convention for reward in rewards.rewards} == {"trl"}
+    try:
+        for step, inputs, ids, expected, (metrics, extra) in theirs.seen:
+            examples = [parse_record("row", dict(row), gsm8k=False) for row in inputs]
+            texts = theirs._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rewards.progress = {"global_step": step, "max_steps": 2}
+            found = score(rewards, examples, texts, ids)
+            for name, column in zip(names, expected.T, strict=True):
+                torch.testing.assert_close(found.per_fn[name], column, equal_nan=True)
+            assert found.failures == dict.fromkeys(names, 0)
+            assert found.metrics == metrics
+            assert found.extra == extra
+            torch.testing.assert_close(found.total, expected.nansum(dim=1))
+    finally:
+        for reward in () if here else rewards.rewards:
+            reward.function.close()

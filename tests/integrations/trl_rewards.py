@@ -1,0 +1,129 @@
+"""Reward functions as users of TRL write them; `test_reward_functions.py` runs them in TRL's
+trainer and in ours.
+"""
+
+import asyncio
+import functools
+import re
+
+
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def length(completions, **kwargs):
+    return [-len(text_of(completion)) / 100 for completion in completions]
+
+
+def tokens(completion_ids, **kwargs):
+    return [len(ids) / 10 for ids in completion_ids]
+
+
+def correct(completions, answer, **kwargs):
+    return [float(gold[0] in text_of(c)) for c, gold in zip(completions, answer, strict=True)]
+
+
+def every_argument(prompts, completions, completion_ids, answer, level, trainer_state,
+                   log_extra, log_metric, **others):  # fmt: skip
+    log_extra("seen", [str(level_) for level_ in level])
+    log_metric("mean_level", sum(level) / len(level))
+    sizes = zip(prompts, completions, completion_ids, answer, strict=True)
+    of_others = len(others["answers"][0])
+    return [trainer_state.global_step + len(p) + len(text_of(c)) + len(i) + len(a) + of_others
+            for p, c, i, a in sizes]  # fmt: skip
+
+
+def from_kwargs(completions, **kwargs):
+    pairs = zip(kwargs["level"], kwargs["answer"], strict=True)
+    return [level + len(gold) for level, gold in pairs]
+
+
+def some_do_not_apply(completions, level, **kwargs):
+    return [None if level_ % 2 else 1.0 for level_ in level]
+
+
+async def asynchronous(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [len(set(text_of(c))) / 10 for c in completions]
+
+
+class Scaled:
+    """A callable with a state of its own."""
+
+    def __init__(self, scale=3.0):
+        self.scale = scale
+        self.__name__ = "scaled"
+
+    def __call__(self, completions, **kwargs):
+        return [len(text_of(c)) * self.scale for c in completions]
+
+
+class Awaited:
+    __name__ = "awaited"
+
+    async def __call__(self, prompts, completions, **kwargs):
+        return [len(p) - len(text_of(c)) for p, c in zip(prompts, completions, strict=True)]
+
+
+scaled, awaited = Scaled(2.0), Awaited()
+
+
+def _weighted(completions, weight, **kwargs):
+    return [weight * text_of(c).count("e") for c in completions]
+
+
+partial = functools.partial(_weighted, weight=0.5)
+
+
+def factory(pattern):
+    def matches(completions, **kwargs):
+        return [bool(re.search(pattern, text_of(c))) for c in completions]
+
+    return matches
+
+
+matches = factory(r"[aeiou]")
+
+
+def over_the_batch(completions, **kwargs):
+    lengths = [len(text_of(c)) for c in completions]
+    return [size - sum(lengths) / len(lengths) for size in lengths]
+
+
+def array(completions, **kwargs):
+    import numpy
+
+    return numpy.array([len(text_of(c)) for c in completions], dtype=numpy.float32)
+
+
+def generator(completions, **kwargs):
+    return (float(i) for i, _ in enumerate(completions))
+
+
+def metrics(completions, log_metric=None, log_extra=None, **kwargs):
+    for _ in range(2):
+        log_metric("twos", 2.0)
+    log_extra("texts", [text_of(c) for c in completions])
+    return [0.0] * len(completions)
+
+
+class FromTheTrainer:
+    """A class as it stands: TRL is given `FromTheTrainer()`."""
+
+    __name__ = "FromTheTrainer"
+
+    def __call__(self, trainer_state, completions, **kwargs):
+        return [10.0 * trainer_state.global_step + trainer_state.max_steps] * len(completions)
+
+
+def last_message(prompts, completions, **kwargs):
+    said = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]
+    roles = [float(not isinstance(c, str) and c[0]["role"] == "assistant") for c in completions]
+    return [len(s) + role for s, role in zip(said, roles, strict=True)]
+
+
+NAMES = (
+    "length", "tokens", "correct", "every_argument", "from_kwargs", "some_do_not_apply",
+    "asynchronous", "scaled", "awaited", "partial", "matches", "over_the_batch", "array",
+    "generator", "metrics", "FromTheTrainer", "last_message",
+)  # fmt: skip

@@ -1,0 +1,236 @@
+"""Reward functions in the conventions of TRL, verl, OpenRLHF and ours: recognised or refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from grpo_fast.data import Example
+from grpo_fast.data.records import parse_record
+from grpo_fast.rewards import build_rewards, check_examples, score
+from grpo_fast.rewards.conventions import convention_of
+from grpo_fast.train.config import RewardConfig
+from grpo_fast.train.config.recipes import load_recipe
+from tests.reward_specs import spec
+from tests.train.tiny_runs import logged, sort
+
+MODULE = """
+import asyncio
+
+import torch
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if "fail" in solution_str:
+        raise ValueError("boom")
+    number = extra_info.get("index", 100)
+    return len(solution_str) + 10 * (ground_truth in solution_str) + number + len(data_source or "")
+
+
+async def awaited_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.01)
+    return {"score": float(len(solution_str)), "acc": True}
+
+
+def short_score(solution_str, ground_truth, method="strict"):
+    return float(solution_str == ground_truth and method == "lenient")
+
+
+def any_of(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str in ground_truth["target"])
+
+
+def any_keyword(**kwargs):
+    return float(sorted(kwargs) == ["data_source", "extra_info", "ground_truth", "solution_str"])
+
+
+def reward_func(queries, prompts, labels):
+    said = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    rewards = torch.tensor([float(label in text) for text, label in zip(said, labels)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"n": rewards}}
+
+
+def other_names(q, p, l, **kwargs):
+    return torch.tensor([len(a) - len(b) + len(c) for a, b, c in zip(q, p, l)])
+
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, completions, **kwargs):
+        return [self.scale * len(text) for text in completions]
+
+
+def run_state(completions, trainer_state, log_extra, log_metric, **kwargs):
+    log_metric("letters", float(sum(map(len, completions))))
+    log_extra("twice", [text + text for text in completions])
+    step, last = trainer_state.global_step, trainer_state.max_steps
+    return [float(i % 2) + 10 * step + 100 * last for i, _ in enumerate(completions)]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("conventions") / "mine.py"
+    path.write_text(MODULE)
+    return path
+
+
+@pytest.fixture(params=[False, True], ids=["worker", "here"])
+def build(file, request):
+    made = []
+
+    def make(name, convention=None, **options):
+        made.append(build_rewards([spec(f"{file}:{name}", convention=convention,
+                                        in_process=request.param, **options)]))  # fmt: skip
+        return made[-1]
+
+    yield make
+    for rewards in made:
+        close = getattr(rewards.rewards[0].function, "close", None)
+        if close:
+            close()
+
+
+ROWS = [
+    {"data_source": "x", "prompt": [{"role": "user", "content": "q"}], "extra_info": {"index": 3},
+     "reward_model": {"style": "rule", "ground_truth": "ab"}},
+    {"data_source": "xy", "prompt": [{"role": "user", "content": "r"}], "extra_info": None,
+     "reward_model": {"style": "rule", "ground_truth": "#### 7"}},
+]  # fmt: skip
+EXAMPLES = [parse_record("row", row, gsm8k=False) for row in ROWS]
+SENT = ["<user>q", "<user>r"]
+
+
+def found(rewards, texts=("abc", "no #### 7"), examples=EXAMPLES):
+    result = score(rewards, examples, list(texts), [[1], [2, 3]], SENT)
+    return result.total.tolist()
+
+
+def test_verls_compute_score(build):
+    rewards = build("compute_score", "verl")
+    check_examples(rewards, EXAMPLES, "training")
+    assert found(rewards) == [3 + 10 + 3 + 1, 9 + 10 + 100 + 2]
+    assert found(build("awaited_score", "verl")) == [3.0, 9.0]
+    assert found(build("any_keyword", "verl")) == [1.0, 1.0]
+    lenient = build("short_score", "verl", method="lenient")
+    assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # the label as the row holds it
+
+
+def test_a_score_of_verl_that_fails_costs_its_own_sample(build):
+    one, other = found(build("compute_score", "verl"), ("fail", "abc"))
+    assert math.isnan(one) and other == 3 + 100 + 2
+
+
+def test_verls_ground_truth_may_be_a_mapping(build):
+    row = {**ROWS[0], "reward_model": {"ground_truth": {"target": ["a", "b"]}}}
+    example = parse_record("row", row, gsm8k=False)
+    rewards = build("any_of", "verl")
+    check_examples(rewards, [example], "training")
+    assert found(rewards, ("b", "c"), [example] * 2) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="an answer in every training example"):
+        check_examples(build_rewards([spec("exact_match")]), [example], "training")
+
+
+def test_openrlhfs_reward_func(build):
+    rewards = build("reward_func", "openrlhf")
+    check_examples(rewards, EXAMPLES, "training")
+    assert found(rewards) == [1.0, 1.0]
+    assert found(rewards, ("x", "7")) == [0.0, 0.0]
+    assert found(build("other_names", "openrlhf")) == [3 + 2, 9 + 6]
+
+
+@pytest.mark.parametrize(("name", "convention"), [("compute_score", "verl"),
+                                                  ("reward_func", "openrlhf")])  # fmt: skip
+def test_an_answer_is_needed_before_the_run(build, name, convention):
+    with pytest.raises(ValueError, match="an answer in every training example"):
+        check_examples(build(name, convention), [Example("q", None, None)], "training")
+
+
+def test_options_of_a_class_are_its_constructors(build):
+    assert found(build("Scaled", scale=2.0), ("ab", "c"), [Example("p", None, None)] * 2) == [4, 2]
+
+
+def own(completions, answers): ...
+def own_with_columns(completions, answers, **columns): ...
+def own_lengths(completion_lengths): ...
+def bare(completions): ...
+def bare_column(completions, level): ...
+def trl(completions, **kwargs): ...
+def trl_column(prompts, completions, answer, **kwargs): ...
+def trl_state(completions, trainer_state): ...
+def both(completions, answers, log_metric): ...
+def verl(data_source, solution_str, ground_truth): ...
+def openrlhf(queries, prompts, labels): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (own, "grpo_fast"), (own_with_columns, "grpo_fast"), (own_lengths, "grpo_fast"),
+        (bare, "grpo_fast"), (bare_column, "grpo_fast"), (trl, "trl"), (trl_column, "trl"),
+        (trl_state, "trl"), (both, r"write \{trl: FUNCTION\} or \{grpo_fast: FUNCTION\}"),
+        (verl, r"write \{verl: FUNCTION\}"), (openrlhf, r"write \{openrlhf: FUNCTION\}"),
+    ],
+)  # fmt: skip
+def test_a_convention_is_recognised_or_must_be_named(function, expected):
+    if "write" in expected:
+        with pytest.raises(ValueError, match=expected):
+            convention_of(function)
+    else:
+        assert convention_of(function) == expected
+
+
+def test_a_column_answers_makes_our_convention_unsure(tmp_path):
+    file = tmp_path / "unsure.py"
+    file.write_text(
+        "def f(completions, answers, **kwargs):\n    return [float(a) for a in answers]"
+    )
+    row = {"prompt": "q", "answer": "1", "answers": "2"}
+    examples = [parse_record("row", row, gsm8k=False)]
+    rewards = build_rewards([spec(f"{file}:f", in_process=True)])
+    with pytest.raises(ValueError, match=r"f: .*\{trl: FUNCTION\} or \{grpo"):
+        check_examples(rewards, examples, "training")
+    for convention, expected in (("trl", 2.0), ("grpo_fast", 1.0)):
+        rewards = build_rewards([spec(f"{file}:f", in_process=True, convention=convention)])
+        check_examples(rewards, examples, "training")
+        assert score(rewards, examples, ["x"]).total.tolist() == [expected]
+
+
+def test_one_word_in_the_configuration(file, tmp_path):
+    words = [f"rewards={{verl: {file}:compute_score}}"]
+    reward = load_recipe("gsm8k-tiny", words).rewards[0]
+    assert (reward.name, reward.convention) == (f"{file}:compute_score", "verl")
+    weighted = RewardConfig.model_validate({"trl": "m:f", "weight": 2.0})
+    assert (weighted.name, weighted.convention, weighted.weight) == ("m:f", "trl", 2.0)
+    assert RewardConfig.model_validate(weighted.model_dump()) == weighted
+    for wrong in ({"verl": "m:f", "name": "g"}, {"verl": "m:f", "trl": "m:f"},
+                  {"verl": "exact_match"}, {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
+        with pytest.raises(ValidationError):
+            RewardConfig.model_validate(wrong)
+    # Relative to the recipe's own folder, as for other paths.
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "mine.py").write_text(MODULE)
+    settings = load_recipe("sort").model_dump(mode="json")
+    recipe.write_text(json.dumps({**settings, "rewards": [{"openrlhf": "mine.py:reward_func"}]}))
+    assert load_recipe(str(recipe)).rewards[0].name == f"{tmp_path / 'mine.py'}:reward_func"
+
+
+def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path, capsys):
+    from pyarrow import parquet
+
+    rows = sort(
+        tmp_path / "run", f"rewards=[{file}:run_state]", "steps=2", "log.completions_every=1",
+        "rollout.dynamic={rounds: 1}",
+    )  # fmt: skip
+    assert "reward run_state: called as trl calls it\n" in capsys.readouterr().out
+    means = [row["rewards/run_state/mean"] for row in rows]
+    assert means == pytest.approx([200.5, 210.5])
+    assert all(row["logged/letters"] > 0 for row in logged(tmp_path / "run") if "loss" in row)
+    [table, *_] = sorted((tmp_path / "run").rglob("*.parquet"))
+    for row in parquet.read_table(table).to_pylist():
+        assert row["extra/twice"] == row["completion"] * 2
+    assert torch.isfinite(torch.tensor(means)).all()

@@ -41,7 +41,8 @@ def asks(*, completion_ids, completion_lengths, level, unit=1):
 
 
 def everything(**columns):
-    names = ["answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"]
+    names = ["answers", "completion_ids", "completion_lengths", "completions", "level",
+             "prefills", "prompts"]
     return [float(sorted(columns) == names and len(columns["level"]) == len(columns["prompts"]))
             for _ in columns["prompts"]]
 

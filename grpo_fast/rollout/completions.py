@@ -204,7 +204,7 @@ def encode_prompts(
 
 
 def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
-    """Return each prompt as the text that the model reads."""
+    """Return each prompt as the text that the model reads; token ids without a tokenizer: ""."""
     tokenizer = policy.tokenizer
     return [_text_of(tokenizer, prompt, policy.template_kwargs) for prompt in prompts]
 
@@ -213,7 +213,7 @@ def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | N
     if isinstance(prompt, str):
         return prompt
     if _is_encoded(prompt):
-        return tokenizer.decode(prompt)
+        return "" if tokenizer is None else tokenizer.decode(prompt)
     opens = prompt[-1]["role"] != "assistant"
     return tokenizer.apply_chat_template(
         prompt,

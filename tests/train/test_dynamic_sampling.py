@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -56,7 +57,8 @@ class Found(NamedTuple):
 
 
 def collected(queue, rewards, config, step=1):
-    collector, clock = build_collector(config, None, None, rewards, queue), Clock()
+    policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # the prompts are texts
+    collector, clock = build_collector(config, policy, None, rewards, queue), Clock()
     samples, metrics, records = collector.next(step, clock)
     prompts = [example.prompt for example in collector.examples_of(samples)]
     return Found(samples, metrics, records, prompts, clock.tokens["rollout"])
@@ -189,7 +191,7 @@ def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
         ("rollout.dynamic.judged_by=correct", "expected one of the rewards sort_positions, got"),
         ("rewards.0.path=x", "rewards.0.path: expected none for sort_positions, got 'x'"),
         ("rewards.0.name=reward_model", "rewards.0.path: expected a folder or hub id"),
-        ("rewards.0.in_process=true", "rewards.0.name: expected package.module:function"),
+        ("rewards.0.in_process=true", "in_process=true conflicts with name=sort_positions"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path, word, said):

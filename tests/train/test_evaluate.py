@@ -26,7 +26,7 @@ def asked(replies):
     def generate(prompts, *, samples, temperature, seed):
         calls.append((list(prompts), samples, temperature, seed))
         texts = [replies[p][s] for p in prompts for s in range(samples)]
-        return SimpleNamespace(texts=texts, completion_ids=None)
+        return SimpleNamespace(texts=texts, completion_ids=[[1]] * len(texts))
 
     return generate, calls
 

@@ -10,7 +10,6 @@ import torch
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.data import Example
 from grpo_fast.errors import NonFiniteGradient
-from grpo_fast.rewards import RewardResult
 from grpo_fast.train.collect import collector, groups
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -202,7 +201,9 @@ def test_schedules_and_a_gradient_of_each_step():
 
 def test_prompts_follow_one_another_round_and_round():
     queue = groups.PromptQueue([Example(f"p{i}", "x", None) for i in range(3)])
-    assert [[asked.number for asked in queue.take(2)] for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert [[*queue.take(2)] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]  # places
+    assert [queue.number(place) for place in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [queue.example(place).prompt for place in (2, 3)] == ["p2", "p0"]
 
 
 def test_metrics_of_micro_batches_are_merged_by_tokens():
@@ -223,7 +224,7 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
-    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": Counter(timeout=1)}), 2)
+    metrics = reward_metrics(total, {"f": total}, {"f": Counter(timeout=1)}, 2)
     assert metrics["rewards/f/failed"] == metrics["rewards/f/failed/timeout"] == 1
     wanted = {"reward": 2.6, "rewards/f/mean": 2.6, "frac_reward_zero_std": 2 / 3}
     wanted["reward_std"] = math.sqrt(2) / 3

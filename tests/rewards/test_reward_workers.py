@@ -41,15 +41,9 @@ def asks(*, completion_ids, completion_lengths, level, unit=1):
 
 
 def everything(**columns):
-<<<<<<< HEAD
     names = {"answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"}
     names |= {"answer", "prefills", "trainer_state", "log_extra", "log_metric"}  # as TRL passes
     return [float({*columns} == names and len(columns["level"]) == len(columns["prompts"]))
-=======
-    names = ["answers", "completion_ids", "completion_lengths", "completions", "level",
-             "prefills", "prompts"]
-    return [float(sorted(columns) == names and len(columns["level"]) == len(columns["prompts"]))
->>>>>>> fix3
             for _ in columns["prompts"]]
 
 

@@ -154,6 +154,11 @@ def test_adapters_that_cannot_be_used_are_refused(adapter, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             load_policy(changed(adapter, tmp_path / name, **settings))
+    for name, text in (("cut", '{"a": '), ("list", "[]"), ("empty", "{}")):
+        changed(adapter, tmp_path / name)
+        (tmp_path / name / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match="model.path: expected adapter_config.json in .*, got"):
+            load_policy(ModelConfig(path=str(tmp_path / name)))
     config = changed(adapter, tmp_path / "lacks")
     file = tmp_path / "lacks" / "adapter_model.safetensors"
     weights = load_file(file)

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.data import reason
 from grpo_fast.train.config import LoraConfig, require
 
 FILE = "adapter_config.json"
@@ -25,25 +26,31 @@ def adapter_at(path: str) -> Any | None:
         return None
     import peft
 
-    found = peft.PeftConfig.from_pretrained(path)
+    try:
+        found = peft.PeftConfig.from_pretrained(path)
+        kind = found.peft_type.value
+    except Exception as error:  # damaged JSON, other types, fields of a newer peft
+        raise ValueError(f"model.path: expected {FILE} in {path}, got {reason(error)}") from error
     base = found.base_model_name_or_path
-    came = f"{found.peft_type.value} in {path}"
-    require(found.peft_type == "LORA", "model.path", "a LoRA adapter", came)
+    require(kind == "LORA", "model.path", "a LoRA adapter", f"{kind} in {path}")
     require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
     return found
+
+
+def check_trainable(found: Any, path: str) -> None:
+    """Raise a ValueError for an adapter with more than low-rank matrices."""
+    is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
+    came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
+    require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
 
 
 def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty: bool) -> Any:
     """Return a base model with a saved adapter, to be trained; with `lora`, merged into it.
 
-    Raises ValueError for an adapter that cannot be trained, or that lacks a weight.
+    Raises UserWarning for an adapter that lacks a weight.
     """
     import peft
 
-    if lora is None:
-        is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
-        came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
-        require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
     if empty:
         # The weights come from rank 0.
         return model if lora is not None else peft.get_peft_model(model, found)

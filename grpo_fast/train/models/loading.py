@@ -20,7 +20,7 @@ from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, require
-from grpo_fast.train.models.adapters import adapter_at, with_new, with_saved
+from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 from grpo_fast.train.models.self_check import self_check
@@ -44,6 +44,8 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     with torch.device("meta") if empty else nullcontext():
         saved = None if config.path is None else adapter_at(config.path)
         if saved is not None:
+            if config.lora is None:
+                check_trainable(saved, str(config.path))
             base = saved.base_model_name_or_path
             model = _load_model(config.model_copy(update={"path": base}), empty)
         elif config.path is not None:

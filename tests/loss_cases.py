@@ -174,7 +174,7 @@ def make_case(
     )
     lp, _ = exact_logps(case)
     old = torch.clamp(lp - pick(g, LOG_RATIOS, (B, L)), max=-1e-3)
-    ref = lp + pick(g, REF_DIFFERENCES, (B, L))
+    ref = torch.clamp(lp + pick(g, REF_DIFFERENCES, (B, L)), max=-1e-3)
     sampler = torch.clamp(old - pick(g, SAMPLING_DIFFERENCES, (B, L)), max=-1e-3)
     if per_token_advantages:
         advantages = advantages[:, None] + torch.randn(B, L, generator=g)

@@ -66,6 +66,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         gradients,
         linear,
         rows,
+        scale,
         support,
         target_rows,
     )
@@ -82,7 +83,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         with contextlib.ExitStack() as stack:
             for module in (
                 *(rows, linear, exponentials, coefficients, gradients, target_rows, support),
-                divergence,
+                *(divergence, scale),
             ):
                 stack.enter_context(patched(module, launch=warmup))
             yield compiled

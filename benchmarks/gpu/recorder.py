@@ -173,6 +173,7 @@ def recording() -> Iterator[Recorder]:
         gradients,
         linear,
         rows,
+        scale,
         support,
         target_rows,
     )
@@ -225,7 +226,7 @@ def recording() -> Iterator[Recorder]:
     swept = loop.LinearHead.logps
     with contextlib.ExitStack() as stack:
         for module in (
-            *(coefficients, exponentials, gradients, linear, rows, support, target_rows),
+            *(coefficients, exponentials, gradients, linear, rows, scale, support, target_rows),
         ):
             stack.enter_context(patched(module, launch=recorder.kernel))
         for place, changes in (

@@ -182,6 +182,8 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
+    # No probability is above 1: a row whose old one would be is on policy, far from both clips.
+    old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     return Problem(hidden, weight, target_ids, advantages, old_logps, mask, cu_seqlens)

@@ -144,5 +144,7 @@ def test_refusals():
             loss_of({}, hidden, weight, ids, *others, hidden_rows=bad)
         with pytest.raises(ValueError, match=said):
             grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=bad)
-    with pytest.raises(ValueError, match="hidden: expected shape \\(R, H\\)"):
+    with pytest.raises(
+        ValueError, match=r"hidden of shape .* conflicts with hidden_rows: .*; pass \(R, H\)"
+    ):
         loss_of({}, hidden[None], weight, ids, *others, hidden_rows=ROWS)

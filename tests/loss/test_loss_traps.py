@@ -41,12 +41,23 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
     assert torch.isfinite(x.grad).all() and (x.grad[logits == -torch.inf] == 0).all()
 
 
+def of_unlikely_targets(case, gap):
+    """The case with a column that is no target and takes all but e^-gap of the probability."""
+    V, before = len(case.weight), reference_logps(case)[0]
+    bias = case.bias.clone()
+    bias[V - 1] += gap + 10
+    far = case.but(ids=case.ids.clamp(max=V - 2), bias=bias)
+    return far.but(ref=reference_logps(far)[0] + case.ref - before)
+
+
 @pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
 def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
     """Elsewhere: r = inf, then 0·inf = NaN gradients on clipped rows."""
-    case = make_case(25, **options_for(loss_type, level, beta=0.1))
-    logps, _ = reference_logps(case)
-    for old in (logps - gap, logps + gap):
+    likely = make_case(25, **options_for(loss_type, level, beta=0.1))
+    unlikely = of_unlikely_targets(likely, gap)
+    for case, difference in ((likely, -gap), (unlikely, gap)):
+        old = reference_logps(case)[0] + difference
+        assert (old[case.mask] <= 0).all()
         result = run(function, case.but(old=old))
         assert torch.isfinite(result.loss)
         for name, grad in result.grads.items():

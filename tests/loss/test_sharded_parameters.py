@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import grpo_fast
 
 CONFIG = grpo_fast.LossConfig(loss_type="reinforce")
+HEAD = ("hidden", "lm_head_weight", "bias")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,8 +54,8 @@ def losses(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_values_and_gradients_of_a_sharded_head(frozen):
     plain = arguments()
     for name, x in plain.items():
-        x.requires_grad_(x.is_floating_point() and name not in frozen)
-    leaves = {n: plain[n] for n in ("hidden", "lm_head_weight", "bias") if n not in frozen}
+        x.requires_grad_(name in HEAD and name not in frozen)
+    leaves = {n: plain[n] for n in HEAD if n not in frozen}
     given = dict(plain)
     for name in ("lm_head_weight", "bias"):
         given[name] = nn.Parameter(sharded(plain[name].detach()), requires_grad=name not in frozen)

@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
 from grpo_fast.attention import pack_groups
@@ -33,10 +34,9 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
-from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
-from tests.train.resuming import RAISE_IF_ASKED, TINY
+from tests.train.resuming import TINY, Leave
 from tests.train.tiny_runs import is_timing
 
 SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
@@ -104,17 +104,9 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
     """The same; a signal comes to one rank before its forward pass of this number."""
-    seen = 0
-
-    def counting(self: Stopping, *_: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == passes and distributed.rank() == rank:
-            self.number = signal.SIGTERM
-        RAISE_IF_ASKED(self)
-
-    with patch.object(Stopping, "raise_if_asked", counting):
-        return {**train(case, kind, folder, *words), "seen": seen}
+    with MonkeyPatch.context() as patched:
+        leave = Leave(patched, passes if distributed.rank() == rank else None)
+        return {**train(case, kind, folder, *words), "seen": leave.passes}
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:

@@ -12,6 +12,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.resume import Start
+from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.stopping import Stopping
 from tests.train.tiny_runs import is_timing
 
@@ -67,15 +68,24 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Sends a run a signal at its `at`-th forward pass or end of a step; counts both."""
+    """Sends a run a signal at its `at`-th forward pass or end of a step; counts both.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
-        self.passes, own = 0, RAISE_IF_ASKED
+    Trials of the model and a warm start come before there is anything to save: they do not count,
+    unless `before` says that only they do.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, at: int | None, *, before: bool = False
+    ) -> None:
+        self.passes = 0
 
         def ask(stopping: Stopping, *_: Any) -> None:
-            self.passes += 1
-            if self.passes == at:
-                stopping.number = signal.SIGTERM
-            own(stopping)
+            # A Saver, once there is one, decides when its run may stop.
+            has_saver = stopping.may_stop.__module__ == Saver.__module__
+            if has_saver != before:
+                self.passes += 1
+                if self.passes == at:
+                    stopping.number = signal.SIGTERM
+            RAISE_IF_ASKED(stopping)
 
         monkeypatch.setattr(Stopping, "raise_if_asked", ask)

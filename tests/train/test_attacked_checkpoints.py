@@ -383,7 +383,7 @@ def test_going_back_in_ones_own_folder(folder, monkeypatch):
     """41: newer checkpoints are set aside by name, so that `auto` follows the new way."""
     newest, before = checkpoints_in(folder)
     whole = run(folder.parent / "whole", *WORDS, "steps=3")
-    Leave(monkeypatch, 12)
+    Leave(monkeypatch, 8)
     with pytest.raises(SystemExit):
         run(folder, *WORDS, f"resume={before}", "steps=3")
     names = {path.name for path in (folder / "checkpoints").iterdir()}

@@ -96,7 +96,7 @@ def _children(pid):
 
 
 def test_a_signal_before_there_is_anything_to_save(tmp_path, monkeypatch):
-    Leave(monkeypatch, 3)
+    Leave(monkeypatch, 3, before=True)
     words = ["warm_start={steps: 9, batch_size: 4}", "data.task=arithmetic", "data.digits=1"]
     result = invoke("train", write_recipe(tmp_path), *words, "rewards=[{name: exact_match}]")
     assert result.exit_code == 128 + signal.SIGTERM, result.output
@@ -153,7 +153,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
 LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
-LOSS, ADAM = "grpo_fast.train.update.gradients.policy_loss", "torch.optim.AdamW.step"
+LOSS, ADAM = "grpo_fast.train.update.gradients.packed_loss", "torch.optim.AdamW.step"
 SAVE = "grpo_fast.train.runs.checkpoint"
 MU, EVERY = ["inner_iterations=2"], ["checkpoint.every=1"]
 TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=false", "eval.n=4",
@@ -170,7 +170,7 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "an engine's error": (f"{COLLECTOR}.generate", 2, EngineError("gone"), BEFORE, 1),
     "no memory for a rollout": (f"{COLLECTOR}.generate", 2, MemoryError("no"), BEFORE, 1),
     "no memory on a GPU": (f"{COLLECTOR}.generate", 2, torch.OutOfMemoryError("no"), BEFORE, 1),
-    "an interrupt of advantages": (f"{COLLECTOR}.difficulties", 2, KEY, BEFORE, 130),
+    "an interrupt of advantages": (f"{COLLECTOR}.Advantages.of", 2, KEY, BEFORE, 130),
     "an interrupt while packing": (f"{TRAINER}.StepBatch", 2, KEY, BEFORE, 130),
     "a teacher's 4xx": (f"{TRAINER}.precompute", 2, ValueError("teacher: 400"), BEFORE, 2),
     "a teacher's 5xx": (f"{TRAINER}.precompute", 2, EngineError("teacher: 503"), BEFORE, 1),
@@ -282,7 +282,7 @@ def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
 
 def test_a_signal_between_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch, undisturbed):
     """SIGTERM in the second update of step 2; the step is finished, the run saved."""
-    own, calls = gradients.policy_loss, itertools.count(1)
+    own, calls = gradients.packed_loss, itertools.count(1)
 
     def loss(*arguments):
         if next(calls) == 4:
@@ -290,7 +290,7 @@ def test_a_signal_between_updates_waits_for_the_end_of_the_step(tmp_path, monkey
         return own(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gradients, "policy_loss", loss)
+        patched.setattr(gradients, "packed_loss", loss)
         ended = invoke("train", write_recipe(tmp_path), *TABLE, *MU)
     assert ended.exit_code == SAVED
     [saved] = checkpoints_in(tmp_path / "run")

@@ -11,6 +11,7 @@ from grpo_fast.data import DatasetError, load_examples
 from grpo_fast.data.prompts import question_key
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.lines import memory_line
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
@@ -32,8 +33,17 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """`no_room(fails)`: the k-th call of the trunk runs out of memory when `fails(k, tokens)`."""
+    """`no_room(fails)`: the k-th call of the trunk runs out of memory when `fails(k, tokens)`.
+
+    The self-check, which comes before the run, has room.
+    """
     original, calls = Policy.hidden, []
+    check = loading.self_check
+
+    def with_room(policy):
+        with monkeypatch.context() as patched:
+            patched.setattr(Policy, "hidden", original)
+            return check(policy)
 
     def install(fails, error=GPU_ERROR):
         def hidden(self, packed):
@@ -44,6 +54,7 @@ def no_room(monkeypatch):
             return states
 
         monkeypatch.setattr(Policy, "hidden", hidden)
+        monkeypatch.setattr(loading, "self_check", with_room)
         return calls
 
     return install
@@ -84,22 +95,21 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
     """The second micro-batch of the first backward pass fails; the first has left gradients."""
     options = ["reference.kind=none", "loss.beta=0"]
-    # The self-check, then the first micro-batch, then the second.
-    calls = no_room(lambda call, tokens: call == 3)
+    calls = no_room(lambda call, tokens: call == 2)
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
     budget = lowered_budget(tmp_path / "lowered")
-    assert budget < calls[1] and max(calls[1:3]) // 2 == budget and max(calls[3:]) <= budget
+    assert budget < calls[0] and max(calls[:2]) // 2 == budget and max(calls[2:]) <= budget
     assert sort_run(tmp_path / "lower", *options, f"tokens_per_microbatch={budget}") == lowered
 
 
 def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
-    no_room(lambda call, tokens: call > 1)
+    no_room(lambda call, tokens: True)
     with pytest.raises(ValueError, match="tokens_per_microbatch: one completion with its prompt"):
         sort_run(tmp_path / "run")
 
 
 def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
-    no_room(lambda call, tokens: call == 2, RuntimeError("shape mismatch"))
+    no_room(lambda call, tokens: call == 1, RuntimeError("shape mismatch"))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         sort_run(tmp_path / "run")
 
@@ -209,7 +219,7 @@ def test_only_what_fits(twins):
     with pytest.raises(DatasetError, match="not one of 4 training examples fits into 3 tokens"):
         load(twins, shots_tokens=3)
     data = SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9)
-    with pytest.raises(DatasetError, match="count_tokens"):
+    with pytest.raises(ValueError, match="count_tokens=None conflicts with data.shots_tokens=9"):
         load_examples(data, split="train", seed=0)
     prompt = load(twins, shots_tokens=1000, chat=True, system_prompt="Be brief.")[0].prompt
     assert [m["role"] for m in prompt] == ["system", "user"]

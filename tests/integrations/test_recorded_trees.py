@@ -207,9 +207,9 @@ def test_a_long_chain_is_read_in_one_pass():
     """The time is linear in the nodes: 3,000 of them took 7 s when each walked up to the root."""
     seconds = []
     for count in (2000, 16000):
-        start = time.perf_counter()
+        start = time.process_time()  # not the clock's: another process may hold the core
         (trace,) = read_traces([chain(count)])
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         assert [len(b.ids) for b in trace.branches] == [2 * count]
     assert seconds[1] < 32 * seconds[0]  # 64 times if it were quadratic
     backwards = read_traces([chain(3000, [*range(1, 3000), None])])[0].branches
@@ -249,7 +249,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
     with pytest.raises(ValueError, match=r"traces.jsonl:\d+: not a JSON object"):
         load_traces(file)
     file.write_text("\n")
-    with pytest.raises(ValueError, match="at least one line"):
+    with pytest.raises(ValueError, match="at least one trace"):
         load_traces(file)
 
 

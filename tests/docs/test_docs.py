@@ -222,7 +222,7 @@ def rows_of(text: str, heading: str) -> list[list[str]]:
 
 def test_the_readme_opens_the_door():
     text = README.read_text()
-    assert len(text.splitlines()) <= 95
+    assert len(text.splitlines()) <= 120
     assert "Not measured on a GPU yet" in "\n".join(text.splitlines()[:20])
     for part in ("make demo", "make test", "make bench", "grpo-fast train", "gpu_session.sh"):
         assert part in text, part
@@ -238,7 +238,7 @@ def test_badges_and_citation_say_what_the_project_says():
 
 
 def test_the_example_runs_as_it_stands(capsys):
-    (example,) = BLOCK.findall(README.read_text())
+    (example,) = [b for b in BLOCK.findall(README.read_text()) if not b.startswith(NOT_RUN)]
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) == 10
     names: dict = {}

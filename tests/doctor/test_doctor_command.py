@@ -17,7 +17,7 @@ QUICK = ["n=3", "tokens=8"]
 RUN = """
 output_dir: OUT
 model: {path: gone, dtype: bfloat16, trust_remote_code: true}
-data: {task: lecture}
+data: {task: sort}
 rewards: [{name: 'package.module:function'}]
 rollout: {temperature: 0.3, engine: vllm-server, vllm: {urls: ['http://10.0.0.2:8000'],
   address: 10.0.0.1}}
@@ -67,7 +67,7 @@ def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path):
     model, _, config = read([folder])
     assert model == folder and config.model.path == str(tmp_path / "model")
     assert config.model.dtype == "bfloat16" and not config.model.trust_remote_code
-    assert config.data.task == "lecture" and config.rollout.temperature == 0.3
+    assert config.data.task == "sort" and config.rollout.temperature == 0.3
     assert config.rollout.vllm.urls == ["http://10.0.0.2:8000"]
     # A different engine has no use for the servers of the run.
     chosen = read([folder, "transformers"])[2].rollout

@@ -84,8 +84,8 @@ def test_lines_without_an_answer_and_with_other_fields(tmp_path):
     lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
     path = write_lines(tmp_path / "d.jsonl", *lines)
     first, second = read_examples(path)
-    assert first == ("p", None, "s", {"level": 3, "solution": "s"})
-    assert second == ("q", None, None, {"question": "q", "answer": None})
+    assert first == ("p", None, "s", {"level": 3, "solution": "s"}, None)
+    assert second == ("q", None, None, {"question": "q", "answer": None}, None)
     with pytest.raises(DatasetError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
         read_examples(path, data=SimpleNamespace(task="gsm8k"))
     path = write_lines(tmp_path / "d.jsonl", *({"prompt": f"p{i}"} for i in range(9)))

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import reason
+from grpo_fast.data import hub, reason
 from grpo_fast.train.config import LoraConfig, require
 
 FILE = "adapter_config.json"
@@ -20,9 +20,16 @@ def adapter_at(path: str) -> Any | None:
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    if Path(path).is_dir() and not (Path(path) / FILE).is_file():
-        return None
-    if find_adapter_config_file(path) is None:
+    folder = Path(path)
+    if folder.is_dir():
+        is_adapter = (folder / FILE).is_file()
+    else:
+        hub.is_offline()  # if so, the hub's client looks into its cache only, without retries
+        try:
+            is_adapter = find_adapter_config_file(path) is not None
+        except (OSError, ValueError):
+            is_adapter = False  # neither a folder nor a hub id: loading the model says so
+    if not is_adapter:
         return None
     import peft
 

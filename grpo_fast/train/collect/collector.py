@@ -218,7 +218,10 @@ class Collector:
         assert samples is not None
         clock.lap("rollout", tokens=sum(samples.lengths))
         examples = self.examples_of(samples)
-        sent = prompt_texts(self.policy, [example.prompt for example in examples])
+        # A chat template is rendered once for a group, not once for each of its samples.
+        size = self.config.group_size
+        texts = prompt_texts(self.policy, [example.prompt for example in examples[::size]])
+        sent = [text for text in texts for _ in range(size)]
         self.rewards.progress = {"global_step": seed[1] - 1, "max_steps": self.steps}
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
         samples.rewards = result.total

@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast train`, `eval`, `export`, `doctor`, `bench`, and the commands of
-`cli_views`.
+"""The command line: `grpo-fast train`, `eval`, `export`, `doctor`, `bench`, and the commands that
+only show something: `recipes`, `config`, `plan`, `plot`, `data`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -14,8 +14,15 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.cli_views import views
-from grpo_fast.train.report.endings import Debug, Worded, Words, key_values, refuse, told
+from grpo_fast.train.report.endings import (
+    USAGE_ERROR,
+    Debug,
+    Worded,
+    Words,
+    key_values,
+    refuse,
+    told,
+)
 
 app = typer.Typer(
     name="grpo-fast",
@@ -47,9 +54,6 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 @app.callback()
 def main(version: Version = False, debug: Debug = False) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
-
-
-app.add_typer(views)
 
 
 @app.command(cls=Worded)
@@ -208,3 +212,89 @@ def bench(context: typer.Context) -> None:
     from benchmarks.command import main as run_benchmarks
 
     sys.exit(run_benchmarks(context.args))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes: what each trains, its size, its time, what it needs."""
+    from grpo_fast.train.config.recipes import recipe_table
+
+    for command, what, size, time, needs in recipe_table():
+        typer.echo(f"grpo-fast {command}\n    {what}; {size}; {time}; needs {needs}")
+
+
+@app.command()
+def config(
+    section: Annotated[str, typer.Argument(help="A section such as optim, or a key.")] = "",
+    debug: Debug = False,
+) -> None:
+    """List every key of a run's configuration: its type, its default and what it means."""
+    from grpo_fast.train.config import RunConfig
+    from grpo_fast.train.config.listing import listed_keys
+
+    with told(debug):
+        typer.echo("\n".join(listed_keys(RunConfig, section)))
+
+
+@app.command(cls=Worded)
+def plan(
+    model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
+    settings: Annotated[
+        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 optim.states=8bit …")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Predict what fits into memory: tokens per micro-batch under each option, without weights.
+
+    Without gpu=… it plans for this machine: its GPU, or its main memory if it has none.
+    """
+    from rich.console import Console
+
+    from grpo_fast.train.planning.plan import plan as predict
+    from grpo_fast.train.planning.plan import render
+
+    with told(debug):
+        Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
+
+
+@app.command(cls=Worded)
+def plot(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... | losses [NAME,...] [KEY=VALUE]...",
+            help="Folders of runs, or their metrics.jsonl; or loss types, drawn over the ratio: "
+            "losses grpo,cispo,sapo advantage=1,-1 epsilon_low=0.2",
+        ),
+    ],
+    out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw the curves of runs in one picture, or value and slope of any losses over the ratio."""
+    with told(debug, OSError, code=USAGE_ERROR):
+        if what[0] == "losses":
+            from grpo_fast.train.report.loss_curves import plot_losses
+
+            path = plot_losses(what[1:], os.path.expanduser(out or "losses.png"))
+        else:
+            from grpo_fast.train.report.curves import plot_runs, usual_picture
+
+            runs = [os.path.expanduser(run) for run in what]
+            path = plot_runs(runs, os.path.expanduser(out) if out else usual_picture(runs))
+        typer.echo(str(path))
+
+
+@app.command(cls=Worded)
+def data(
+    source: Annotated[str, typer.Argument(help="A file, a folder, or a hub id owner/name.")],
+    settings: Annotated[
+        Words, key_values("model=MODEL columns={prompt: title, answer: truth} prompt_template=hash")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show a data set as a run reads it: counts, skipped rows, prompts, gold answers."""
+    from grpo_fast.data import escape_control
+    from grpo_fast.train.evaluation.data_view import data_lines
+
+    with told(debug, OSError):
+        typer.echo("\n".join(map(escape_control, data_lines(source, settings or []))))

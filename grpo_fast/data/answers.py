@@ -88,7 +88,7 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
 
 
 def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number in the required format, nothing else beside it; None without one.
+    """Return the number in the required format, and nothing else; None without one.
 
     Args:
         text: a completion.

@@ -34,7 +34,10 @@ def is_local(source: str) -> bool:
 
 
 def local_splits(path: Path) -> Splits:
-    """Return the splits of a file or folder; a file is "train", with a test file beside train.*."""
+    """Return the splits of a file or folder. A file is the split "train".
+
+    If its name contains "train", the file named "test" instead, if it exists, is the split "test".
+    """
     expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
     if not os.path.isdir(path):  # Path's own methods raise where a folder may not be looked into
         if not os.path.isfile(path):

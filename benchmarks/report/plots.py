@@ -1,9 +1,13 @@
-"""The picture of the tables: time and memory over N, fractions of the limit, a roofline.
+"""Pictures of the tables of benchmarks/README.md, and the bars of the first page.
 
-    python -m benchmarks.report.plots benchmarks/results/FILE.json … [-o FILE.png]
+    python -m benchmarks.report.plots benchmarks/results/FILE.json … [-o FILE.png] [--bars]
 
-A curve holds the cases of one run. The roof is the machine's own: the copy of these runs and the
-multiply-adds of benchmarks/kernels/ceiling.py, where they were measured; elsewhere there is none.
+Without `--bars` the picture has four panels: time and memory over the number of tokens, time
+relative to the limit, and a roofline. A curve holds the cases of one run. The roof of the roofline
+is measured on the same machine: its bandwidth is that of the device copy in the given files, and
+its peak comes from benchmarks/kernels/ceiling.py. A machine without these measurements has no roof.
+
+With `--bars` the picture compares time and memory of all providers at one shape.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# For each of the N·V scalars that cross the bus where the work is moving bytes: exponentials and
-# products.
+# Floating-point operations for each logit of a kernel that reads logits: exponentials and products.
 LOGITS_FLOPS = 8
+BARS_SHAPE = [512, 896, 32000]  # the smallest shape that all peers ran
 
 
 def is_standard(case: dict[str, Any]) -> bool:
@@ -36,7 +40,10 @@ def is_standard(case: dict[str, Any]) -> bool:
 
 
 def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """(title, name -> (role, [(N, value)])) of the run that holds most N of one head."""
+    """Return the title and the lines of the run with the most token counts for one LM head.
+
+    A line is `name: (role, [(tokens, value), ...])`.
+    """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
         groups[(case["report"], *case["shape"][1:], case["dtype"])].append(case)
@@ -79,19 +86,21 @@ def empty_or_log(axes: Any, has_data: bool, x: str, y: str) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Fraction of the three GEMMs by shape, ours and the best peer of each."""
+def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
+    """Draw the time of grpo_fast and of its fastest peer over that of the three GEMMs."""
     chosen = {}
     for case in filter(is_standard, cases):
         if "median_ms" in case["rows"].get(OURS, {}):
             n, h, v = case["shape"]
             chosen[(h, v, n, case["dtype"])] = case
-    axes.set_title("Fraction of the three GEMMs, by shape", loc="left", fontsize=10)
+    title = "Time relative to the three GEMMs, by shape (lower is better)"
+    axes.set_title(title, loc="left", fontsize=10)
     for place, key in enumerate(sorted(chosen)):
-        rows, best = chosen[key]["rows"], fastest_peer(chosen[key])
-        axes.bar(place - 0.2, rows[OURS]["fraction_of_limit"], 0.38, color=COLORS["ours"])
+        rows = chosen[key]["rows"]
+        best = fastest_peer(chosen[key])
+        axes.bar(place - 0.2, relative_time(rows[OURS]), 0.38, color=COLORS["ours"])
         if best:
-            axes.bar(place + 0.2, rows[best]["fraction_of_limit"], 0.38, color=COLORS["peer"])
+            axes.bar(place + 0.2, relative_time(rows[best]), 0.38, color=COLORS["peer"])
             style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6}
             axes.text(place + 0.2, 0.02, best, color="white", **style)
     axes.set_xticks(range(len(chosen)))
@@ -101,8 +110,12 @@ def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
 
 
+def relative_time(row: dict[str, Any]) -> float:
+    return 1 / row["fraction_of_limit"]
+
+
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """(flop/s, bytes/s) of these cases' machine, 0 where it was not measured."""
+    """Return the machine's peak (flop/s) and bandwidth (bytes/s), each 0 if it was not measured."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -114,20 +127,24 @@ def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
     return flops, max([known.get("copy_bytes", 0.0), *copies])
 
 
-def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(role, flop/byte, flop/s) of ours and of every peer, where all rows are active."""
+def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float, str]]:
+    """Return (role, flop/byte, flop/s, operation) of grpo_fast and of every peer.
+
+    Cases with inactive rows are left out, because they do less work than `work` counts.
+    """
     points = []
     for case in cases:
         flops, moved = work(case)
         for name, row in case["rows"].items():
             is_shown = name == OURS or row["role"] == "peer"
             if is_shown and "median_ms" in row and case["active"] == 1:
-                points.append((row["role"], flops / moved, flops / row["median_ms"] * 1e3))
+                rate = flops / row["median_ms"] * 1e3
+                points.append((row["role"], flops / moved, rate, case["operation"]))
     return points
 
 
 def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Flops and bytes that cannot be avoided: inputs read once, gradients written once."""
+    """Return the flops and bytes of a case if inputs are read and gradients written once."""
     (n, h, v), item = case["shape"], case["itemsize"]
     if case["operation"].startswith("logits"):
         return LOGITS_FLOPS * n * v, 2 * item * n * v
@@ -135,8 +152,21 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
     return 2.0 * gemms * n * h * v, crossings * item * h * (n + v)
 
 
+def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> None:
+    """Write the name of each operation under its slowest point, one name for all linear_*."""
+    slowest: dict[str, tuple[float, float]] = {}
+    for _, x, y, operation in points:
+        if operation.startswith("linear"):
+            operation = "linear_*"
+        if operation not in slowest or y < slowest[operation][1]:
+            slowest[operation] = (x, y)
+    for operation, (x, y) in slowest.items():
+        style = {"fontsize": 7, "color": COLORS["ours"], "va": "center"}
+        axes.annotate(operation, (x, y / 1e9), (6, -7), textcoords="offset points", **style)
+
+
 def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Of the dtype with most cases: a roof belongs to a dtype."""
+    """Draw the roofline of the dtype with the most cases, since each dtype has its own peak."""
     counts = collections.Counter(case["dtype"] for case in cases)
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]
@@ -144,30 +174,31 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
     title = f"Roofline, {dtype}: work that cannot be avoided over measured time"
     axes.set_title(title, loc="left", fontsize=10)
     for role, label, size in (("peer", "peers", 10), ("ours", "grpo_fast", 24)):
-        chosen = [(x, y / 1e9) for kind, x, y in points if kind == role]
+        chosen = [(x, y / 1e9) for kind, x, y, _ in points if kind == role]
         if chosen:
             style = {"color": COLORS[role], "s": size, "zorder": 3}
             axes.scatter(*zip(*chosen, strict=True), label=label, **style)
+    label_operations(axes, [point for point in points if point[0] == "ours"])
     if points and peak and bandwidth:
         low, high = min(p[1] for p in points) / 2, max(p[1] for p in points) * 2
         corner = peak / bandwidth
         xs = sorted({low, high, min(max(corner, low), high)})
         roof = [min(peak, x * bandwidth) / 1e9 for x in xs]
-        label = f"multiply-adds {peak / 1e9:.0f} GFLOP/s, copy {bandwidth / 1e9:.0f} GB/s"
+        label = f"limit: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s"
         axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
     elif points:
         where = {"transform": axes.transAxes, "fontsize": 7, "color": "gray", "va": "top"}
-        axes.text(0.03, 0.96, "no roof: this machine's was not measured", **where)
-    empty_or_log(axes, bool(points), "flop per byte", "GFLOP/s")
+        axes.text(0.03, 0.96, "no limit: it was not measured on this machine", **where)
+    empty_or_log(axes, bool(points), "flop per byte", "GFLOP/s (higher is better)")
     if points:
         axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def draw(paths: list[str], out: Path) -> Path:
-    """One picture of four panels.
+    """Draw the four panels.
 
     Raises:
-        ValueError: a file that holds no results.
+        ValueError: no file holds a measured case.
     """
     import matplotlib
 
@@ -178,28 +209,88 @@ def draw(paths: list[str], out: Path) -> Path:
     if not cases:
         raise ValueError("results: expected at least one measured case, got none")
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8))
-    draw_curves(axes[0][0], cases, "median_ms", "milliseconds")
-    draw_curves(axes[0][1], cases, "workspace_mib", "MiB beyond inputs and gradients")
-    draw_fractions(axes[1][0], cases)
+    draw_curves(axes[0][0], cases, "median_ms", "Milliseconds")
+    draw_curves(axes[0][1], cases, "workspace_mib", "MiB besides inputs and gradients")
+    draw_relative_times(axes[1][0], cases)
     draw_roofline(axes[1][1], cases)
-    commits = sorted({case["commit"] for case in cases})
     hardware = machine(cases[0]["hardware"])
     figure.suptitle(f"linear_grpo_loss and its parts: {hardware}", fontsize=11)
-    style = {"ha": "right", "fontsize": 6, "color": "gray"}
-    figure.text(0.99, 0.005, f"commit {', '.join(commits)}", **style)
+    write_commits(figure, cases)
     figure.tight_layout(rect=(0, 0.01, 1, 0.98))
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
     return out
 
 
+def write_commits(figure: Any, cases: list[dict[str, Any]]) -> None:
+    commits = sorted({case["commit"] for case in cases})
+    style = {"ha": "right", "fontsize": 6, "color": "gray"}
+    figure.text(0.99, 0.005, f"measured at {', '.join(commits)}", **style)
+
+
+def draw_bars(paths: list[str], out: Path) -> Path:
+    """Draw time and memory of each provider at `BARS_SHAPE` in fp32, the picture of README.md.
+
+    Raises:
+        ValueError: no file holds this shape.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = [
+        case
+        for case in filter(is_standard, cases_of(paths))
+        if case["shape"] == BARS_SHAPE and case["dtype"] == "fp32"
+    ]
+    if not cases:
+        raise ValueError(f"results: expected a case of shape {BARS_SHAPE} in fp32, got none")
+    rows = cases[0]["rows"]
+    names = [OURS, *(name for name, row in rows.items() if row["role"] == "peer")]
+    names = [name for name in names if "median_ms" in rows[name]]
+    limit = next(row["median_ms"] for row in rows.values() if row["role"] == "limit")
+    times = {name: rows[name]["median_ms"] / limit for name in names}
+    memory = {name: rows[name]["workspace_mib"] for name in names}
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.4))
+    bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
+    bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")
+    axes[0].axvline(1, color="gray", lw=0.8)
+    tokens, width, vocabulary = BARS_SHAPE
+    shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
+    figure.suptitle(f"Loss and gradients, {shape}: lower is better", fontsize=11)
+    write_commits(figure, cases)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)
+    return out
+
+
+def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
+    """Draw horizontal bars, the lowest value on top, with the value written at each bar's end."""
+    names = sorted(values, key=lambda name: -values[name])
+    for place, name in enumerate(names):
+        color = COLORS["ours"] if name == OURS else "#9db8cc"
+        axes.barh(place, values[name], color=color)
+        label = " " + written.format(values[name])
+        axes.text(values[name], place, label, va="center", fontsize=8)
+    shown = ["grpo_fast" if name == OURS else name for name in names]
+    axes.set_yticks(range(len(names)), shown, fontsize=8)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlim(0, 1.15 * max(values.values()))
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_xticks([])
+
+
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.report.plots", __doc__)
     parser.add_argument("results", nargs="+", metavar="FILE", help="JSON of a benchmark")
     parser.add_argument("-o", "--out", default=str(RESULTS / "kernels.png"))
+    parser.add_argument("--bars", action="store_true", help="the picture of README.md")
     options = parser.parse_args(arguments)
+    picture = draw_bars if options.bars else draw
     try:
-        print(f"written: {os.path.relpath(draw(options.results, Path(options.out)))}")
+        print(f"written: {os.path.relpath(picture(options.results, Path(options.out)))}")
     except ValueError as error:
         print(f"plots: {error}", file=sys.stderr)
         return 2

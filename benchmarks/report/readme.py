@@ -152,8 +152,9 @@ def main(arguments: list[str]) -> int:
         return 0
     status = 0 if options.tables else run_steps(steps, options.deadline)
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
+    plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
     PAGE.write_text(refreshed(PAGE.read_text()))
-    print(f"written: {PAGE.relative_to(ROOT)}, benchmarks/results/kernels.png")
+    print(f"written: {PAGE.relative_to(ROOT)}, kernels.png and readme.png in benchmarks/results")
     return status
 
 

@@ -294,7 +294,7 @@ mutation-python: $(SETUP) $(COSMIC_RAY)
 
 # ---- documentation ----
 
-SPHINX = OMP_NUM_THREADS=1 $(PY) -m sphinx -q -E
+SPHINX = OMP_NUM_THREADS=1 $(PY) -m sphinx -E
 
 # Pages of docs/, the README of every folder, the reference from the docstrings.
 docs: $(DOCS)

@@ -1,0 +1,117 @@
+"""Find constructions of our old compressed style in docstrings, comments and messages.
+
+python plain.py [PATH ...] prints file:line, the construction and the sentence. Exit status 1 if any was found.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+# Patterns are searched in lower case.
+OLD = {
+    r"\bbeside\b": "together with, next to, with",
+    r"\bbehind\b": "after",
+    r"\bdoors?\b": "entry point, function, interface",
+    r"\bgo(?:es)? by\b": "uses the … implementation",
+    r"\bhand(?:s|ed)? on\b": "passes",
+    r"\bis whole\b|\bthe whole head\b": "is unsharded, the full LM head",
+    r"\bof (?:one's|its|their|our|your) own\b": "custom, its, separate",
+    r"\basks nobody\b|\bis asked for\b|\bare asked for\b": "is requested",
+    r"\bwants? a gradient\b": "requires grad",
+    r"\blies? in\b|\bstands? in\b": "is in, is defined in",
+    r"\bis there\b|\bare there\b": "exists, is available",
+    r"\bby hand of\b|\bis made of\b|\bare made of\b": "is computed from, is built from",
+    r"\bof no\b": "without",
+    r"\bshall\b": "must, or the present tense",
+    r"\bare no rows\b|\bis no row\b": "are excluded",
+    r"\bfor ever\b": "forever",
+    r"\bhalf of what\b|\bas it is\b": "unchanged",
+}
+OPENINGS = ("what", "whether", "where", "of", "how", "which", "as", "those", "that")
+
+
+def words(node: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the string constants of an expression."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part
+
+
+def texts(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, kind, text) of docstrings, comments and messages."""
+    source = path.read_text()
+    if path.suffix != ".py":
+        pattern = r"//\s?(.*)" if path.suffix in (".h", ".cpp") else r"^\s*#\s?(.*)"
+        for number, line in enumerate(source.splitlines(), 1):
+            found = re.search(pattern, line)
+            if found:
+                yield number, "comment", found[1]
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], "comment", token.string.lstrip("# ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), "docstring", text
+        elif isinstance(node, ast.Call):
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
+            if called in (
+                "require",
+                "conflict",
+                "wrong",
+                "warn",
+                "number",
+                "warning",
+                "info",
+            ) or called.endswith("Error"):
+                for text in words(node):
+                    yield text.lineno, "message", text.value
+
+
+def found(path: Path) -> Iterator[str]:
+    """Yield one line for each old construction in a file."""
+    for line, kind, text in texts(path):
+        small = " ".join(text.lower().split())
+        for pattern, better in OLD.items():
+            match = re.search(pattern, small)
+            if match:
+                around = small[max(0, match.start() - 40) : match.end() + 40]
+                yield f"{path}:{line}: {kind}: {match[0]!r} ({better}): …{around}…"
+        if kind == "docstring" and small.split(" ")[0].strip(",;:.") in OPENINGS:
+            yield f"{path}:{line}: docstring begins with {text.split()[0]!r}: {small[:80]}"
+
+
+def main() -> int:
+    roots = [Path(x) for x in sys.argv[1:]] or [
+        Path("grpo_fast"),
+        Path("csrc"),
+        Path("benchmarks"),
+        Path("tests"),
+    ]
+    kinds = {".py", ".h", ".cpp", ".yaml", ".sh"}
+    files = [
+        f
+        for root in roots
+        for f in ([root] if root.is_file() else sorted(root.rglob("*")))
+        if f.suffix in kinds
+    ]
+    lines = [line for path in files for line in found(path)]
+    print(*lines, sep="\n")
+    print(f"{len(lines)} in {len(files)} files")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """Find constructions of our old compressed style in docstrings, comments and messages.
 
-python plain.py [PATH ...] prints file:line, the construction and the sentence. Exit status 1 if any was found.
+    python -m tests.docs.plain_english [PATH ...]
+
+prints file:line, the construction and its surroundings. Exit status 1 if any was found.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# One session on a machine with an NVIDIA GPU; what it does and takes stands in gpu/session.sh.
+# A session on a machine with an NVIDIA GPU. gpu/session.sh describes its two visits.
 exec "$(dirname "${BASH_SOURCE[0]}")/gpu/session.sh" "$@"

@@ -25,6 +25,7 @@ from benchmarks import ROOT
 from grpo_fast.kernels.workspace import drop_workspace
 
 MIB = 2**20
+COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
 SLOW = 5.0  # seconds
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 clock = "wall"  # of `seconds` on a CPU; process: its CPU time, which others on it do not stretch
@@ -247,7 +248,13 @@ def cpu_class(hardware: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+changes" when the tree differs from it."""
+    """Return the commit of the tree, "none" if it is unknown.
+
+    "+changes" follows if the tree differs from the commit. A tree that was copied without .git has
+    its commit in the environment variable `COMMIT_VARIABLE`.
+    """
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -255,7 +262,9 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        found = git("rev-parse", "--short=12", "HEAD") or "none"
+        found = git("rev-parse", "--short=12", "HEAD")
+        if not found:
+            return "none"
         return found + ("+changes" if git("status", "--porcelain") else "")
     except OSError:
         return "none"

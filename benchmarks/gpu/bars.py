@@ -1,4 +1,7 @@
-"""The bars on one H200: what is wanted, what is predicted, how it is read out of the results."""
+"""Bars on one GPU: the wanted and the predicted figure, and how to read the measured one.
+
+Ratios are taken to limits that the same run measured. Memory follows the card.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
-from benchmarks.gpu.predict import Case
+from benchmarks.gpu.predict import CARDS, Card, Case
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
@@ -17,18 +20,19 @@ GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # Over TRL's step, by (prompt, completion, group): bar, and LOG.md's prediction for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
+# Tokens of a step on an H200. Other cards take a share of it, by their memory.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a session measured: the cases of kernels, and whole reports."""
+    """Measurements of one card: the cases of kernels, and all reports."""
 
     cases: list[dict[str, Any]]
     reports: list[dict[str, Any]]
 
     def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """The timed rows of the newest run of a case in which all of these were timed."""
+        """Return the timed rows of the newest run of a case in which all `names` were timed."""
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
             if key_of(found) == key(case) and timed.keys() >= set(names):
@@ -36,19 +40,21 @@ class Results:
         return None
 
     def value(self, case: Case, field: str) -> float | None:
-        """A figure of ours."""
+        """Return a figure of grpo_fast."""
         rows = self.rows(case, OURS)
         return rows[OURS].get(field) if rows else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One line: a figure that must be at most (or at least) something.
+    """A figure with an upper or a lower bound.
 
     Attributes:
-        predicted: None where nothing was.
-        measured: reads it out of results; None where it was not measured.
-        command: what measures it alone.
+        wanted: the bound.
+        predicted: the predicted figure; None if there is no prediction.
+        measured: returns the figure of some results; None if it was not measured.
+        command: the command that measures this figure alone.
+        at_least: True if `wanted` is a lower bound.
     """
 
     title: str
@@ -74,39 +80,41 @@ def key_of(found: dict[str, Any]) -> tuple:
     return found["operation"], tuple(found["shape"]), found["active"], found["inactive"]
 
 
-def bars() -> list[Bar]:
-    """All of them, in the order of what matters."""
+def bars(card: Card) -> list[Bar]:
+    """Return all bars of a card, the most important first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
-    found = [head_ratio(shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)]
+    found = [
+        head_ratio(card, shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)
+    ]
     small = Shape(1024, *MODELS["qwen2.5-0.5b"])
-    found.append(head_ratio(small, 1.6))
+    found.append(head_ratio(card, small, 1.6))
     found += [over_peer(shape, "TRL", 2.5) for shape in heads]
     found += [over_peer(shape, None, 1.0) for shape in (*heads, small)]
-    found += [logps_ratio(shape) for shape in heads]
-    found += [sparse(inactive) for inactive in ("masked", "zero-advantage")]
+    found += [logps_ratio(card, shape) for shape in heads]
+    found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
-    found += [copy_share(operation) for operation in operations]
-    found += [peak(shape) for shape in (*heads, Shape(131072, *MODELS["qwen3-8b"]))]
+    found += [copy_share(card, operation) for operation in operations]
+    found += [peak(card, shape) for shape in (*heads, Shape(131072, *MODELS["qwen3-8b"]))]
     found += [step_ratio(sizes) for sizes in STEPS]
-    return found + [context(name) for name in CONTEXTS]
+    return found + [context(card, name) for name in CONTEXTS]
 
 
 def title_of(shape: Shape) -> str:
     return f"N = {shape.n}, H = {shape.h}, V = {shape.v}"
 
 
-def head_ratio(shape: Shape, wanted: float) -> Bar:
+def head_ratio(card: Card, shape: Shape, wanted: float) -> Bar:
     case = Case("linear_grpo_loss", shape)
-    guess = predict.estimate(case)
+    guess = predict.estimate(card, case)
     return Bar(
         f"head forward + backward / three GEMMs, {title_of(shape)}", wanted,
         guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
     )  # fmt: skip
 
 
-def logps_ratio(shape: Shape) -> Bar:
+def logps_ratio(card: Card, shape: Shape) -> Bar:
     case = Case("linear_logps", shape)
-    guess = predict.estimate(case)
+    guess = predict.estimate(card, case)
     return Bar(
         f"linear_logps without gradient / one GEMM, {title_of(shape)}", 1.15,
         guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
@@ -114,7 +122,7 @@ def logps_ratio(shape: Shape) -> Bar:
 
 
 def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Against one peer, or against the fastest of all that were timed."""
+    """Compare with one peer. None stands for the fastest peer that was timed."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
@@ -136,8 +144,8 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
     )  # fmt: skip
 
 
-def sparse(inactive: str) -> Bar:
-    """Each against the limit of its own run: the two may come from different ones."""
+def sparse(card: Card, inactive: str) -> Bar:
+    """Compare 0.2 active rows with all rows, each relative to the limit of its run."""
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
 
@@ -145,33 +153,33 @@ def sparse(inactive: str) -> Bar:
         pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
         return pair[0] / pair[1] if pair[0] and pair[1] else None
 
-    guess = predict.estimate(dense).ours / predict.estimate(case).ours
+    guess = predict.estimate(card, dense).ours / predict.estimate(card, case).ours
     return Bar(
         f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}", 2.0, guess, measured,
         predict.command(case), at_least=True,
     )  # fmt: skip
 
 
-def copy_share(operation: str) -> Bar:
+def copy_share(card: Card, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
-    guess = predict.estimate(case)
+    guess = predict.estimate(card, case)
     return Bar(
         f"{operation}, share of a copy's speed", 0.8, guess.limit / guess.ours,
         lambda r: r.value(case, "fraction_of_limit"), predict.command(case), at_least=True,
     )  # fmt: skip
 
 
-def peak(shape: Shape) -> Bar:
-    """What the workspace allows: a chunk of it and what stands beside, to a twentieth of a GiB."""
+def peak(card: Card, shape: Shape) -> Bar:
+    """Bound the memory by the predicted workspace, rounded up to a twentieth of a GiB."""
     case = Case("linear_grpo_loss", shape)
-    planned = predict.estimate(case).workspace / GIB
+    planned = predict.estimate(card, case).workspace / GIB
 
     def measured(results: Results) -> float | None:
         found = results.value(case, "workspace_mib")
         return None if found is None else found / 1024
 
     return Bar(
-        f"peak beyond inputs and gradients, {title_of(shape)}", math.ceil(20 * planned) / 20,
+        f"peak besides inputs and gradients, {title_of(shape)}", math.ceil(20 * planned) / 20,
         planned, measured, predict.command(case), " GiB",
     )  # fmt: skip
 
@@ -198,8 +206,8 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
     )  # fmt: skip
 
 
-def context(model: str) -> Bar:
-    """The longest prompt of a step that ended: the command tries the bar's."""
+def context(card: Card, model: str) -> Bar:
+    """Ask for the longest prompt of a step that did not run out of memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [
@@ -211,9 +219,10 @@ def context(model: str) -> Bar:
         longest = max(prompts, default=0.0)
         return longest if longest >= 100_000 else None  # a step for its time says nothing
 
+    wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""
     return Bar(
-        f"context of a step that fits, {model}", CONTEXTS[model], None, measured,
+        f"context of a step that fits, {model}", wanted, None, measured,
         f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora} "
-        f"--prompt {CONTEXTS[model]} --providers shared", " tokens", at_least=True,
+        f"--prompt {wanted} --providers shared", " tokens", at_least=True,
     )  # fmt: skip

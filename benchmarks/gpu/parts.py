@@ -1,9 +1,7 @@
-"""What a GPU session consists of: parts with a time limit each, in three calls of nine and a half
-minutes.
+"""The parts of a GPU session, each with its commands and its limit in seconds.
 
-Call 1 measures what is right and what it takes compared with the limits. Call 2 has the peers,
-whole steps and all tests. Call 3 has tuning, the memory checker, attention and long sequences; it
-begins with what the first two left undone. Parts of no call run by their name alone.
+A session has two visits of one command each. Visit 1 checks that the kernels are right and measures
+the bars. Visit 2 repeats what was mended and measures the peers. All other parts run by name only.
 """
 
 from __future__ import annotations
@@ -14,69 +12,71 @@ from typing import NamedTuple
 from benchmarks import ROOT
 
 PY = sys.executable
-BENCH = [PY, "-m", "benchmarks"]
-CALL_SECONDS = 570
-BY_NAME = 0  # the call of a part that no call runs
+VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts take up to 240
+BY_NAME = 0  # the visit of a part that runs by its name only
+PROCESSES = 16  # of the tests: the machine has 16 cores
 OURS = "--providers grpo_fast --backend auto"
-# Of the first file of tests: shapes, weights, bits.
-FIRST_TESTS = (
-    "every_shape", "weights_against_fp64", "weights_of_unlikely_targets_and_of_nan",
-    "a_row_does_not_depend_on_its_batch",
-)  # fmt: skip
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
 
 class Part(NamedTuple):
-    """Some commands, the seconds they may take together, and the call that they belong to.
+    """Commands that belong together.
 
-    A part that measures gets `--out FILE` (a benchmark of trainers/ `--json FILE`; pytest nothing);
-    a `dry` command shows that the part would start.
+    Attributes:
+        visit: 1, 2, or `BY_NAME`.
+        seconds: limit for all commands together.
+        commands: command lines. With `measures`, each gets `--out FILE` (`--json FILE` for a
+            benchmark of trainers/).
+        dry: command lines that show on a machine without a GPU that the part would start.
+        measures: True if the commands write reports.
+        environment: variables for the commands.
+        stops: True for a part that begins every visit and ends the visit if it fails.
     """
 
-    call: int
+    visit: int
     seconds: int
     commands: list[list[str]]
     dry: list[list[str]]
     measures: bool = True
     environment: dict[str, str] = {}
-    stops: bool = False  # run first in every call, which ends where it fails
+    stops: bool = False
 
 
 def parts() -> dict[str, Part]:
-    """Most valuable first."""
+    """Return all parts by name, the most valuable of each visit first."""
     tests, attention_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
-        # Right or wrong is known in 20 s; a compiler that finds nothing in its cache needs more.
-        "smoke": own(1, 120, "smoke")._replace(stops=True),
-        "bars": bench(1, 150, *bars()),
-        "gemms": own(1, 40, "gemms"),
-        "one-chunk": one_chunk(1, 50),
-        "profile": own(1, 40, "kernel_times"),
-        "first-tests": sharded(1, 60, [f"{tests[0]}::test_{name}" for name in FIRST_TESTS]),
-        "peers": bench(2, 180, *peers()),
-        "steps": steps(2, 85),
-        "tests": sharded(2, 185, tests),
-        "tune": tune(3, 120),
-        "memcheck": sanitize(3, 60, "memcheck"),
-        "attention-tests": sharded(3, 45, attention_tests),
-        "attention": bench(3, 40, "attention"),
-        "long": bench(3, 60, long),
-        "support": support(3, 70),
-        "sparse": own(3, 30, "sparse"),
-        "rollout": bench(3, 25, "rollout"),
+        "smoke": own(1, 35, "smoke")._replace(stops=True),
+        "bars": bench(1, 95, *bars()),
+        "tests": sharded(1, 110, tests),
+        "step": steps(1, 60, STEPS[:1]),
+        "mended": sharded(2, 25, ["--failed"]),
+        "peers": bench(2, 110, *peers()),
+        "profile": own(2, 25, "kernel_times"),
+        "attention-tests": sharded(2, 40, attention_tests),
+        "support": support(2, 20),
+        "steps": steps(2, 25, STEPS[1:]),
+        "gemms": own(BY_NAME, 40, "gemms"),
+        "one-chunk": tune(BY_NAME, 50, "--workspaces"),
+        "tune": tune(BY_NAME, 120, "--seconds", "80"),
+        "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
+        "attention": bench(BY_NAME, 40, "attention"),
+        "long": bench(BY_NAME, 60, long),
+        "sparse": own(BY_NAME, 30, "sparse"),
+        "rollout": bench(BY_NAME, 25, "rollout"),
         "trl": bench(BY_NAME, 60, "trl"),
     }
 
 
-def of_call(every: dict[str, Part], call: int) -> list[str]:
-    """Names of the parts of one call; a call may find a fresh machine, so it is tested in each."""
-    return [name for name, part in every.items() if part.stops or part.call == call]
+def of_visit(every: dict[str, Part], visit: int) -> dict[str, Part]:
+    """Return the parts of a visit. The smoke test is in each: a visit finds a fresh machine."""
+    return {name: part for name, part in every.items() if part.stops or part.visit == visit}
 
 
 def bars() -> list[str]:
-    """Ours and the limits at every shape that has a bar."""
+    """Return the benchmarks of ours and of the limits at every shape that has a bar."""
     both = "linear_grpo_loss linear_logps"
     large = f"--model qwen3-8b --tokens 8192 {OURS} --budget 0.7"
     return [
@@ -89,77 +89,74 @@ def bars() -> list[str]:
 
 def peers() -> list[str]:
     return [
-        "linear_grpo_loss --model qwen3-8b qwen3-1.7b qwen2.5-0.5b --tokens 8192 --budget 1",
+        "linear_grpo_loss --model qwen3-8b qwen2.5-0.5b --tokens 8192 --budget 1",
         "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5",
-        "linear_logps linear_logps_backward --model qwen3-8b --tokens 8192 --budget 0.5",
+        "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
         "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",
     ]
 
 
-def bench(call: int, seconds: int, *arguments: str) -> Part:
-    commands = [[*BENCH, *line.split(), "--device", "cuda"] for line in arguments]
-    return Part(call, seconds, commands, [[*command, "--dry"] for command in commands])
+def bench(visit: int, seconds: int, *arguments: str) -> Part:
+    """Return a part that runs several benchmarks in one process: starting torch takes seconds."""
+    lines = [f"{line} --device cuda" for line in arguments]
+    command = [PY, "-m", "benchmarks.gpu.several", *lines]
+    return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
-def own(call: int, seconds: int, module: str) -> Part:
-    """A module of this folder; without a GPU it takes tiny sizes and the CPU."""
+def own(visit: int, seconds: int, module: str) -> Part:
+    """Return a part for a module of this folder, which takes tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
-    return Part(call, seconds, [command], [[*command, "--device", "cpu"]])
+    return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
 
 
-def tune(call: int, seconds: int) -> Part:
-    """No setting is begun in the last third, and the candidates are compiled before."""
-    command = [PY, "-m", "benchmarks.gpu.tune"]
-    timed = [*command, "--seconds", str(2 * seconds // 3)]
-    return Part(call, seconds, [timed], [[*command, "--dry"]])
+def tune(visit: int, seconds: int, *options: str) -> Part:
+    command = [PY, "-m", "benchmarks.gpu.tune", *options]
+    return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
-def one_chunk(call: int, seconds: int) -> Part:
-    """A workspace that holds one chunk, and one of 1 GiB, at the hidden sizes where they differ."""
-    command = [PY, "-m", "benchmarks.gpu.tune", "--workspaces"]
-    return Part(call, seconds, [command], [[*command, "--dry"]])
-
-
-def steps(call: int, seconds: int) -> Part:
-    """The step with shared prompts against TRL's, at the sizes that have a bar."""
+def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
+    """Return a part that times the step with shared prompts against TRL's."""
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
     where = "--device cuda --model-config qwen2.5-0.5b --rounds 5 --budget 3"
     commands = [
         [*command, *f"{where} --prompt {p} --completion {c} --group {g}".split()]
-        for p, c, g in STEPS
+        for p, c, g in sizes
     ]
-    return Part(call, seconds, commands, [[*command, *"--device cpu --quick --layers 1".split()]])
+    return Part(visit, seconds, commands, [[*command, *"--device cpu --quick --layers 1".split()]])
 
 
-def support(call: int, seconds: int) -> Part:
-    """Rows in a sampler's support against the dense head."""
-    command = [PY, "-m", "benchmarks.trainers.support", "--device", "cuda"]
-    cases = [f"8192,4096,151936,{k}" for k in (50, 512)]
-    return Part(call, seconds, [[*command, "--cases", *cases]], [[*command, "--help"]])
+def support(visit: int, seconds: int) -> Part:
+    """Return a part that times rows with a sampler's support against the dense head."""
+    command = [PY, "-m", "benchmarks.trainers.support"]
+    timed = [*command, "--device", "cuda", "--cases", "8192,4096,151936,50"]
+    return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 
-def sharded(call: int, seconds: int, files: list[str]) -> Part:
-    command = [PY, "-m", "benchmarks.gpu.shards", "--processes", "8", *files]
-    return Part(call, seconds, [command], [[*command, "--dry"]], measures=False)
+def sharded(visit: int, seconds: int, files: list[str]) -> Part:
+    """Return a part that runs tests. They stop 5 s early, to name the unfinished ones."""
+    command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
+    timed = [*command, "--seconds", str(seconds - 5)]
+    return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)
 
 
-def sanitize(call: int, seconds: int, *tools: str) -> Part:
-    """Every operation under compute-sanitizer, a hundred times slower: small shapes.
+def sanitize(visit: int, seconds: int, *tools: str) -> Part:
+    """Return a part that runs every operation under compute-sanitizer, at small shapes.
 
-    Without torch's caching allocator each tensor is an allocation of its own, so that an access
-    past its end is seen.
+    PYTORCH_NO_CUDA_MEMORY_CACHING gives each tensor an allocation of its own. Without it, an access
+    past the end of a tensor would hit the caching allocator's next block and stay unseen.
     """
     operations = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace"
     options = "--shapes 64,64,512 64,72,1003 --device cuda --verify-only --backend triton"
-    checked = [*BENCH, *operations.split(), *options.split(), "--providers", "grpo_fast"]
+    checked = [PY, "-m", "benchmarks", *operations.split(), *options.split()]
+    checked += ["--providers", "grpo_fast"]
     flags = ["--error-exitcode", "9", "--target-processes", "all"]
     commands = [["compute-sanitizer", "--tool", tool, *flags, *checked] for tool in tools]
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Part(call, seconds, commands, [[*checked, "--dry"]], False, environment)
+    return Part(visit, seconds, commands, [[*checked, "--dry"]], False, environment)
 
 
 def gpu_tests() -> tuple[list[str], list[str]]:
-    """The tests that need a GPU, the general ones first; those of the attention."""
+    """Return the test files that need a GPU: the general ones, and those of the attention."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
     files = sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -1,11 +1,13 @@
-"""The expected time of every configuration of the bars on one H200, from bytes and flops.
+"""Expected time of every configuration of the bars on one GPU, from bytes and flops.
 
-    python -m benchmarks.gpu.predict     a table in Markdown; report.py sets it beside the measured
+    python -m benchmarks.gpu.predict     a table in Markdown for each card
 
-Counted from grpo_fast/kernels/head/loop.py and chunks.py and kernels/gpu/ (Triton, 16-bit inputs).
-Matrix products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is
-assumed, memory at the copy's rate; what a GEMM's own epilogue moves is added in full, so overlap
-can only make it faster.
+report.py shows these predictions next to the measured times.
+
+The operations are counted from grpo_fast/kernels/head/loop.py and chunks.py and kernels/gpu/, for
+Triton and 16-bit inputs. Matrix products run at the vendor library's rate. Memory runs at the rate
+of a copy. Our own GEMM kernel runs at an assumed fraction of the vendor's rate. The bytes that the
+epilogue of a GEMM moves are added in full. If they overlap with the product, the kernel is faster.
 """
 
 from __future__ import annotations
@@ -20,9 +22,28 @@ from grpo_fast.kernels.head.gradients import GATHER_BELOW
 from grpo_fast.kernels.types import ROW_MULTIPLE, padded
 from grpo_fast.kernels.workspace import GPU_SHARE
 
-# One NVIDIA H200: limits that other people's work reports, and assumptions.
-GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
-COPY_BYTES = 4.3e12  # per second, read + write
+
+class Card(NamedTuple):
+    """Limits of a GPU, as seen on lent machines.
+
+    Attributes:
+        gemm_flops: rate of a bf16 product of random data, in flop/s.
+        copy_bytes: rate of a device copy, reads plus writes, in bytes/s.
+        memory: bytes.
+        workspace: bytes of logits in flight; None for the package's default.
+    """
+
+    gemm_flops: float
+    copy_bytes: float
+    memory: int
+    workspace: int | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace or self.memory // GPU_SHARE >> 20 << 20
+
+
+CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 139 << 30)}
 TRITON_GEMM = 0.9  # assumed: rate of slice_kernel's inner loop over the vendor library's
 START = 3e-6  # assumed: seconds before a program's first product
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
@@ -30,8 +51,6 @@ PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocess
 # is among the columns, 2060 for 0.19 of the tiles; 1320 and 2660 with exponentials stored), 8 warps
 # on 4 schedulers of 1.755 GHz.
 EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
-MEMORY = 139 << 30  # bytes, of which an H200 says that it has 139.8 GiB
-WORKSPACE = MEMORY // GPU_SHARE >> 20 << 20
 # Bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes.
 STORED = 2
 MIB = 2**20
@@ -80,40 +99,40 @@ def cases() -> list[Case]:
     return found + [Case(loss, Shape(8192, *MODELS[name])) for name in others]
 
 
-def estimate(case: Case) -> Estimate:
+def estimate(card: Card, case: Case) -> Estimate:
     n, h, v = case.shape
     if case.operation.startswith("logits"):
-        return logits_loss(n, v)
+        return logits_loss(card, n, v)
     if case.operation == "linear_logps":
-        seconds = slices(n, h, v)
+        seconds = slices(card, n, h, v)
         partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
-        return Estimate(gemm(n, h, v), seconds, partial, {"slice_kernel": seconds})
+        return Estimate(gemm(card, n, h, v), seconds, partial, {"slice_kernel": seconds})
     # Masked rows never reach the head; those without advantage leave it after the logps. Whole
     # completions have advantage zero: one in eight at the least is active.
     share = 1.0 if case.inactive == "clipped" else case.active
     if case.inactive == "zero-advantage":
         share = max(1, round(8 * case.active)) / 8
     kept = round(n * share)
-    parts, workspace = sweep(kept if case.inactive == "masked" else n, kept, case.shape)
-    if case.operation == "linear_logps_backward" and chunk_plan(n, h, v)[0] > 1:
-        parts["slice_kernel, forward"] = slices(n, h, v)
-    return Estimate(3 * gemm(n, h, v), sum(parts.values()), workspace, parts)
+    parts, workspace = sweep(card, kept if case.inactive == "masked" else n, kept, case.shape)
+    if case.operation == "linear_logps_backward" and chunk_plan(card, n, h, v)[0] > 1:
+        parts["slice_kernel, forward"] = slices(card, n, h, v)
+    return Estimate(3 * gemm(card, n, h, v), sum(parts.values()), workspace, parts)
 
 
-def sweep(rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
+def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
     """(seconds by part, bytes of workspace): `rows` rows, `kept` of them with a gradient."""
     n, h, v = shape
-    chunks, chunk_rows = chunk_plan(rows, h, v)
+    chunks, chunk_rows = chunk_plan(card, rows, h, v)
     narrow = chunks == 1 and rows <= TARGET_SHARE * v  # dW leaves its product in 16 bits
-    stored = STORED * v / COPY_BYTES  # seconds to write or read a row
+    stored = STORED * v / card.copy_bytes  # seconds to write or read a row
     gathers = kept < GATHER_BELOW * rows
     parts = {
-        "forward GEMM and its stores": max(forward(rows, chunk_rows, h, v), stored * rows),
+        "forward GEMM and its stores": max(forward(card, rows, chunk_rows, h, v), stored * rows),
         "gather of the active rows": 2 * stored * kept if gathers else 0.0,
-        "dH and dW products": 2 * gemm(kept, h, v),
-        "rows of dH, hidden and targets": (4 * rows + 18 * kept) * h / COPY_BYTES,
-        "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / COPY_BYTES,
-        "dW to 16 bits": (2 if narrow else 6) * v * h / COPY_BYTES,
+        "dH and dW products": 2 * gemm(card, kept, h, v),
+        "rows of dH, hidden and targets": (4 * rows + 18 * kept) * h / card.copy_bytes,
+        "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / card.copy_bytes,
+        "dW to 16 bits": (2 if narrow else 6) * v * h / card.copy_bytes,
     }
     # Beside the exponentials of a chunk: their sums by slice, hidden times its coefficients, and
     # where dW has 16 bits the columns of the targets and their products (target_rows.py), else dW
@@ -123,39 +142,39 @@ def sweep(rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
     return parts, STORED * chunk_rows * v + beside
 
 
-def live_tiles(shape: Shape, live: float) -> dict[str, float]:
+def live_tiles(card: Card, shape: Shape, live: float) -> dict[str, float]:
     """Seconds by part of a call of one chunk in which this share of the tiles is live."""
     n, h, v = shape
     sums = 4 * n * -(-v // 64)  # bytes: of each row's sums by tile
-    product = gemm(n, h, v)
+    product = gemm(card, n, h, v)
     return {
-        "forward GEMM and its stores": forward(n, n, h, v) + sums / COPY_BYTES,
-        "masses and lists": 10 * sums / COPY_BYTES + LIVE_OPERATIONS * START,
+        "forward GEMM and its stores": forward(card, n, n, h, v) + sums / card.copy_bytes,
+        "masses and lists": 10 * sums / card.copy_bytes + LIVE_OPERATIONS * START,
         "dH": live * product / LIVE_HIDDEN,
-        "dW and its zeros": live * product / LIVE_WEIGHT + 2 * v * h / COPY_BYTES,
-        "rows of dH, hidden and targets": 22 * n * h / COPY_BYTES,
+        "dW and its zeros": live * product / LIVE_WEIGHT + 2 * v * h / card.copy_bytes,
+        "rows of dH, hidden and targets": 22 * n * h / card.copy_bytes,
     }
 
 
-def chunk_plan(rows: int, h: int, v: int) -> tuple[int, int]:
+def chunk_plan(card: Card, rows: int, h: int, v: int) -> tuple[int, int]:
     """(chunks, rows of each) as the chunk loop cuts them, with dW wanted."""
-    if rows <= TARGET_SHARE * v and rows * STORED * v <= WORKSPACE + 4 * v * h:
+    if rows <= TARGET_SHARE * v and rows * STORED * v <= card.workspace_bytes + 4 * v * h:
         return 1, padded(rows)
-    most = max(WORKSPACE // (STORED * v), 1)
+    most = max(card.workspace_bytes // (STORED * v), 1)
     chunks = -(-rows // most)
     return chunks, max(padded(-(-rows // chunks)), ROW_MULTIPLE)
 
 
-def gemm(n: int, h: int, v: int) -> float:
-    return 2 * n * h * v / GEMM_FLOPS
+def gemm(card: Card, n: int, h: int, v: int) -> float:
+    return 2 * n * h * v / card.gemm_flops
 
 
 def slices(
-    n: int, h: int, v: int, epilogue: float = EPILOGUE, columns: int = SLICE_COLUMNS
+    card: Card, n: int, h: int, v: int, epilogue: float = EPILOGUE, columns: int = SLICE_COLUMNS
 ) -> float:
     """slice_kernel: a program takes a block of rows and a slice of columns, then the next one."""
     rows, width = TILE
-    tile = gemm(rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue
+    tile = gemm(card, rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue
     free = [0.0] * PROCESSORS
     for first in range(0, v, columns):
         seconds = START + -(-min(columns, v - first) // width) * tile
@@ -164,16 +183,16 @@ def slices(
     return max(free)
 
 
-def forward(rows: int, chunk_rows: int, h: int, v: int) -> float:
+def forward(card: Card, rows: int, chunk_rows: int, h: int, v: int) -> float:
     """`slices` with a store, over all chunks."""
     full, rest = divmod(rows, chunk_rows)
-    seconds = full * slices(chunk_rows, h, v, EPILOGUE_STORE)
-    return seconds + (slices(rest, h, v, EPILOGUE_STORE) if rest else 0.0)
+    seconds = full * slices(card, chunk_rows, h, v, EPILOGUE_STORE)
+    return seconds + (slices(card, rest, h, v, EPILOGUE_STORE) if rest else 0.0)
 
 
-def logits_loss(n: int, v: int) -> Estimate:
+def logits_loss(card: Card, n: int, v: int) -> Estimate:
     """One read and one write, and a second read: the rows in flight, 8 per SM, outgrow the L2."""
-    once = 2 * n * v / COPY_BYTES
+    once = 2 * n * v / card.copy_bytes
     names = ("first read", "second read past the L2", "write")
     parts = {f"row_loss_kernel, {name}": once for name in names}
     return Estimate(2 * once, sum(parts.values()), 0.0, parts)
@@ -199,19 +218,20 @@ def largest(parts: dict[str, float], count: int = 3) -> str:
 
 
 def report() -> str:
-    """The predictions as a table in Markdown, each with the command that measures it."""
-    lines = [
-        "ms (× limit); workspace in MiB beyond inputs and gradients.",
-        "",
-        "| configuration (bf16) | limit ms | predicted | where the time goes (ms) |",
-        "|---|---|---|---|",
-    ]
-    for case in cases():
-        found = estimate(case)
-        ours = f"{found.ours * 1e3:.1f} ({found.ours / found.limit:.2f}×)"
-        ours += f", {found.workspace / MIB:.0f} MiB"
-        limit, parts = f"{found.limit * 1e3:.2f}", largest(found.parts)
-        lines.append(f"| {label(case)} | {limit} | {ours} | {parts} |")
+    """Return the predictions as one table for each card, with the commands that measure them."""
+    lines = ["ms (× limit); workspace in MiB besides inputs and gradients."]
+    for name, card in CARDS.items():
+        lines += [
+            "",
+            f"| configuration (bf16), {name} | limit ms | predicted | where the time goes (ms) |",
+            "|---|---|---|---|",
+        ]
+        for case in cases():
+            found = estimate(card, case)
+            ours = f"{found.ours * 1e3:.1f} ({found.ours / found.limit:.2f}×)"
+            ours += f", {found.workspace / MIB:.0f} MiB"
+            limit = f"{found.limit * 1e3:.2f}"
+            lines.append(f"| {label(case)} | {limit} | {ours} | {largest(found.parts)} |")
     lines += ["", "Not measured. Commands, in the same order:", "```"]
     return "\n".join([*lines, *(command(case) for case in cases()), "```"])
 

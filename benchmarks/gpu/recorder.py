@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.patch import patched
-from benchmarks.gpu.predict import MEMORY
+from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
 SET_SIZE = 50  # ids of a row with a support
@@ -239,7 +239,7 @@ def recording() -> Iterator[Recorder]:
             (loop.LinearHead, {"_rows_of": rows_of, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
-            (workspace, {"gpu_bytes": lambda device: MEMORY}),
+            (workspace, {"gpu_bytes": lambda device: CARDS["H200"].memory}),
         ):
             stack.enter_context(patched(place, **changes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

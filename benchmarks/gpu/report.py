@@ -1,9 +1,9 @@
-"""What a GPU session found, in Markdown: every bar with what was predicted and what was measured.
+"""Report of the GPU sessions in Markdown: every bar with its prediction and its measurement.
 
     python -m benchmarks.gpu.report [RESULTS.json] [-o REPORT.md]
 
-Reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md. What was not measured
-is called so, with the command that will.
+Reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with tables for each
+card. A figure that was not measured is called "not measured", next to the command that measures it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import predict, sparse, tune
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
-from benchmarks.gpu.parts import parts
-from benchmarks.gpu.patch import patched
-from benchmarks.gpu.risks import RISKS
+from benchmarks.gpu.parts import BY_NAME, parts
+from benchmarks.gpu.predict import CARDS, Card
 from benchmarks.kernels.shapes import Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
@@ -30,30 +29,44 @@ NOTHING = "not measured"
 
 
 def rendered(path: Path) -> str:
-    """The whole page; without a file nothing was measured.
+    """Return the whole page. Without a file, nothing was measured.
 
     Raises:
-        ValueError: a file that no benchmark wrote.
+        ValueError: the file is no result of a session, or its results have no commit.
     """
     paths = [path] if path.is_file() else []
     reports = [report for file in paths for report in load(file)]
-    found = Results([c for c in cases_of(paths) if c.get("allocator") == "cuda"], reports)
+    for report in reports:
+        if report.get("commit", "none") == "none":
+            raise ValueError(
+                f"results: expected the commit of every report, got none in {path}. "
+                "Call gpu_session.sh with --commit HASH."
+            )
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
-    sections = (origin(reports), bar_table(found), times(found), one_chunk(reports), gemms(reports),
-                live_tiles(reports), profiles(reports), session_table(done),
-                risks())  # fmt: skip
-    lines = ["# A GPU session: predicted against measured", ""]
-    for section in sections:
-        lines += [*section, ""]
+    lines = ["# A GPU session: predicted and measured", "", *origin(reports), ""]
+    for name, card in CARDS.items():
+        own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
+        cases = [c for c in cases_of(paths) if name in str(c["hardware"].get("gpu", ""))]
+        found = Results([c for c in cases if c.get("allocator") == "cuda"], own)
+        for section in (
+            bar_table(name, card, found),
+            times(name, card, found),
+            one_chunk(name, card, own),
+            live_tiles(name, card, own),
+            gemms(name, own),
+            profiles(name, own),
+        ):
+            lines += [*section, ""]
+    lines += session_table(done)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Where the figures are from."""
-    yield "Written by `python -m benchmarks.gpu.report`; bf16, one NVIDIA H200 wanted."
+    """Yield machine, commit and versions of the figures."""
+    yield "Written by `python -m benchmarks.gpu.report`. All figures are for bf16 on one GPU."
     on_gpu = [r for r in reports if "gpu" in r.get("hardware", {})]
     if not on_gpu:
-        yield "**Nothing is measured**: `bash benchmarks/gpu_session.sh`, three times, measures it."
+        yield "**Nothing is measured.** `bash benchmarks/gpu_session.sh`, twice, measures it."
         return
     for where in dict.fromkeys((machine(r["hardware"]), r["commit"]) for r in on_gpu):
         yield f"- {where[0]}; commit {where[1]}"
@@ -62,12 +75,12 @@ def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
     yield f"- {', '.join(named[:8])}"
 
 
-def bar_table(found: Results) -> Iterator[str]:
-    yield "## Bars"
+def bar_table(name: str, card: Card, found: Results) -> Iterator[str]:
+    yield f"## Bars on an {name}"
     yield ""
     yield "| bar | wanted | predicted | measured | command |"
     yield "|---|---|---|---|---|"
-    for bar in bars():
+    for bar in bars(card):
         value = bar.measured(found)
         wanted = f"{'≥' if bar.at_least else '≤'} {bar.text(bar.wanted)}"
         guess = "none" if bar.predicted is None else judged(bar, bar.predicted)
@@ -79,14 +92,15 @@ def judged(bar: Bar, value: float) -> str:
     return bar.text(value) + ("" if bar.holds(value) else " **missed**")
 
 
-def times(found: Results) -> Iterator[str]:
-    """Milliseconds and workspace behind the ratios, predicted / measured."""
-    yield "## Times, predicted / measured"
+def times(name: str, card: Card, found: Results) -> Iterator[str]:
+    """Yield milliseconds and workspace of the bars, predicted / measured."""
+    yield f"## Times on an {name}, predicted / measured"
     yield ""
-    yield "| configuration | limit ms | ours ms | beyond inputs and gradients, MiB |"
+    yield "| configuration | limit ms | ours ms | besides inputs and gradients, MiB |"
     yield "|---|---|---|---|"
     for case in predict.cases():
-        guess, rows = predict.estimate(case), found.rows(case, OURS) or {}
+        guess = predict.estimate(card, case)
+        rows = found.rows(case, OURS) or {}
         ours = rows.get(OURS, {})
         limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit"]
         pairs = [
@@ -102,9 +116,9 @@ def against(guess: float, measured: float | None) -> str:
     return f"{guess:.1f} / {NOTHING if measured is None else f'{measured:.1f}'}"
 
 
-def one_chunk(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """The loss by the workspace that bounds its chunks (benchmarks.gpu.tune --workspaces)."""
-    yield "## One chunk and several, ms predicted / measured"
+def one_chunk(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of `benchmarks.gpu.tune --workspaces`: the loss by the size of a chunk."""
+    yield f"## One chunk and several on an {name}, ms predicted / measured"
     yield ""
     yield "| rows, H, V | workspace | chunks | ms | × three GEMMs, predicted |"
     yield "|---|---|---|---|---|"
@@ -112,39 +126,39 @@ def one_chunk(reports: list[dict[str, Any]]) -> Iterator[str]:
     for hidden in tune.WORKSPACE_HIDDEN:
         shape = Shape(tune.ROWS, hidden, tune.LINEAR_HEADS[0][1])
         for mib in tune.WORKSPACES_MIB:
-            with patched(predict, WORKSPACE=mib * predict.MIB):
-                guess = predict.estimate(predict.Case("linear_grpo_loss", shape))
-                chunks, _ = predict.chunk_plan(*shape)
+            bounded = card._replace(workspace=mib * predict.MIB)
+            guess = predict.estimate(bounded, predict.Case("linear_grpo_loss", shape))
+            chunks, _ = predict.chunk_plan(bounded, *shape)
             row = found[-1].get(",".join(map(str, shape)), {}) if found else {}
             ms = against(guess.ours * 1e3, row.get(f"{mib} MiB", {}).get("median_ms"))
             where = f"{', '.join(map(str, shape))} | {mib} MiB | {chunks}"
             yield f"| {where} | {ms} | {guess.ours / guess.limit:.2f} |"
 
 
-def live_tiles(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Dense gradients beside those of live tiles, predicted for the share that was live."""
-    yield "## `grad_filter` by live tiles of E, ms predicted / measured"
+def live_tiles(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the times of dense gradients and of gradients over live tiles only."""
+    yield f"## `grad_filter` by live tiles on an {name}, ms predicted / measured"
     yield ""
     yield "| rows | H | tolerance | live tiles | ms | × three GEMMs, predicted |"
     yield "|---|---|---|---|---|---|"
     entries = [row for report in reports for row in report.get("live_tiles", ())]
     for hidden in sparse.HIDDEN:
         shape = Shape(sparse.ROWS, hidden, sparse.VOCAB)
-        dense = predict.estimate(predict.Case("linear_grpo_loss", shape))
+        dense = predict.estimate(card, predict.Case("linear_grpo_loss", shape))
         for call, counted in (("dense", 1.0), *predict.LIVE_SHARES.items()):
             rows = [row for row in entries if (row["hidden"], row["call"]) == (hidden, f"{call}")]
             row = rows[-1] if rows else {}
             live = row.get("live", counted)
-            guess = sum(predict.live_tiles(shape, live).values())
+            guess = sum(predict.live_tiles(card, shape, live).values())
             guess = dense.ours if call == "dense" else guess
             ms = against(guess * 1e3, row.get("median_ms"))
             where = f"{shape.n} | {hidden} | {call} | {live:.3f}"
             yield f"| {where} | {ms} | {guess / dense.limit:.2f} |"
 
 
-def gemms(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of what benchmarks.gpu.gemms measured."""
-    yield "## The vendor's products alone"
+def gemms(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of benchmarks.gpu.gemms."""
+    yield f"## The vendor's products alone on an {name}"
     yield ""
     entries = [row for report in reports for row in report.get("gemms", ())]
     if not entries:
@@ -160,8 +174,8 @@ def gemms(reports: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join((*where, *cells))} |"
 
 
-def profiles(reports: list[dict[str, Any]]) -> Iterator[str]:
-    yield "## Kernels of one call"
+def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"## Kernels of one call on an {name}"
     yield ""
     entries = [entry for report in reports for entry in report.get("profiles", ())]
     if not entries:
@@ -182,20 +196,13 @@ def profiles(reports: list[dict[str, Any]]) -> Iterator[str]:
 def session_table(done: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "## Parts of the session"
     yield ""
-    yield "| call | part | limit s | status | took s | finished |"
+    yield "| visit | part | limit s | status | took s | finished |"
     yield "|---|---|---|---|---|---|"
     for name, part in parts().items():
         was = done.get(name, {"status": "not run", "seconds": "", "finished": ""})
-        cells = (part.call, name, part.seconds, was["status"], was["seconds"], was["finished"])
+        visit = "by name" if part.visit == BY_NAME else part.visit
+        cells = (visit, name, part.seconds, was["status"], was["seconds"], was["finished"])
         yield f"| {' | '.join(map(str, cells))} |"
-
-
-def risks() -> Iterator[str]:
-    yield "## What may go wrong the first time"
-    yield ""
-    yield "| part | risk | where to look, what to do |"
-    yield "|---|---|---|"
-    yield from (f"| {' | '.join(risk)} |" for risk in RISKS)
 
 
 def main(arguments: list[str]) -> int:

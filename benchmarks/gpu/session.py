@@ -1,9 +1,9 @@
-"""A GPU session: parts one after the other, in three calls; started by gpu_session.sh.
+"""A GPU session: the parts of a visit, one after the other. gpu_session.sh starts it.
 
-Resumable: a part that passed is marked in gpu_session.json and passed over by the next call. What a
-part printed is in gpu_session.log, what it measured in the JSON. Exit code: 0 all asked for is
-done, 1 a part failed or ran out of time, 2 nothing could be run, 3 the smoke test failed and the
-rest was not run.
+gpu_session.json has the status and the reports of each part, and gpu_session.log has its output. A
+part that passed is skipped by the next visit. Exit status 0 means that every part passed, 1 that a
+part failed or ran out of time, 2 that nothing could be run, and 3 that the smoke test failed and
+the other parts were not run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import lacking
-from benchmarks.gpu.parts import CALL_SECONDS, PY, Part, of_call, parts
-from benchmarks.gpu.risks import checklist
+from benchmarks.gpu.parts import PY, VISIT_SECONDS, Part, of_visit, parts
+from benchmarks.measure import COMMIT_VARIABLE, commit
 from benchmarks.report.files import write
 
 COMMITTED = RESULTS / "gpu_session.json"
-CALLS = (1, 2, 3)
-LEAST = 15  # seconds: a part is not started with less
+LEAST = 10  # seconds: a part is not started with less
 
 
 class Session:
-    """Where results go, and what is known to be done."""
+    """The results of a session, on disk and in memory."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.file, self.log = out / "gpu_session.json", out / "gpu_session.log"
+        self.file = out / "gpu_session.json"
+        self.log = out / "gpu_session.log"
         self.parts: dict[str, dict[str, Any]] = {}
         for known in (COMMITTED, self.file):
             if known.is_file():
@@ -60,8 +60,10 @@ class Session:
             log.write(text + "\n")
 
     def run_part(self, name: str, part: Part, limit: float) -> bool:
-        """Every command of a part; what was measured is kept even when the part fails."""
-        started, codes, reports = time.monotonic(), [], []
+        """Run the commands of a part. Reports are kept even if the part fails."""
+        started = time.monotonic()
+        codes: list[int] = []
+        reports: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory() as folder:
             for number, command in enumerate(part.commands):
                 if part.measures:
@@ -78,16 +80,16 @@ class Session:
 
 
 def option_for(command: list[str]) -> str:
-    """The option that takes the file of a report."""
+    """Return the option that takes the file of a report."""
     return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
 
 
 def run(
     command: list[str], limit: float, environment: dict[str, str], say: Callable[[str], None]
 ) -> int:
-    """A command with its output shown and logged; 124 when it ran past its limit.
+    """Run a command, show and log its output, and return its exit status.
 
-    Its whole group is then ended.
+    At the limit its whole process group is killed, and the status is 124.
     """
     if limit <= 1:
         return 124
@@ -123,7 +125,7 @@ def run(
 
 
 def gpu_or_reason() -> tuple[str | None, str]:
-    """(None, what the GPU is) or (why there is none, "")."""
+    """Return (None, name of the GPU), or (the reason why there is none, "")."""
     try:
         import torch
         import triton
@@ -136,7 +138,10 @@ def gpu_or_reason() -> tuple[str | None, str]:
 
 
 def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
-    """Start every part far enough to know that it would run, without what the machine lacks."""
+    """Start every part far enough to know that it would run.
+
+    Packages that the GPU machine lacks cannot be imported.
+    """
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         lacking.write(Path(folder))
@@ -158,50 +163,56 @@ def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], No
 
 def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_session.sh", description=__doc__)
-    parser.add_argument(
-        "--call", type=int, choices=CALLS, help="default: the first that is not done"
-    )
-    parser.add_argument(
-        "--part", action="append", choices=names, help="only this one; may be repeated"
-    )
-    parser.add_argument("--again", action="store_true", help="repeat finished parts")
-    parser.add_argument("--force", action="store_true", help="go on after a failed smoke test")
-    parser.add_argument(
-        "--dry", action="store_true", help="start every part far enough to know that it would run"
-    )
-    parser.add_argument(
-        "--deadline", type=float, default=CALL_SECONDS, help="seconds for the whole call"
-    )
+    add = parser.add_argument
+    add("--visit", type=int, choices=tuple(VISIT_SECONDS), help="default: the first not done")
+    add("--part", action="append", choices=names, help="only this part; may be repeated")
+    add("--again", action="store_true", help="repeat finished parts")
+    add("--force", action="store_true", help="go on after a failed smoke test")
+    add("--dry", action="store_true", help="start every part far enough to know that it would run")
+    add("--deadline", type=float, help="seconds for all parts; default: the visit's")
+    add("--commit", help="commit of the tree, which travels without .git")
     options = parser.parse_args(arguments)
-    if options.call and options.part:
-        parser.error(f"--part: expected without --call, got --call {options.call}")
+    if options.visit and options.part:
+        parser.error(f"--part: expected without --visit, got --visit {options.visit}")
     return options
 
 
 def chosen_parts(
     every: dict[str, Part], options: argparse.Namespace, session: Session
 ) -> dict[str, Part]:
-    """What this call runs. The third begins with what the first two left undone."""
-    if options.part:
-        return {name: part for name, part in every.items() if name in options.part}
-    if options.dry and not options.call:
-        return every
+    """Return the parts to run. Sets the default of `options.deadline`."""
+    if options.part or options.dry and not options.visit:
+        options.deadline = options.deadline or sum(VISIT_SECONDS.values())
+        return {name: x for name, x in every.items() if name in (options.part or every)}
     undone = [
-        name for name, part in every.items()
-        if part.call in CALLS and not (part.stops or session.is_done(name))
-    ]  # fmt: skip
-    left = [call for call in CALLS if any(every[name].call == call for name in undone)]
-    call = options.call or (left or [CALLS[-1]])[0]
-    names = set(of_call(every, call)) | (set(undone) if call == CALLS[-1] else set())
-    print(f"# call {call} of {len(CALLS)}", flush=True)
-    return {name: part for name, part in every.items() if name in names}
+        visit
+        for visit in VISIT_SECONDS
+        if not all(x.stops or session.is_done(n) for n, x in of_visit(every, visit).items())
+    ]
+    visit = options.visit or min(undone, default=max(VISIT_SECONDS))
+    options.deadline = options.deadline or VISIT_SECONDS[visit]
+    print(f"# visit {visit} of {len(VISIT_SECONDS)}, {options.deadline:.0f} s", flush=True)
+    return of_visit(every, visit)
 
 
-def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Session) -> int:
-    """The parts in their order, as long as there is time."""
-    started, failed = time.monotonic(), False
+def plan(chosen: dict[str, Part]) -> str:
+    """Return a line with the limit of each part, and their sum."""
+    limits = [f"{name} {part.seconds} s" for name, part in chosen.items()]
+    total = sum(part.seconds for part in chosen.values())
+    return f"# plan: {', '.join(limits)}; in all at most {total} s"
+
+
+def run_all(
+    chosen: dict[str, Part],
+    options: argparse.Namespace,
+    session: Session,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Run the parts in their order until the deadline. Returns the exit status of the session."""
+    started = clock()
+    failed = False
     for name, part in chosen.items():
-        left = options.deadline - (time.monotonic() - started)
+        left = options.deadline - (clock() - started)
         limit = min(left, part.seconds)
         if session.is_done(name) and not (options.again or part.stops):
             session.say(f"== {name}: done before")
@@ -221,14 +232,18 @@ def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Sessi
 def main(arguments: list[str]) -> int:
     every = parts()
     options = parse_arguments(arguments, list(every))
+    if options.commit:
+        os.environ[COMMIT_VARIABLE] = options.commit
     reason, gpu = gpu_or_reason()
-    is_dry = bool(options.dry or reason)
     session = Session(Path(os.environ.get("OUT") or RESULTS))
     chosen = chosen_parts(every, options, session)
-    print(checklist())
-    if is_dry:
+    print(plan(chosen), flush=True)
+    if options.dry or reason:
         status = dry_run(chosen, reason, print)
         return status if options.dry else 2
+    if commit() == "none":
+        print("gpu_session: expected --commit HASH, since the tree has no .git", file=sys.stderr)
+        return 2
     session.say(f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}  {gpu}")
     return run_all(chosen, options, session)
 

@@ -1,85 +1,123 @@
-"""The tests of some files that need a GPU, dealt out to processes that share it.
+"""GPU tests of some files, spread over processes that share the GPU.
 
-    python -m benchmarks.gpu.shards [--processes 8] [--dry] FILE ...
+    python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
+    python -m benchmarks.gpu.shards --failed
 
-A test goes to the process that its number says, so a long file is spread, too. Prints the end of
-what each process printed; exit code 0 when every one passed.
+Every result is printed as it comes and written to gpu_tests.json in $OUT, so that a run which is
+killed leaves what it has. Tests with small sizes run first. With `--failed` only those tests run
+that gpu_tests.json in benchmarks/results lists as failed or unfinished. The exit code is 0 if
+every test passed.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import RESULTS, ROOT
 from benchmarks.options import new_parser
+from benchmarks.report.files import write
 
-OPTIONS = ["-q", "-p", "no:cacheprovider", "-m", "gpu"]
-SHOWN = 40  # lines of a process that failed
-NOTHING = 5  # pytest's status where no test was asked for
+OPTIONS = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
+NO_TESTS = 5  # pytest's exit status if it collected nothing
+NAME = "gpu_tests.json"
+RESULT = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)$")
 
 
 def collected(files: list[str]) -> list[str]:
-    """The ids of all tests in the files.
+    """Return the ids of all GPU tests of the files, those with small sizes first.
 
     Raises:
-        ValueError: files that pytest cannot read, with what it says.
+        ValueError: pytest cannot read the files. The message has pytest's output.
     """
-    command = [sys.executable, "-m", "pytest", *OPTIONS, "--collect-only", *files]
+    command = [sys.executable, "-m", "pytest", "-q", *OPTIONS, "--collect-only", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, NOTHING):
+    if done.returncode not in (0, NO_TESTS):
         said = (done.stdout + done.stderr)[-2000:]
         raise ValueError(f"files: expected tests, pytest ended with {done.returncode}: {said}")
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    return sorted((x for x in done.stdout.splitlines() if "::" in x), key=largest_size)
 
 
-def run(tests: list[str], processes: int) -> int:
-    """0 when every process passed."""
-    shards = [shard for n in range(processes) if (shard := tests[n::processes])]
+def largest_size(test: str) -> int:
+    """Return the largest number in the parameters of a test id, the best guess of its duration."""
+    return max(map(int, re.findall(r"\d+", test.partition("[")[2])), default=0)
+
+
+def unfinished_of(path: Path) -> list[str]:
+    """Return the tests that a former run lists as failed or unfinished."""
+    known = json.loads(path.read_text())["results"] if path.is_file() else {}
+    return [test for test, result in known.items() if result not in ("PASSED", "SKIPPED", "XFAIL")]
+
+
+def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
+    """Run the tests by pytest-xdist until all have ended or the time is over."""
+    results = dict.fromkeys(tests, "unfinished")
     with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for number, shard in enumerate(shards):
-            file = Path(folder) / f"{number}.txt"
-            # Ids in a file: they are too long for a command line.
-            arguments = Path(folder) / f"{number}.ids"
-            arguments.write_text("\n".join(shard))
-            with file.open("w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.gpu.shards", "--ids", str(arguments)],
-                    cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            running.append((process, file))
-        codes = [process.wait() for process, _ in running]
-        for number, (code, (_, file)) in enumerate(zip(codes, running, strict=True)):
-            lines = file.read_text().splitlines()
-            print(f"-- process {number}: status {code}, {len(shards[number])} tests")
-            print("\n".join(lines[-(SHOWN if code else 1) :]))
-    return 1 if any(codes) else 0
+        # 1. Start pytest. The ids are in a file, since they are too long for a command line.
+        ids = Path(folder) / "ids"
+        ids.write_text("\n".join(tests))
+        code = (
+            "import pathlib, pytest, sys; ids = pathlib.Path(sys.argv[1]).read_text().splitlines();"
+            "sys.exit(pytest.main([*sys.argv[2:], *ids]))"
+        )
+        spread = ["-v", "-n", str(processes), "--dist", "worksteal"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(ids), *OPTIONS, *spread], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        timer = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
+        timer.start()
+        # 2. Print and record each result as it comes.
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            found = RESULT.match(line.strip())
+            if found and found[2] in results:
+                results[found[2]] = found[1]
+                write(out, {"benchmark": "gpu tests", "results": results})
+        status = process.wait()
+        timer.cancel()
+    # 3. Name what has no result.
+    write(out, {"benchmark": "gpu tests", "results": results})
+    unfinished = [test for test, result in results.items() if result == "unfinished"]
+    print(f"{len(tests) - len(unfinished)} of {len(tests)} tests ended")
+    print(*(f"unfinished: {test}" for test in unfinished), sep="\n")
+    return 1 if status or unfinished else 0
 
 
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.gpu.shards", __doc__)
     parser.add_argument("files", nargs="*")
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--dry", action="store_true", help="list how many tests there are")
-    parser.add_argument("--ids", help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=600, help="stop after this time")
+    parser.add_argument("--failed", action="store_true", help="only the tests that failed before")
+    parser.add_argument("--dry", action="store_true", help="print the number of tests")
     options = parser.parse_args(arguments)
-    if options.ids:
-        import pytest
-
-        return int(pytest.main([*OPTIONS, *Path(options.ids).read_text().splitlines()]))
-    try:
-        tests = collected(options.files)
-    except ValueError as error:
-        print(f"shards: {error}", file=sys.stderr)
-        return 2
+    started = time.monotonic()
+    if options.failed:
+        tests = unfinished_of(RESULTS / NAME)
+    else:
+        try:
+            tests = collected(options.files)
+        except ValueError as error:
+            print(f"shards: {error}", file=sys.stderr)
+            return 2
     print(f"{len(tests)} tests in {options.processes} processes", flush=True)
-    if options.dry:
-        return 0 if tests else 1
-    return run(tests, options.processes) if tests else 2
+    if options.dry or options.failed and not tests:
+        return 0 if tests or options.failed else 1
+    if not tests:
+        return 2
+    # `--failed` updates the file of the first run; other runs begin a new one.
+    out = Path(os.environ.get("OUT") or RESULTS) / NAME
+    return run(tests, options.processes, options.seconds - (time.monotonic() - started), out)
 
 
 if __name__ == "__main__":

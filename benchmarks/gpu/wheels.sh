@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Fills wheels/ with what a GPU machine that has Python 3.12, torch and no network lacks.
+# Downloads into wheels/ the packages that a GPU machine with Python 3.12 and torch lacks.
 #
-#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for call 2
-#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90, whose large wheel
-#                                       comes in pieces that travel one by one (NAME.whl.00, ...);
-#                                       session.sh joins them where all are
+#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for visit 2
+#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90. Its large wheel is
+#                                       split into pieces, each in a folder of its own (wheels/0/,
+#                                       wheels/1/), because only 64 MiB travel in one call.
+#                                       session.sh joins the pieces.
 #
-# Nothing is installed. Versions are those of constraints.txt, or stand here; PYTHON=... takes
-# another pip.
+# Nothing is installed. Versions come from constraints.txt or from this file. PYTHON=... selects a
+# different pip.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -17,7 +18,7 @@ small=(trl datasets dill multiprocess liger-kernel cut-cross-entropy
 dsl=4.8.1
 cute=(quack-kernels==0.6.5 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
     nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
-piece=$((44 * 1024 * 1024)) # bytes: with the checkout below 64 MiB
+piece=$((36 * 1024 * 1024)) # bytes: together with the tree less than 64 MiB
 target=(--only-binary=:all: --python-version 3.12 --implementation cp)
 target+=(--abi cp312 --abi abi3 --abi none)
 for glibc in 2_28 2_27 2_24 2_17; do
@@ -50,6 +51,11 @@ print(sum(entry.file_size for entry in zipfile.ZipFile(sys.argv[1]).infolist()))
     if ((bytes > piece)); then
         split -d -b "$piece" "$wheel" "$wheel."
         rm "$wheel"
-        ls -1 "$wheel".*
+        for part in "$wheel".*; do
+            folder=wheels/$((10#${part##*.}))
+            mkdir -p "$folder"
+            mv "$part" "$folder"
+            echo "  $folder/$(basename "$part")"
+        done
     fi
 done

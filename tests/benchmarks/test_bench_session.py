@@ -38,15 +38,53 @@ def test_the_script_is_sound():
         assert os.access(script, os.X_OK)
 
 
-def test_every_call_fits_its_time():
+def test_the_parts_fit_into_both_visits():
     every = parts.parts()
-    assert {part.call for part in every.values()} == {*session.CALLS, parts.BY_NAME}
-    for call in session.CALLS:
-        names = parts.of_call(every, call)
-        assert every[names[0]].stops, "a call begins with the smoke test"
-        assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 570
-    tests = (ROOT / parts.gpu_tests()[0][0]).read_text()
-    assert all(f"def test_{name}(" in tests for name in parts.FIRST_TESTS)
+    assert {part.visit for part in every.values()} == {*parts.VISIT_SECONDS, parts.BY_NAME}
+    for visit, seconds in parts.VISIT_SECONDS.items():
+        chosen = parts.of_visit(every, visit)
+        assert next(iter(chosen.values())).stops, "a visit begins with the smoke test"
+        assert sum(part.seconds for part in chosen.values()) <= seconds
+    assert sum(parts.VISIT_SECONDS.values()) + 2 * 120 <= 900, "two machine starts and both visits"
+
+
+class Simulated:
+    """A session with a fake clock. Each part takes a given time, or is stopped at its limit."""
+
+    def __init__(self, durations, monkeypatch, tmp_path):
+        self.now = 0.0
+        self.ran = []
+        self.durations = durations
+        monkeypatch.setattr(session, "COMMITTED", tmp_path / "none.json")
+        self.session = session.Session(tmp_path / "out")
+        monkeypatch.setattr(self.session, "run_part", self.run_part)
+
+    def run_part(self, name, part, limit):
+        self.ran.append(name)
+        self.now += min(self.durations.get(name, part.seconds), limit)
+        passed = self.durations.get(name, 0) <= limit
+        self.session.record(name, "done" if passed else "failed", 0, [])
+        return passed
+
+    def visit(self, number):
+        every = parts.parts()
+        options = session.parse_arguments(["--visit", str(number)], list(every))
+        chosen = session.chosen_parts(every, options, self.session)
+        started = self.now
+        status = session.run_all(chosen, options, self.session, clock=lambda: self.now)
+        return status, self.now - started
+
+
+@pytest.mark.parametrize("slow", [(), ("bars",), ("tests",), ("bars", "tests", "step", "peers")])
+def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
+    """Parts that hang are stopped at their limits, and every other part still runs."""
+    simulated = Simulated(dict.fromkeys(slow, 10_000), monkeypatch, tmp_path)
+    for number, seconds in parts.VISIT_SECONDS.items():
+        status, taken = simulated.visit(number)
+        names = set(parts.of_visit(parts.parts(), number))
+        assert taken <= seconds and status == int(bool(names & set(slow)))
+    asked = [x for v in parts.VISIT_SECONDS for x in parts.of_visit(parts.parts(), v)]
+    assert simulated.ran == asked
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
@@ -69,7 +107,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     assert session.main(["--part", "smoke"]) == 2
     shown = capsys.readouterr().out
     assert "would run" in shown and "starts" in shown and "no NVIDIA GPU" in shown
-    assert "[ ] smoke" in shown and not list(tmp_path.iterdir())
+    assert "# plan: smoke 35 s; in all at most 35 s" in shown and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -121,38 +159,46 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 
 
 @pytest.fixture
-def three_calls(small, monkeypatch):
-    """A smoke test that the file `broken` breaks, and one part of each call."""
+def two_visits(small, monkeypatch):
+    """A smoke test that fails if the file `broken` exists, and one part of each visit."""
     broken = small.parent / "broken"
 
-    def part(call, code):
-        return parts.Part(call, 30, [[PY, "-c", code]], [], measures=False)
+    def part(visit, code):
+        return parts.Part(visit, 30, [[PY, "-c", code]], [], measures=False)
 
     code = f"import os; raise SystemExit(os.path.exists({str(broken)!r}))"
     chosen = {"smoke": part(1, code)._replace(stops=True)}
-    chosen |= {f"part {call}": part(call, f"print('this is', {call})") for call in (1, 2, 3)}
+    chosen |= {f"part {visit}": part(visit, f"print('this is', {visit})") for visit in (1, 2)}
     monkeypatch.setattr(session, "parts", lambda: chosen)
     return broken
 
 
-def test_calls_follow_each_other_and_each_begins_with_the_smoke_test(three_calls, small, capsys):
-    for call in (1, 2, 3):
+def test_visits_follow_each_other_and_each_begins_with_the_smoke_test(two_visits, capsys):
+    for visit in (1, 2):
         assert session.main([]) == 0
         shown = capsys.readouterr().out
-        assert f"call {call} of 3" in shown and f"this is {call}" in shown
+        assert f"visit {visit} of 2" in shown and f"this is {visit}" in shown
         assert "smoke: done in" in shown and shown.count("this is ") == 1
-    assert session.main(["--call", "2"]) == 0 and "part 2: done before" in capsys.readouterr().out
-    assert session.main(["--call", "2", "--again"]) == 0
+    assert session.main(["--visit", "2"]) == 0 and "part 2: done before" in capsys.readouterr().out
+    assert session.main(["--visit", "2", "--again"]) == 0
     assert "this is 2" in capsys.readouterr().out
 
 
-def test_a_failed_smoke_test_stops_the_session_unless_forced(three_calls, small, capsys):
-    three_calls.touch()
+def test_a_failed_smoke_test_stops_the_session_unless_forced(two_visits, capsys):
+    two_visits.touch()
     assert session.main([]) == 3
     shown = capsys.readouterr().out
     assert "stopped: smoke failed" in shown and "this is" not in shown
     assert session.main(["--force"]) == 1, "the failure stays one"
     assert "this is 1" in capsys.readouterr().out
+
+
+def test_a_tree_without_git_needs_its_commit(two_visits, small, monkeypatch, capsys):
+    monkeypatch.setattr(session, "commit", lambda: os.environ.get("GRPO_FAST_COMMIT", "none"))
+    monkeypatch.delenv("GRPO_FAST_COMMIT", raising=False)
+    assert session.main([]) == 2 and "expected --commit HASH" in capsys.readouterr().err
+    monkeypatch.setenv("GRPO_FAST_COMMIT", "set again by monkeypatch's undo")
+    assert session.main(["--commit", "abc123"]) == 0
 
 
 @pytest.mark.parametrize("module", [smoke, gemms, kernel_times, sparse])
@@ -169,21 +215,55 @@ def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
     assert smoke.main(["--device", "cpu"]) == 1 and "head: WRONG" in capsys.readouterr().out
 
 
-def test_tests_are_dealt_out_to_processes(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def gpu_test_file(tmp_path, monkeypatch):
+    """Write a file of five GPU tests with a given body, and return its path."""
     monkeypatch.setattr(shards, "ROOT", tmp_path)
+    monkeypatch.setattr(shards, "RESULTS", tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
     file = tmp_path / "test_some.py"
-    source = "import pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('i', range(5))\n"
-    file.write_text(source + "def test_one(i):\n    assert i != BAD\n".replace("BAD", "9"))
-    assert shards.main([str(file), "--processes", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "5 tests in 2 processes" in shown and "3 passed" in shown and "2 passed" in shown
-    file.write_text(source + "def test_one(i):\n    assert i != 3\n")
-    assert shards.main([str(file), "--processes", "2"]) == 1
-    assert "1 failed" in capsys.readouterr().out
-    file.write_text("def test_on_the_cpu(): pass\n")
-    assert shards.main([str(file)]) == 2, "no test for a GPU"
+
+    def written(body):
+        head = "import pytest, time\n@pytest.mark.gpu\n"
+        sizes = "@pytest.mark.parametrize('size', [64, 8, 512, 1, 2])\n"
+        file.write_text(f"{head}{sizes}def test_one(size):\n    {body}\n")
+        return str(file)
+
+    return written
+
+
+def test_gpu_tests_are_recorded_one_by_one_and_failed_ones_run_again(
+    gpu_test_file, tmp_path, capfd
+):
+    file = gpu_test_file("assert size != 8")
+    assert shards.main([file, "--processes", "2"]) == 1
+    assert "5 of 5 tests ended" in capfd.readouterr().out
+    results = json.loads((tmp_path / shards.NAME).read_text())["results"]
+    assert list(results)[0].endswith("[1]"), "small sizes first"
+    assert [name for name, result in results.items() if result == "FAILED"] == [
+        name for name in results if name.endswith("[8]")
+    ]
+    gpu_test_file("pass")
+    assert shards.main(["--failed", "--processes", "1"]) == 0
+    assert "1 tests in 1 processes" in capfd.readouterr().out
+    assert shards.main(["--failed"]) == 0, "nothing is left"
+
+
+def test_gpu_tests_at_their_limit_are_named(gpu_test_file, tmp_path, capfd):
+    file = gpu_test_file("time.sleep(600 * (size == 512))")
+    assert shards.main([file, "--processes", "2", "--seconds", "40"]) == 1
+    shown = capfd.readouterr().out
+    assert "4 of 5 tests ended" in shown and "unfinished: test_some.py::test_one[512]" in shown
+    results = json.loads((tmp_path / shards.NAME).read_text())["results"]
+    assert sorted(results.values()) == [*4 * ["PASSED"], "unfinished"]
+
+
+def test_files_without_gpu_tests_are_refused(gpu_test_file, tmp_path, capsys):
+    gpu_test_file("pass")
+    (tmp_path / "test_some.py").write_text("def test_on_the_cpu(): pass\n")
+    assert shards.main([str(tmp_path / "test_some.py")]) == 2
     assert shards.main([str(tmp_path / "test_none.py")]) == 2
     assert "files: expected tests" in capsys.readouterr().err
 
@@ -199,7 +279,7 @@ def test_the_committed_report_is_of_the_committed_results():
 
 def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
     lines = report.rendered(tmp_path / "none.json").splitlines()
-    for bar in bars.bars():
+    for bar in bars.bars(predict.CARDS["H100"]):
         line = next(line for line in lines if line.startswith(f"| {bar.title} |"))
         assert "| not measured |" in line and f"`{bar.command}`" in line
 
@@ -222,7 +302,7 @@ def measured_session(tmp_path, ours_ms):
     hardware = {"gpu": "NVIDIA H200, 139 GiB, 132 SMs"}
     common = {"hardware": hardware, "commit": "abc", "versions": {"torch": "2.11.0"}}
     step = {
-        **common, "settings": {"prompt": 150, "completion": 200, "group": 8},
+        **common, "cases": [], "settings": {"prompt": 150, "completion": 200, "group": 8},
         "providers": {"TRL": {"median_ms": 30.0}, "shared": {"median_ms": 20.0}},
     }  # fmt: skip
     gemm = {"product": "dH bf16", "rows": 2752, "hidden": 4096, "median_ms": 4.5, "tflops": 761.0}
@@ -244,7 +324,12 @@ def measured_session(tmp_path, ours_ms):
 
 def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     page = report.rendered(measured_session(tmp_path, 42.0))
-    predicted = predict.estimate(predict.Case("linear_grpo_loss", bars.Shape(8192, 4096, 151936)))
+    h100, _, page = page.partition("## Bars on an H200")
+    assert "1.05×" not in h100 and "/ 42.0 |" not in h100, "results of one card stay with it"
+    assert "NVIDIA H200" in h100
+    card = predict.CARDS["H200"]
+    shape = bars.Shape(8192, 4096, 151936)
+    predicted = predict.estimate(card, predict.Case("linear_grpo_loss", shape))
     ratio = f"{predicted.ours / predicted.limit:.2f}×"
     head, trl, fastest = (
         next(line for line in page.splitlines() if line.startswith(f"| {name}"))
@@ -259,9 +344,16 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     assert "| 1 |" in one and "/ 21.7 | 1.08 |" in one
     assert "| 3 |" in many and "/ 24.4 | 1.19 |" in many
     sparse_line = next(line for line in lines if line.startswith("| 8192 | 4096 | 0.01 |"))
-    guess = sum(predict.live_tiles(bars.Shape(8192, 4096, 151936), 0.25).values())
+    guess = sum(predict.live_tiles(card, shape, 0.25).values())
     assert f"| 0.250 | {guess * 1e3:.1f} / 25.9 |" in sparse_line
-    assert "NVIDIA H200" in page and "| 1 | bars | 150 | done |" in page
+    assert "| 1 | bars | 95 | done |" in page
+
+
+def test_results_without_a_commit_are_not_rendered(tmp_path):
+    file = measured_session(tmp_path, 42.0)
+    file.write_text(file.read_text().replace('"commit": "abc"', '"commit": "none"'))
+    with pytest.raises(ValueError, match="expected the commit of every report"):
+        report.rendered(file)
 
 
 def test_the_report_says_where_a_bar_is_missed(tmp_path):

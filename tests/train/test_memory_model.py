@@ -236,7 +236,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     assert "494M parameters in 141 GB" in text and "16,368" in text and "139,248" in text
     assert len(found.cases) == len(CASES)  # the wanted one is among them
     # The head's workspace is that of the GPU in question, not of the machine that plans.
-    assert {m.logits for m in memory.values()} == {int(141e9) // 48 >> 20 << 20}
+    assert {m.logits for m in memory.values()} == {int(141e9) // 32 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
     config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])

@@ -1,0 +1,38 @@
+"""Several benchmark command lines in one process.
+
+    python -m benchmarks.gpu.several "linear_grpo_loss --shapes 64,64,512" "linear_logps --quick"
+    [--out FILE.json] [--dry]
+
+Each command line gets a report of its own: FILE-0.json, FILE-1.json and so on. The exit code is the
+largest of all.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks import command
+from benchmarks.options import new_parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = new_parser("python -m benchmarks.gpu.several", __doc__)
+    parser.add_argument("lines", nargs="+", metavar="LINE")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry", action="store_true", help="say what each line would run")
+    options = parser.parse_args(arguments)
+    codes = []
+    for number, line in enumerate(options.lines):
+        words = line.split()
+        if options.out:
+            words += ["--out", str(options.out.with_stem(f"{options.out.stem}-{number}"))]
+        if options.dry:
+            words.append("--dry")
+        print(f"$ bench {line}", flush=True)
+        codes.append(command.main(words))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

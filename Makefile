@@ -45,6 +45,7 @@ DOCS := $(VENV)/.docs-done
 OLD_TRITON := $(VENV)/triton-3.6
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 FLOOR := $(VENV)/floor
+NEWEST := $(VENV)/newest
 TRL_ENV := $(VENV)/trl-$(VERSION)
 VLLM_ENV := $(VENV)/vllm
 TRAINERS := $(VENV)/trainers
@@ -56,7 +57,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -67,6 +68,7 @@ help:
 	@echo 'make test-compile  the Triton kernels for every architecture, and on the oldest triton, too'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
+	@echo 'make test-newest all tests on the newest versions that the index has, in an environment of its own'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
 	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (some minutes)'
@@ -132,6 +134,15 @@ $(FLOOR): pyproject.toml setup.py constraints-floor.txt
 	@rm -rf $@ && '$(FLOOR_PYTHON)' -m venv $@
 	@$@/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints-floor.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') -e '.[train,dev,trl]' || { rm -rf $@; exit 1; }
+	@touch $@
+
+# The newest releases that the index has, without a constraint. torch of the default index may be a CUDA build of
+# several GB; TORCH_INDEX names an index of CPU builds.
+$(NEWEST): pyproject.toml setup.py
+	@$(STEP) 'setting up $(NEWEST) with the newest releases (a few minutes, once)'
+	@rm -rf $@ && '$(PYTHON)' -m venv $@
+	@$@/bin/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch triton transformers -e '.[train,dev]' || { rm -rf $@; exit 1; }
 	@touch $@
 
 # Other people's trainers, for the parity tests. All but TRL come without their dependencies, which pin other
@@ -205,6 +216,14 @@ test-floor: $(FLOOR)
 	@$(BIN)/python -c 'import platform, torch, transformers, triton, trl; print("Python", platform.python_version(), \
 	  "torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__, "trl", trl.__version__)'
 	@GRPO_FAST_ALL_GPUS=1 $(PYTEST)
+
+# Before a release: what the next users install. A failure that is the fault of a new release gets a skip that names it.
+test-newest: BIN := $(NEWEST)/bin
+test-newest: $(NEWEST)
+	@$(STEP) 'all tests on the newest versions'
+	@$(BIN)/python -c 'import platform, torch, transformers, triton; print("Python", platform.python_version(), \
+	  "torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__)'
+	@$(PYTEST) --ignore=tests/integrations
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.

@@ -13,13 +13,14 @@ from grpo_fast.attention.model import (
 )
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
+from grpo_fast.attention.trial import draw_groups, random_weights
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.cpu.modules import fast_layers
 
 __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
-    "check_tolerance", "disable_dropout", "fast_layers", "head_of", "pack_groups", "pack_tree",
-    "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees", "register",
-    "shared_prompt_supported", "small_windows", "tree_tokens", "trunk_tokens", "window_as_mask",
-    "window_of",
+    "check_tolerance", "disable_dropout", "draw_groups", "fast_layers", "head_of", "pack_groups",
+    "pack_tree", "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees",
+    "random_weights", "register", "shared_prompt_supported", "small_windows", "tree_tokens",
+    "trunk_tokens", "window_as_mask", "window_of",
 ]  # fmt: skip

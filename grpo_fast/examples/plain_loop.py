@@ -31,7 +31,7 @@ def train(
     inner_iterations: int = 2,
     max_new_tokens: int = 64,
     learning_rate: float = 1e-6,
-    report: Callable[[Metrics], None] = lambda metrics: None,
+    report: Callable[[int, Metrics], None] = lambda update, metrics: None,
 ) -> list[Metrics]:
     """Train a transformers model in place.
 
@@ -46,7 +46,7 @@ def train(
         inner_iterations: Updates on each batch.
         max_new_tokens: Largest length of a completion.
         learning_rate: Learning rate of AdamW.
-        report: Called with the metrics of each update.
+        report: Called with the number and the metrics of each update.
 
     Returns:
         The metrics of all updates.
@@ -80,7 +80,7 @@ def train(
                 old_logps = output.logps
             metrics = {"loss": output.loss.detach(), "reward": rewards.mean(), **output.metrics}
             history.append({name: float(value) for name, value in metrics.items()})
-            report(history[-1])
+            report(len(history) - 1, history[-1])
     return history
 
 
@@ -88,6 +88,13 @@ def even_ids(completions: Tensor) -> Tensor:
     """Return the share of even token ids in each completion."""
     real = completions >= 0
     return ((completions % 2 == 0) & real).sum(1) / real.sum(1).clamp(min=1)
+
+
+def show(update: int, metrics: Metrics) -> None:
+    """Print loss and reward of an update."""
+    print(
+        f"update {update}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}", flush=True
+    )
 
 
 def main() -> None:
@@ -102,8 +109,7 @@ def main() -> None:
     prompts = torch.randint(2, 64, (4, 6))
     train(
         LlamaForCausalLM(config), prompts, even_ids, LossConfig(loss_type="dapo"), steps=10,
-        max_new_tokens=16, learning_rate=3e-3,
-        report=lambda metrics: print("loss {loss:+.4f}, reward {reward:.3f}".format(**metrics)),
+        max_new_tokens=16, learning_rate=3e-3, report=show,
     )  # fmt: skip
 
 

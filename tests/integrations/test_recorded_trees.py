@@ -1,4 +1,4 @@
-"""Recorded samples of TRL and verifiers train in ten lines as the flattened samples would."""
+"""Recorded samples of TRL and verifiers as one packed row: the loss of the flattened samples."""
 
 import copy
 import json
@@ -25,14 +25,16 @@ NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
 
 
 def records():
-    """Two rollouts of each of two tasks, made by verifiers 0.4.0: a turn, a tool's result and a
-    turn, another result for the first turn (a second branch), and one more turn on the first.
+    """Return two traces of each of two tasks, recorded by verifiers 0.4.0.
+
+    Each trace has two branches: a turn, a tool's result and a second turn; and the same first turn
+    with a different result and two more turns.
     """
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
 
 
 def run_example(module, names):
-    """The ten lines of a module's docstring."""
+    """Run the example in a module's docstring, at most ten lines."""
     lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
     assert len(lines) <= 10
     exec(compile("\n".join(lines), module.__name__, "exec"), names)
@@ -40,7 +42,7 @@ def run_example(module, names):
 
 
 def flattened(model, samples, advantages, old, support=None):
-    """The loss of samples in rows of their own, and the model's gradients."""
+    """Return the loss of samples in separate rows, and the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
     for ids, trained in samples:
@@ -74,10 +76,10 @@ def test_traces_of_verifiers():
     names["found"] = [p.grad.clone() for p in model.parameters()]
     pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
-    # Equal questions stand once, with the start of the answer; last tokens predict nothing.
+    # Equal prefixes are packed once, and last tokens are left out because they predict nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # Flattened: each branch with its history, a shared turn trained in the first branch only.
+    # The flattened samples: each branch with its history. A shared turn is trained once.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -100,7 +102,7 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """With a mask the loss is over its tokens; equal ids with different experts stay apart."""
+    """A sampling mask restricts the loss. Equal ids with different experts are not shared."""
     traces, model = records()[:2], tiny_model("llama")
     plain, inputs = pack_traces(traces, [1, -1])
     assert inputs["support"] is None
@@ -194,7 +196,7 @@ def test_bad_traces_are_refused_by_node(change, message):
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """A trace of `count` nodes with two tokens each, the second of which was sampled."""
+    """Return a trace of `count` nodes with two tokens each; the second token was sampled."""
     above = parents or [None, *range(count - 1)]
     nodes = [
         {"parent": parent, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-0.5]}
@@ -204,10 +206,10 @@ def chain(count: int, parents: list[int | None] | None = None) -> dict:
 
 
 def test_a_long_chain_is_read_in_one_pass():
-    """The time is linear in the nodes: 3,000 of them took 7 s when each walked up to the root."""
+    """Reading takes linear time. It was quadratic when each node walked up to the root."""
     seconds = []
     for count in (2000, 16000):
-        start = time.process_time()  # not the clock's: another process may hold the core
+        start = time.process_time()  # CPU time: other processes may use the core
         (trace,) = read_traces([chain(count)])
         seconds.append(time.process_time() - start)
         assert [len(b.ids) for b in trace.branches] == [2 * count]
@@ -228,11 +230,11 @@ def test_a_cycle_far_from_the_first_node_is_found(at):
 
 def test_what_a_trace_says_about_itself(tmp_path):
     again = read_traces([*records(), records()[0]])
-    assert len(again) == 4  # one that comes twice is read once
+    assert len(again) == 4  # duplicates are read once
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Credit in the nodes; an agent that is not trained; a compaction that nobody went on from.
+    # Advantages in the nodes, an agent that is not trained, and an abandoned compaction.
     def credit(nodes, trace):
         for node in nodes:
             node["advantages"] = [0.5 * i for i, _ in enumerate(node["logprobs"])]
@@ -254,7 +256,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """TRL's own tree is the oracle of the terms; the flattened samples are that of the loss."""
+    """Tensors equal those of TRL's own tree, and the loss equals that of the flattened samples."""
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
     prompt = torch.randint(2, 61, (9,), generator=generator)
@@ -276,7 +278,7 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # Their tree forks a token earlier, and keeps last tokens, which predict nothing.
+    # TRL's tree forks a token earlier and includes last tokens, which predict nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

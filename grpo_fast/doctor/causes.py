@@ -31,7 +31,8 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference once the trainer does the same; NaN if the cause was found by counting.
+    # Mean difference that is left if the trainer computes as the engine would. NaN if the cause
+    # was found by counting.
     left: float = float("nan")
 
     @property

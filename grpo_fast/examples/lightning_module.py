@@ -72,7 +72,7 @@ class GRPOModule(LightningModule):
         self.max_grad_norm = max_grad_norm
 
     def on_fit_start(self) -> None:
-        """Raise an error for a strategy that shards the LM head, and for fp16 gradient scaling."""
+        """Refuse strategies that shard the LM head, and refuse fp16 with its scaled gradients."""
         strategy = type(self.trainer.strategy).__name__
         is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
         require(not is_sharded, "strategy", "one that does not shard the head (ddp)", strategy)

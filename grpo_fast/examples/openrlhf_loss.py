@@ -134,9 +134,11 @@ class PolicyLoss(nn.Module):
     def _correction(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights of the token losses, and the share of tokens or sequences outside.
+        """Compute OpenRLHF's correction for the mismatch between sampler and trainer.
 
-        The weights have shape (B, L) or (B, 1), and the share is 0-d.
+        Returns:
+            Weights of the token losses, shape (B, L) or (B, 1), and the share of tokens or
+            sequences outside the threshold, 0-d.
         """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"

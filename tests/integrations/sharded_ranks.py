@@ -28,7 +28,6 @@ Batch = dict[str, Tensor]
 Work = tuple[Any, Any, Tensor]  # model, wrapped model, loss
 
 
-# ------------------------------------------------------------------------------------- wraps
 def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options: Any) -> Any:
     """Apply FSDP2 to each layer, to each of `groups` (a module or a list), and to the rest."""
     root = options.pop("root", None)
@@ -70,8 +69,8 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# The wraps for each computation. "dapo" is the single pass, "vespo" is TRL's objective on our logps,
-# and "empty" is a single pass in which the last rank has no scored token.
+# The wraps for each computation. "dapo" is the single pass, "vespo" is TRL's objective on our
+# logps, and "empty" is a single pass in which the last rank has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -88,7 +87,6 @@ def names(world: int) -> list[str]:
     return [case for case in cases if world == 4 or "replicated" not in case]
 
 
-# ------------------------------------------------------------------------------------- work
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
     """Return the micro-batch of a rank; without a rank, the batch of all ranks."""
     random = torch.Generator().manual_seed(5)
@@ -175,7 +173,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
-# -------------------------------------------------------------------------------------- ranks
 # transformers' Trainer accepts sharded models since this version.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
 VOCABULARY, WIDTH, TOKENS = 61, 12, 7  # shards of rows are uneven, shards of columns are even
@@ -271,7 +268,6 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
         yield f"train-{name}", compared(*ends[1], *ends[0])
 
 
-# -------------------------------------------------------------------------------------- jobs
 def references(worlds: list[int], folder: str) -> None:
     """Save the models, and what one process computes for the rows of all ranks."""
     for name, tied in (("tied", True), ("untied", False)):

@@ -23,7 +23,6 @@ from tests.integrations import trainer_packages
 from tests.tiny import tiny_model
 
 
-# --------------------------------------------------------------------------------------- plain loop
 def reference_loop(
     model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
 ):
@@ -84,7 +83,6 @@ def test_plain_loop_as_a_script():
     assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.05
 
 
-# --------------------------------------------------------------------------------------- HF Trainer
 @pytest.fixture(scope="module")
 def hf_trainer():
     return importlib.import_module("grpo_fast.examples.hf_trainer").PolicyTrainer
@@ -153,7 +151,6 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# --------------------------------------------------------------------------------------- OpenRLHF
 # Every correction of OpenRLHF, with bounds that keep some tokens or sequences and drop others.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
@@ -208,7 +205,6 @@ def test_openrlhfs_loss():
         openrlhf_loss.PolicyLoss(loss)
 
 
-# --------------------------------------------------------------------------------------- prime-rl
 @dataclass
 class LossInputs:
     trainer_logprobs: Tensor

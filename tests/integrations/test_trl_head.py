@@ -187,7 +187,6 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
 
 
-# --------------------------------------------------------------------------------------- whole runs
 def sft(path: str, output: Any, **options: Any) -> Any:
     from datasets import Dataset
 

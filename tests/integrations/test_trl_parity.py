@@ -204,7 +204,6 @@ def test_run(model_path, tmp_path, name):
     compare_runs(model_path, tmp_path, **{**MOVING, **RUNS[name]})
 
 
-# ------------------------------------------------------------------------------------------- models
 WINDOW_IN_THE_MASK = {
     "use_sliding_window": True, "sliding_window": 6, "initializer_range": 0.3,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,

@@ -59,6 +59,11 @@ def run(cls: type, path: str, output: Any, **options: Any) -> Any:
     return trainer
 
 
+def both(path: str, output: Any, **options: Any) -> list[Any]:
+    """Run TRL's trainer and ours."""
+    return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
+
+
 def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
     """Return end tokens, half of the vocabulary, that cut TRL's completions to different lengths.
 
@@ -182,7 +187,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """As in `generate`, the model's config supplies settings that the trainer's config lacks."""
+    """The model's config supplies settings that the trainer's config lacks, as in `generate`."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -230,8 +235,7 @@ REPLAY = {"more": {"replay_support": True}}
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
     """Our loop supports absolute positions. TRL samples for unknown heads and RoPE types."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    classes = trl.GRPOTrainer, fast.FastGRPOTrainer
-    theirs, ours = (run(cls, path, tmp_path, disable_dropout=True, **GREEDY) for cls in classes)
+    theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
     assert ours.fast_path["forward"] == "packed"
     theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
@@ -254,7 +258,6 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
     assert logits.argmax(-1).tolist() == ids
 
 
-# -------------------------------------------------------------------------------------------- tools
 def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
     given = {"tools": [tools.multiply]}
     if environment:
@@ -284,7 +287,6 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------- replay
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """Return logps (B, K) from the model's logits and transformers' warpers."""
     from transformers import generation as hf
@@ -358,21 +360,17 @@ ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temper
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
     """Log-probabilities are over the full vocabulary although the sampler kept one token."""
-    runs = []
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
     with caplog.at_level(logging.WARNING):
-        for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
-            runs.append(run(cls, model_path, tmp_path, evaluation=True, **more, **options))
-    theirs, ours = runs
+        theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)
     assert ours.fast_path == {**PACKED, "rollouts": "ours", "support": "the vocabulary"}
     assert ours.drawn == theirs.drawn
     assert theirs.state.log_history[0]["entropy"] > 1
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
     said = [r.getMessage() for r in caplog.records if "full vocabulary" in r.getMessage()]
     assert len(said) == 1 and "as in TRL; replay_support=True" in said[0]
-    assert all(
-        f"{name}={value:g}" in said[0] for name, value in options.items() if name != "temperature"
-    )
+    truncations = {name: value for name, value in options.items() if name != "temperature"}
+    assert all(f"{name}={value:g}" in said[0] for name, value in truncations.items())
 
 
 def test_what_is_said_of_replay(model_path, tmp_path, caplog):
@@ -389,8 +387,7 @@ def test_what_is_said_of_replay(model_path, tmp_path, caplog):
     noisy = said(top_k=5, neftune_noise_alpha=0.1, **REPLAY)
     assert "replay_support=True has no effect, because the forward pass is TRL's: neft" in noisy
     penalised = said(top_k=5, repetition_penalty=1.1, **REPLAY)
-    assert (
-        "repetition_penalty=1.1" in penalised and "replay_support=True has no effect" in penalised
-    )
+    assert "repetition_penalty=1.1" in penalised
+    assert "replay_support=True has no effect" in penalised
     with pytest.raises(ValueError, match="replay_support: expected True or False, got 'no'"):
         build(fast.FastGRPOTrainer, model_path, tmp_path, more={"replay_support": "no"})

@@ -80,7 +80,6 @@ def compared(
     return trainer
 
 
-# ------------------------------------------------------------------------------------------ packing
 def test_a_shared_prompt_is_packed_once():
     batch = micro_batch()
     pairs = ([batch[f"prompt_{x}"], batch[f"completion_{x}"]] for x in ("ids", "mask"))
@@ -132,7 +131,6 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
     assert ours.fast_path.items() >= PACKED.items()
 
 
-# ----------------------------------------------------------------------------------- wrapped models
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
     """transformers shards like this with `distributed_config`; FSDP2 changes the head's class."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -178,7 +176,6 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied
     assert old_logps <= set(batch["old_per_token_logps"].flatten().tolist())
 
 
-# --------------------------------------------------------------------------------- what TRL keeps
 def test_refusals_name_their_option(model_path, tmp_path):
     peft = importlib.import_module("peft")
     prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -404,7 +401,6 @@ def test_the_probe_leaves_no_trace(model_path, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --------------------------------------------------------------------------------------- generation
 def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
     logs, seen = [], []
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):

@@ -171,7 +171,6 @@ def test_refusals_name_the_option():
         ours.policy_loss("vanilla")(**batch())
 
 
-# ----------------------------------------------------------------------------------------- registry
 def test_register_and_undo():
     before = dict(core.POLICY_LOSS_REGISTRY)
     with ours.register() as handle:
@@ -274,7 +273,6 @@ def test_the_head_of_the_process_is_given_back():
     assert functional.FusedLinearForPPO is theirs
 
 
-# --------------------------------------------------------------------------------------------- head
 @pytest.mark.parametrize(
     ("shape", "temperature", "autocast"),
     [((13,), 1.0, False), ((3, 5), 1.0, False), ((13,), 0.7, False), ((3, 5), 0.7, False),

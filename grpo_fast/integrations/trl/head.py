@@ -225,9 +225,6 @@ def row_statistics(
     return {name: x for name, x in stats.items() if name in wanted}
 
 
-# ---- TRL's own head, and what its closure knows
-
-
 class FusedHead(NamedTuple):
     """Fused head as TRL's closure defines it.
 

@@ -186,9 +186,6 @@ def pack_padded(
     return Pack(packed.model_inputs, *tensors, (rows, length))
 
 
-# ---- the packed forward
-
-
 class PackedCall(NamedTuple):
     """Arguments of one packed forward pass."""
 

@@ -83,9 +83,6 @@ class Recipe(NamedTuple):
     has_old: bool = True
 
 
-# ---- options
-
-
 def option(config: Any, name: str, default: Any = None) -> Any:
     """Return an option of verl's config; the default if it is missing or None."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
@@ -132,9 +129,6 @@ def dro(config: Any) -> dict[str, Any]:
     return {"loss_type": "dro", "beta": float(beta)}
 
 
-# ---- advantages
-
-
 def weighted(batch: Batch, config: Any) -> Tensor:
     """Return the advantages times the importance weights of the rollout."""
     weights = batch.rollout_is_weights
@@ -165,9 +159,6 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
     if batch.rollout_is_weights is not None:
         raise conflict("rollout_is_weights", "dro", "its quadratic term has one weight; pass None")
     return batch.advantages
-
-
-# ---- metrics: the fractions of clipped tokens
 
 
 def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:

@@ -40,8 +40,8 @@ PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     )["input_ids"],
 }
 
-# The cause, what the engine would do, and a function that recomputes the log-probabilities.
-Attempt = tuple[str, str, Callable[[], Tensor]]
+# The cause, what the engine would do, and arguments of `Case.recompute`.
+Attempt = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,29 @@ class Case:
 
     def recompute(
         self,
+        *,
         build: Callable[[], Policy] | None = None,
+        samples: Samples | None = None,
         settings: dict[str, float] | None = None,
-        prompts: Sequence[Sequence[int]] = (),
+        change: Callable[[Any, Any, list[int]], list[int]] | None = None,
     ) -> Tensor:
         """Recompute the log-probabilities with one thing changed.
 
         Args:
             build: Returns a different policy. None: the trainer's policy.
+            samples: The samples with or without kept tokens. None: as in the loss.
             settings: Different sampling settings. None: the temperature of the loss.
-            prompts: Different prompt ids for each sample. Empty: the ids that were sent.
+            change: Changes the ids of a prompt. None: the ids that were sent.
         """
-        policy = self.policy if build is None else build()
+        prompts = []
+        for group, ids in zip(self.samples.group.tolist(), self.samples.prompt_ids, strict=True):
+            prompt = self.prompts[group]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            tokenizer = self.policy.tokenizer
+            prompts.append(change(tokenizer, messages, ids) if change else ids)
+        policy = build() if build else self.policy
         settings = {"temperature": self.temperature} if settings is None else settings
-        return forward_logps(policy, self.samples, settings, prompts)
+        return forward_logps(policy, samples or self.samples, settings, prompts)
 
 
 def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
@@ -83,10 +92,9 @@ def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
     """
     own = case.recompute()
     yield causes.ATTENTION, "the model's own forward pass agrees with the engine", own
-    tries = [*sampling_attempts(case, kept), *prompt_attempts(case), *model_attempts(case)]
-    for cause, what, recompute in tries:
+    for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case)]:
         try:
-            logps = recompute()
+            logps = case.recompute(**changes)
         except Exception:  # transformers and chat templates raise errors of any type
             continue
         if not torch.allclose(logps, own):  # for example, a window longer than the sequences
@@ -96,27 +104,23 @@ def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     """Yield different temperatures, truncations and penalties."""
     # 1. Temperatures: none ("raw"), the requested one, and the model's default.
-    plain = replace(case, samples=replace(case.samples, support=None))
-    raw = partial(plain.recompute, settings={})
+    raw = {"samples": replace(case.samples, support=None), "settings": {}}
     yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
-        recompute = partial(case.recompute, settings={"temperature": value})
-        yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", recompute
+        changes = {"settings": {"temperature": value}}
+        yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
     # 2. Truncation: the tokens that the engine kept, the requested settings, the model's defaults.
-    names_kept = replace(case, samples=kept)
-    what = "the engine uses the tokens that it names"
-    yield causes.TRUNCATION, what, names_kept.recompute
+    yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
     # vLLM uses the model's default for every setting that a request does not have.
     unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
-    for changes in (requested, shipped, unsent):
-        settings = {"temperature": case.temperature, **changes}
+    for chosen in (requested, shipped, unsent):
+        settings = {"temperature": case.temperature, **chosen}
         settings = {k: v for k, v in settings.items() if v != SAMPLERS[k][1]}
         if settings.keys() - {"temperature"}:
             words = " ".join(f"{name}={value:g}" for name, value in settings.items())
-            recompute = partial(plain.recompute, settings=settings)
-            yield causes.TRUNCATION, f"the engine uses {words}", recompute
+            yield causes.TRUNCATION, f"the engine uses {words}", {**raw, "settings": settings}
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
@@ -126,32 +130,18 @@ def shipped_settings(policy: Policy) -> dict[str, float]:
     return {k: v for k, v in shipped.items() if v not in (None, SAMPLERS[k][1])}
 
 
-def prompt_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield different token ids for the prompts."""
-
-    def recompute(change: Callable[..., list[int]]) -> Tensor:
-        changed = []
-        for group, ids in zip(case.samples.group.tolist(), case.samples.prompt_ids, strict=True):
-            prompt = case.prompts[group]
-            is_text = isinstance(prompt, str)
-            messages = [{"role": "user", "content": prompt}] if is_text else prompt
-            changed.append(change(case.policy.tokenizer, messages, ids))
-        return case.recompute(prompts=changed)
-
+def other_attempts(case: Case) -> Iterator[Attempt]:
+    """Yield different prompts and models: no adapter, 16 bits, a configuration field ignored."""
     for name, change in PROMPT_CHANGES.items():
-        yield causes.PROMPT, f"the engine {name}", partial(recompute, change)
-
-
-def model_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield different models: without the adapter, in 16 bits, with a field ignored."""
+        yield causes.PROMPT, f"the engine {name}", {"change": change}
     policy = case.policy
     if policy.model is not policy.lm:
         base = copy.deepcopy(policy.model).unload()
         build = partial(with_model, policy, base)
-        yield causes.ADAPTER, "the engine has no adapter", partial(case.recompute, build)
+        yield causes.ADAPTER, "the engine has no adapter", {"build": build}
     for dtype in (torch.bfloat16, torch.float16):
         build = partial(cast, policy, dtype)
-        yield causes.DTYPE, f"the engine computes in {dtype}", partial(case.recompute, build)
+        yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
     config = policy.lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     changes = [
@@ -162,7 +152,7 @@ def model_attempts(case: Case) -> Iterator[Attempt]:
     for name, cause, field, value in changes:
         if getattr(config, field, None):
             build = partial(with_config, policy, field, value)
-            yield cause, f"the engine ignores {name}", partial(case.recompute, build)
+            yield cause, f"the engine ignores {name}", {"build": build}
 
 
 def with_config(policy: Policy, field: str, value: Any) -> Policy:

@@ -128,7 +128,8 @@ class PolicyLoss(nn.Module):
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
+        high = ratio > 1 + self.clip_eps_high
+        low = ratio < 1 - self.clip_eps_low
         return ((advantages > 0) & high) | ((advantages < 0) & low)
 
     def _correction(

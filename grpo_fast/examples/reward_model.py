@@ -121,11 +121,13 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
     """
     torch.manual_seed(0)
     if pairs_file is None:
-        pairs, held_out = sort_pairs(64 * steps, seed=0), sort_pairs(1024, seed=1)
+        pairs = sort_pairs(64 * steps, seed=0)
+        held_out = sort_pairs(1024, seed=1)
         model, tokenizer = tiny_model()
     else:
         every = [json.loads(line) for line in Path(pairs_file).read_text("utf-8").splitlines()]
-        pairs, held_out = [x for i, x in enumerate(every) if i % 10], every[::10]
+        pairs = [x for i, x in enumerate(every) if i % 10]
+        held_out = every[::10]
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

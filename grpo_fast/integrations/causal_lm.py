@@ -91,7 +91,8 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
         came = f"shape {shape}" if isinstance(value, Tensor) else type(value).__name__
         require(len(shape) == 2, "batch", f"a tensor {name} (B, L)", came)
     lm = unwrapped(model)
-    head, layer = head_of(lm), lm.get_output_embeddings()
+    head = head_of(lm)
+    layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
     # Hooks and a replaced forward change logits, but the fused loss reads the weight. Compare the
     # row of logits that the model computed.

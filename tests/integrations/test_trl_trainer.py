@@ -289,6 +289,44 @@ def test_rope_is_not_blamed(model_path, tmp_path, caplog):
     assert "left-padded" not in caplog.text
 
 
+def test_options_that_save_memory_change_no_result(model_path, tmp_path, monkeypatch):
+    """Offloaded checkpoints and tiled MLPs give the same logs and weights, and store less."""
+    runs, offloads, stored = [], [], []
+    save_on_cpu = torch.autograd.graph.save_on_cpu
+
+    def counted(**options: Any) -> Any:
+        offloads.append(options)
+        return save_on_cpu(**options)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+    for more in ({}, {"checkpoint_offload": True, "tiled_mlp": 4}):
+        options = {"gradient_checkpointing": True, "max_steps": 2, "more": more}
+        runs.append(cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options))
+        runs[-1].train()
+        assert runs[-1].fast_path.items() >= PACKED.items()
+        assert bool(offloads) == bool(more)
+    plain, saving = runs
+    cases.compare_logs(plain.state.log_history, saving.state.log_history, 1e-5, 1e-7)
+    for name, weight in plain.model.state_dict().items():
+        torch.testing.assert_close(saving.model.state_dict()[name], weight, rtol=0, atol=1e-6)
+    for more in ({}, {"tiled_mlp": 4}):
+        trainer = build(model_path, tmp_path, more=more)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x
+        ):
+            gradients(trainer, micro_batch())
+        stored.append(sum(sizes))
+    assert stored[1] < stored[0]
+    with pytest.raises(ValueError, match="checkpoint_offload: expected gradient_checkpointing=Tr"):
+        build(model_path, tmp_path, more={"checkpoint_offload": True})
+    with pytest.raises(ValueError, match="tiled_mlp: expected a positive number of tokens, got 0"):
+        build(model_path, tmp_path, more={"tiled_mlp": 0})
+    gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
+    with pytest.raises(ValueError, match="tiled_mlp: GPT2LMHeadModel has no dense MLP"):
+        build(gpt2, tmp_path, more={"tiled_mlp": 4})
+
+
 @pytest.mark.parametrize("frozen", ["model", "adapter"])
 def test_a_model_without_trainable_parameters_is_refused(model_path, tmp_path, frozen):
     options = {"loading": {}}

@@ -201,12 +201,14 @@ def row_statistics(
         The metrics in `wanted` by name, shape (N,) each.
     """
     temperature, softcap, scale = rule
-    stats, p = {}, logps.detach().exp()
+    stats = {}
+    p = logps.detach().exp()
     if "log_sum_sq_probs" in wanted:
         half = rule._replace(temperature=temperature / 2)._asdict()
         at_half = linear_logps(hidden, weight, targets, bias=bias, **half)
         stats["log_sum_sq_probs"] = 2 * logps.detach() - at_half
-    top1, means = p > CERTAINLY_FIRST, torch.zeros_like(p)
+    top1 = p > CERTAINLY_FIRST
+    means = torch.zeros_like(p)
     rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
     rows = rows if "is_top1" in wanted else rows[:0]
     if "mean_logits" in wanted and softcap is None:
@@ -258,7 +260,8 @@ def fused_head(model: Any) -> FusedHead:
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
     try:
-        softcap, scale = known["final_logit_softcapping"], float(known["logit_scale"])
+        softcap = known["final_logit_softcapping"]
+        scale = float(known["logit_scale"])
         rule = Rule(float(known["temperature"]), softcap, scale)
         return FusedHead(known["backbone_attr"], rule, bool(known["cast_lm_head_to_fp32"]))
     except KeyError as missing:

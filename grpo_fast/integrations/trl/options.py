@@ -89,7 +89,8 @@ def _attention_dropout(lm: nn.Module) -> str | None:
             rate = getattr(module, name, 0.0)
             remedy = "config.attention_dropout=0 (disable_dropout does not)"
             if isinstance(rate, nn.Dropout):
-                rate, remedy = rate.p, "disable_dropout=True"
+                rate = rate.p
+                remedy = "disable_dropout=True"
             if isinstance(rate, float) and rate > 0:
                 where = f"{type(module).__name__}.{name} is {rate}"
                 return f"attention dropout: {where}; {remedy} switches it off"
@@ -172,16 +173,19 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
-    num_items, divisor = None, accumulation
+    num_items = None
+    divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
     if NORMALISERS[trainer.loss_type] == "items":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
-        num_items, divisor = inputs["num_items_in_batch"].clamp(min=1.0) * share, 1.0
+        num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
+        divisor = 1.0
         if coefficient:
             # TRL's bonus is a mean over the micro-batch even if the policy term is not.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
-    old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    old = inputs.get("old_per_token_logps")
+    ref = inputs.get("ref_per_token_logps")
     ref = ref if trainer.beta != 0 else None
     return SinglePass(config, advantages, old, ref, num_items, divisor)
 
@@ -190,7 +194,8 @@ def applied_entropy_coef(trainer: Any) -> float:
     """Return the coefficient of the entropy bonus in this step; 0 if TRL adds no bonus."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
-    entropy, target = trainer._last_world_entropy, trainer.args.entropy_target
+    entropy = trainer._last_world_entropy
+    target = trainer.args.entropy_target
     is_gated = trainer.use_adaptive_entropy and entropy > target
     return 0.0 if is_gated else trainer.entropy_coef
 

@@ -178,7 +178,8 @@ def pack_padded(
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
-    predicting, target_ids = packed.predicting, packed.target_ids
+    predicting = packed.predicting
+    target_ids = packed.target_ids
     if scored_rows.shape[0] < target_ids.shape[0]:
         predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
     cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))

@@ -64,11 +64,13 @@ class Replay:
         # 1. For each token of the batch: the first index in `ids`, the number of kept ids, the
         # sampler's log-probability and the kept mass.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
-        logps, mass = torch.full(shape, torch.nan), torch.ones(shape)
+        logps = torch.full(shape, torch.nan)
+        mass = torch.ones(shape)
         for row, (ids, real) in enumerate(
             zip(input_ids.cpu(), attention_mask.bool().cpu(), strict=True)
         ):
-            tokens, columns = ids[real].tolist(), real[-shape[1] :].nonzero()[:, 0]
+            tokens = ids[real].tolist()
+            columns = real[-shape[1] :].nonzero()[:, 0]
             for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
                 assert one.kept is not None and one.kept.mass is not None
                 first = at - (len(tokens) - len(columns))
@@ -76,11 +78,13 @@ class Replay:
                 n = len(where[1])
                 starts[where] = one.kept.offsets[:n] + base
                 counts[where] = one.kept.offsets.diff()[:n]
-                logps[where], mass[where] = one.logps[:n], one.kept.mass[:n]
+                logps[where] = one.logps[:n]
+                mass[where] = one.kept.mass[:n]
         # 2. Concatenate the kept ids of the scored tokens.
         scored = slots.cpu()
         device = slots.device
-        lengths, begins = counts.flatten()[scored], starts.flatten()[scored]
+        lengths = counts.flatten()[scored]
+        begins = starts.flatten()[scored]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         places = torch.arange(int(offsets[-1])) + (begins - offsets[:-1]).repeat_interleave(lengths)
         self.ids = [torch.cat(self.ids)]

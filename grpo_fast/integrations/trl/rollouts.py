@@ -59,8 +59,11 @@ class OwnRollouts:
 
     def _start_rollouts(self: Any, lm: Any) -> None:
         """Build our engine, or record why TRL must sample."""
-        self._lm, self._replay = lm, {mode: Replay() for mode in ("train", "eval")}
-        self._drawn_at, self._replayed_logps, self._keeps = None, None, False
+        self._lm = lm
+        self._replay = {mode: Replay() for mode in ("train", "eval")}
+        self._drawn_at = None
+        self._replayed_logps = None
+        self._keeps = False
         self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 from grpo_fast.attention import check_tolerance, draw_groups, random_weights, small_windows
 from grpo_fast.integrations.fast_head import reshard
 
+log = logging.getLogger(__name__)
 SCORED = 5  # tokens of each row that count as its completion
 RANDOM_FACTOR = 10  # random weights amplify rounding, so their differences may be this much larger
 
@@ -93,6 +95,18 @@ def tolerance(lm: Any, mixed_precision: str | None) -> float:
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
     return max(map(check_tolerance, dtypes))
+
+
+def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
+    """Warn that TRL's logps of padded rows are wrong, and say whether ours are right."""
+    ours = "TRL's forward is used here, too: use prompts of one length"
+    if is_packed:
+        ours = "FastGRPOTrainer packs rows without padding, which is right"
+    log.warning(
+        "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same rows "
+        "without padding. TRL passes no position_ids, so absolute positions count the padding. %s",
+        kind, gap, ours,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import fast_layers
+from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
@@ -51,6 +51,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         replay_support: True computes logps, entropy and KL over the tokens that a truncating
             sampler (top_k, top_p, min_p) kept, which makes the ratio to the sampler 1 at equal
             weights. False, the default, computes them over the full vocabulary, as TRL does.
+        checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
+            backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
+        tiled_mlp: Compute every dense MLP for at most this many tokens at a time, and again in the
+            backward pass. None: do not tile.
 
     Attributes:
         fast_path: {"forward": "packed" or "TRL's: <reason>",
@@ -61,15 +65,27 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
-        ValueError: In `train`, no parameter of the model requires grad, or none gets a gradient.
+        ValueError: `checkpoint_offload` is True without gradient checkpointing, or `tiled_mlp` is
+            set and the model has no dense MLP of plain linear layers (LoRA changes the layers). In
+            `train`, no parameter of the model requires grad, or none gets a gradient.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, replay_support: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        replay_support: bool = False,
+        checkpoint_offload: bool = False,
+        tiled_mlp: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         is_bool = isinstance(replay_support, bool)
         require(is_bool, "replay_support", "True or False", repr(replay_support))
         self.replay_support = replay_support
         super().__init__(*args, **kwargs)
+        fits = self.args.gradient_checkpointing or not checkpoint_offload
+        require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
+        self._offloads = checkpoint_offload
         # Finished logps and entropies, for TRL's metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
@@ -78,6 +94,9 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         lm = base_model(self.accelerator.unwrap_model(self.model))
         self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
+        if tiled_mlp is not None:
+            require(tiled_mlp > 0, "tiled_mlp", "a positive number of tokens", tiled_mlp)
+            tile_mlps(lm, tiled_mlp)
         self._checked = self._changes(lm)
         reason = self._prepare_models(lm, options.forward_reason(self, lm))
         if reason is not None:
@@ -98,6 +117,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run a step as TRL does. Raise a ValueError if the first step gives no gradient at all."""
+        if self._offloads:  # Trainer enables checkpointing when `train` begins
+            offload_checkpoints(self.accelerator.unwrap_model(self.model))
         loss = super().training_step(*args, **kwargs)
         if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             trained = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -180,14 +201,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         most = selfcheck.tolerance(lm, self.accelerator.mixed_precision)
         is_right = gaps.packed <= most
         if not gaps.padded <= most:
-            ours = "TRL's forward is used here, too: use prompts of one length"
-            if packs and is_right:
-                ours = "FastGRPOTrainer packs rows without padding, which is right"
-            log.warning(
-                "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same "
-                "rows without padding. TRL passes no position_ids, so absolute positions count "
-                "the padding. %s", kind, gaps.padded, ours,
-            )  # fmt: skip
+            selfcheck.warn_of_padding(kind, gaps.padded, is_packed=packs and is_right)
         if not is_right:
             return f"{kind}: packed logps differ from TRL's by {gaps.packed:.2g} nats"
         return None
@@ -216,10 +230,12 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         )  # fmt: skip
         if not self._packs:
             return theirs()
-        logps, entropies = [], []
+        logps = []
+        entropies = []
         for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
             rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            ids, real = input_ids[rows], attention_mask[rows]
+            ids = input_ids[rows]
+            real = attention_mask[rows]
             pack = pack_padded(ids, real, real[:, -logits_to_keep:])
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"

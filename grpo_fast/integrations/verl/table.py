@@ -114,15 +114,18 @@ def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 def vanilla(config: Any) -> dict[str, Any]:
+    """Return the options of PPO with dual clip."""
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
 def sapo(config: Any) -> dict[str, Any]:
+    """Return the options of SAPO."""
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
 def dro(config: Any) -> dict[str, Any]:
+    """Return the options of DRO."""
     beta = option(option(config, "policy_loss"), "dro_beta")
     fits = beta is not None and beta > 0
     require(fits, "policy_loss.dro_beta", "a number > 0", beta)
@@ -170,7 +173,8 @@ def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
 
 def clipped_twice(batch: Batch, config: Any) -> Metrics:
     """Return the metrics of PPO's dual clip."""
-    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    ratio = batch.log_ratio.exp()
+    low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
     return batch.metrics(batch.log_ratio, outside_clip(ratio, batch, config), lower)
@@ -193,7 +197,8 @@ def clipped_by_token(batch: Batch, config: Any) -> Metrics:
 
 def clipped_weight(batch: Batch, config: Any) -> Metrics:
     """Return the metrics of CISPO, which clips the weight of a token on both sides."""
-    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    ratio = batch.log_ratio.exp()
+    low, high = clip_range(config).values()
     return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
@@ -218,6 +223,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
+    """Return the KL of two distributions over {this token, any other token}."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

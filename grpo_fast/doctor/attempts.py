@@ -11,13 +11,25 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
+from transformers.generation import logits_process as library
 
+from grpo_fast import Support, logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
-from grpo_fast.doctor.recompute import SAMPLERS, cast, forward_logps
+from grpo_fast.doctor.recompute import cast
 from grpo_fast.rollout import Samples, Sampling
+from grpo_fast.rollout.samples import select_support
 from grpo_fast.train.models.policy import Policy
 
+# Sampling settings in the order in which samplers apply them, each with transformers' class and
+# the value that changes nothing.
+SAMPLERS: dict[str, tuple[Any, float]] = {
+    "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
+    "temperature": (library.TemperatureLogitsWarper, 1.0),
+    "min_p": (library.MinPLogitsWarper, 0.0),
+    "top_k": (library.TopKLogitsWarper, 0),
+    "top_p": (library.TopPLogitsWarper, 1.0),
+}
 # Fields of the model's configuration: the cause if an engine ignores the field, and the value that
 # switches the field off.
 FIELDS: dict[str, tuple[str, Any]] = {
@@ -26,18 +38,14 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
     "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-# What an engine may do to a prompt: (tokenizer, messages, ids) -> ids.
+# What an engine may do to a prompt: (tokenizer, chat messages, ids) -> ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
     "loses the first token (BOS)": lambda t, _, ids: ids[1:],
     "loses the last token": lambda t, _, ids: ids[:-1],
     "tokenizes the text again": lambda t, _, ids: t(t.decode(ids))["input_ids"],
-    "adds no generation prompt": lambda t, messages, _: t.apply_chat_template(
-        messages, return_dict=False
-    ),
-    "applies no chat template": lambda t, messages, _: t(
-        "\n".join(message["content"] for message in messages)
-    )["input_ids"],
+    "adds no generation prompt": lambda t, chat, _: t.apply_chat_template(chat, return_dict=False),
+    "uses no chat template": lambda t, c, _: t("\n".join(x["content"] for x in c))["input_ids"],
 }
 
 # The cause, what the engine would do, and arguments of `Case.recompute`.
@@ -62,23 +70,46 @@ class Case:
         settings: dict[str, float] | None = None,
         change: Callable[[Any, Any, list[int]], list[int]] | None = None,
     ) -> Tensor:
-        """Recompute the log-probabilities with one thing changed.
+        """Recompute log-probabilities with the model's own forward pass and one thing changed.
 
         Args:
             build: Returns a different policy. None: the trainer's policy.
             samples: The samples with or without kept tokens. None: as in the loss.
-            settings: Different sampling settings. None: the temperature of the loss.
+            settings: Sampling settings to apply to the logits. None: the temperature of the loss.
             change: Changes the ids of a prompt. None: the ids that were sent.
+
+        Returns:
+            Log-probabilities in fp32 on the CPU, shape (R,); -inf for a token that cannot be drawn.
         """
-        prompts = []
-        for group, ids in zip(self.samples.group.tolist(), self.samples.prompt_ids, strict=True):
-            prompt = self.prompts[group]
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokenizer = self.policy.tokenizer
-            prompts.append(change(tokenizer, messages, ids) if change else ids)
         policy = build() if build else self.policy
+        samples = samples or self.samples
         settings = {"temperature": self.temperature} if settings is None else settings
-        return forward_logps(policy, samples or self.samples, settings, prompts)
+        found = []
+        with policy.generation():
+            for i, prompt in enumerate(samples.prompt_ids):
+                # 1. The logits that predict the completion.
+                if change is not None:
+                    prompt = change(self.policy.tokenizer, self.messages(i), prompt)
+                ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
+                output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
+                logits = output.logits[0, len(prompt) - 1 :].float()
+                # 2. Penalties look at the ids before each token. The first id replaces later ones.
+                places = torch.arange(len(ids), device=ids.device)
+                context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
+                for name, (sampler, _) in SAMPLERS.items():
+                    if name in settings:
+                        logits = sampler(settings[name])(context, logits)
+                # 3. Only the tokens that the sampler kept, if the samples name them.
+                support = select_support(samples.support, torch.arange(*samples.rows[i : i + 2]))
+                if support is not None:
+                    support = Support(*(tensor.to(policy.device) for tensor in support))
+                found.append(logits_logps(logits, ids[len(prompt) :], support=support).cpu())
+        return torch.cat(found)
+
+    def messages(self, i: int) -> list[dict[str, str]]:
+        """Return the prompt of a sample as chat messages."""
+        prompt: Any = self.prompts[int(self.samples.group[i])]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
@@ -169,6 +200,5 @@ def with_config(policy: Policy, field: str, value: Any) -> Policy:
 def with_model(policy: Policy, model: Any) -> Policy:
     """Return a shallow copy of the policy around a different model."""
     twin = copy.copy(policy)
-    twin.model = model
-    twin.lm = model
+    twin.model = twin.lm = model
     return twin

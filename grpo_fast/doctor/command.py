@@ -75,9 +75,8 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
 def lines_of(found: Diagnosis) -> Iterator[str]:
     """Yield the lines of a diagnosis."""
     verdict = "ok" if found.mean <= found.threshold else "TOO MUCH"
-    allowed = f"{verdict}, allowed {found.threshold:.1e}"
-    yield f"{found.mean:.2e}  mean of {found.tokens} tokens: {allowed}"
-    yield f"{found.largest:.2e}  largest"
+    which = f"mean of {found.tokens} tokens (largest {found.largest:.2e})"
+    yield f"{found.mean:.2e}  {which}: {verdict}, allowed {found.threshold:.1e}"
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
     for noise in found.own_noise:
         yield f"{noise.mean:.2e}  the trainer against itself, {noise.dtype}"

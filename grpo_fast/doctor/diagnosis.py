@@ -173,12 +173,11 @@ def wrong_versions_and_ends(
     for ids in samples.completion_ids:
         ends = [token in policy.eos_ids for token in ids]
         wrong += any(ends[:-1]) or not (ends[-1] or len(ids) == longest)
-    found = []
-    if stale:
-        found.append(Cause(STALE, f"{stale} completions have a different weight version"))
-    if wrong:
-        found.append(Cause(EOS, f"{wrong} completions stop without EOS or continue after one"))
-    return found
+    counts = {
+        STALE: (stale, "completions have a different weight version"),
+        EOS: (wrong, "completions stop without EOS or continue after one"),
+    }
+    return [Cause(name, f"{count} {what}") for name, (count, what) in counts.items() if count]
 
 
 def ignores_update(

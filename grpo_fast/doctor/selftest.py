@@ -41,8 +41,6 @@ RUN = (
     "model.config.intermediate_size=32", "model.config.num_hidden_layers=1",
 )  # fmt: skip
 
-Inputs = dict[str, Tensor]  # tensors of `linear_grpo_loss` by their argument names
-
 
 @dataclass(frozen=True)
 class Check:
@@ -121,7 +119,7 @@ def run_checks(device: torch.device) -> Iterator[Check]:
     yield from checked([name], [0.0], lambda: [resumed_differences()])
 
 
-def random_inputs(dtype: torch.dtype, device: torch.device) -> Inputs:
+def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Return inputs of the loss, with old log-probabilities so far off that ratios are clipped."""
     generator = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
@@ -138,7 +136,7 @@ def random_inputs(dtype: torch.dtype, device: torch.device) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def fused_results(inputs: Inputs, backend: str) -> list[Tensor]:
+def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
     """Return a backend's loss, logps, dH and dW, in fp64 on the CPU."""
     hidden = inputs["hidden"].detach().requires_grad_()
     weight = inputs["lm_head_weight"].detach().requires_grad_()
@@ -149,7 +147,7 @@ def fused_results(inputs: Inputs, backend: str) -> list[Tensor]:
     return [x.detach().double().cpu() for x in (out.loss, out.logps, *gradients)]
 
 
-def kernel_errors(inputs: Inputs, backend: str) -> tuple[float, float, float]:
+def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
     """Return the three ERRORS of a backend. NaN results give NaN errors."""
     # 1. Absolute error of loss and logps; relative L2 error of dH and dW. torch's max keeps NaN.
     first = fused_results(inputs, backend)

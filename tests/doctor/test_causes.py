@@ -30,7 +30,8 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         assert 0 < found.mean <= found.largest < 1e-5 and found.own < 1e-5
         full, half = found.own_noise
         assert (full.dtype, half.dtype) == ("float32", "bfloat16")
-        assert full.mean < 1e-5 < 1e-4 < half.mean < 0.1
+        assert full.mean < 1e-5 and half.mean < 0.1
+        assert half.mean > 1e-3 or sampling.max_new_tokens == 1  # one token may round alike
 
 
 @pytest.mark.parametrize(

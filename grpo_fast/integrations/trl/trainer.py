@@ -117,8 +117,6 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run a step as TRL does. Raise a ValueError if the first step gives no gradient at all."""
-        if self._offloads:  # Trainer enables checkpointing when `train` begins
-            offload_checkpoints(self.accelerator.unwrap_model(self.model))
         loss = super().training_step(*args, **kwargs)
         if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             trained = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -260,6 +258,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Return the loss of one micro-batch from a single pass, and record TRL's metrics."""
         # 1. Leave the micro-batch to TRL if the single pass is not possible.
         self._check_again()
+        if self._offloads:  # TRL enables checkpointing again after each generation
+            offload_checkpoints(self.accelerator.unwrap_model(self.model))
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:

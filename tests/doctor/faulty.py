@@ -36,7 +36,7 @@ def found_by(
 
 @dataclass
 class FaultyEngine(Engine):
-    """An engine that samples correctly, apart from the faults in its fields."""
+    """An engine that samples correctly, except for the faults that its fields switch on."""
 
     temperature: float | None = None  # replaces the requested temperature
     top_k: int = 0  # replaces the requested top_k

@@ -26,7 +26,7 @@ Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
 
 
 def wrapped(function: Any) -> Callable[..., Any]:
-    """Return a wrapper with the name and the module of the function."""
+    """Return a function that calls this one and has the same name and module."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:

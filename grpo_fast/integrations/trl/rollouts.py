@@ -20,7 +20,7 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Fields of a generation config that `sampling_of` reads, and those that change no token.
+# Fields of a generation config that our sampler reads, and fields that do not change tokens.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
@@ -97,7 +97,7 @@ class OwnRollouts:
         return self.replay_support and self._packs
 
     def _report_truncation(self: Any, sampling: Sampling) -> None:
-        """Log once which tokens the log-probabilities of a truncating run are normalised over."""
+        """Log once whether log-probabilities are over the full vocabulary or the kept tokens."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True

@@ -47,7 +47,7 @@ def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # 16-bit weights stay: rounding would hide the difference.
+        # Weights in 16 bits are not replaced, because rounding would hide the difference.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)

@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Computation of one of verl's losses.
+    """Functions that compute one of verl's losses.
 
     Attributes:
         options: Function from verl's actor config to fields of `LossConfig`.

@@ -99,9 +99,9 @@ def diagnose(
     own = float((case.recompute() - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
-    # 2. A model with large logits rounds more, so the trainer's distance from the model's own forward
-    # raises the noise. It raises it to twice the usual noise at most, because the distance is also
-    # large if the trainer is wrong.
+    # 2. A model with large logits rounds more, so the trainer's distance from the model's own
+    # forward raises the noise, but at most to twice the usual noise: the distance is also large if
+    # the trainer is wrong.
     noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
     threshold = noise if threshold is None else threshold
     # 3. Try the causes one at a time. Count wrong versions and ends.

@@ -173,7 +173,7 @@ def doctor(
     words: Annotated[
         Words,
         typer.Argument(
-            metavar="[MODEL] [ENGINE|URL] [KEY=VALUE]...",
+            metavar="[MODEL] [URL] [KEY=VALUE]...",
             help="recipe=NAME n=8 samples=2 tokens=32 threshold=0.001 "
             "rollout.temperature=0.7 model.dtype=bfloat16 …",
         ),
@@ -186,11 +186,10 @@ def doctor(
     The exit status is 1 if a self-test fails or the difference is above the threshold.
     """
     with told(debug, RuntimeError, OSError):
-        from grpo_fast.doctor.command import examine, show
+        from grpo_fast.doctor.command import run
 
-        report = examine(words or [])
-        show(report, as_json=as_json)
-    sys.exit(0 if report.ok else 1)
+        ok = run(words or [], as_json=as_json)
+    sys.exit(0 if ok else 1)
 
 
 @app.command(

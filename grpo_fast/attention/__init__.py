@@ -3,6 +3,7 @@
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.layout import TreeLayout
+from grpo_fast.attention.memory import offload_checkpoints, tile_mlps
 from grpo_fast.attention.model import (
     NAME,
     check_supported,
@@ -13,13 +14,14 @@ from grpo_fast.attention.model import (
 )
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
+from grpo_fast.attention.trial import draw_groups, random_weights
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.cpu.modules import fast_layers
 
 __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
-    "check_tolerance", "disable_dropout", "fast_layers", "head_of", "pack_groups", "pack_tree",
-    "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees", "register",
-    "shared_prompt_supported", "small_windows", "tree_tokens", "trunk_tokens", "window_as_mask",
-    "window_of",
+    "check_tolerance", "disable_dropout", "draw_groups", "fast_layers", "head_of",
+    "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention", "packed_rows_attention",
+    "plan_packs", "plan_trees", "random_weights", "register", "shared_prompt_supported",
+    "small_windows", "tile_mlps", "tree_tokens", "trunk_tokens", "window_as_mask", "window_of",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks that an engine's log-probabilities are the trainer's, and self-tests of this machine."""
+"""Check that an engine and the trainer agree on log-probabilities, and self-test this machine."""
 
 from grpo_fast.doctor.causes import Cause
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose

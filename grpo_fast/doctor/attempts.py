@@ -1,4 +1,4 @@
-"""Attempts to explain a difference: the same tokens with one thing computed differently."""
+"""Attempts to explain a difference: recompute the same tokens with one thing changed."""
 
 from __future__ import annotations
 
@@ -6,206 +6,199 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers.generation import logits_process as library
 
-from grpo_fast import logits_logps
+from grpo_fast import Support, logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
-from grpo_fast.doctor.recompute import Row, cast, own_logps
+from grpo_fast.doctor.recompute import cast
 from grpo_fast.rollout import Samples, Sampling
+from grpo_fast.rollout.samples import select_support
 from grpo_fast.train.models.policy import Policy
 
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# A field of the configuration -> the cause if an engine ignores it.
-CAUSES = {
-    "attn_logit_softcapping": causes.ATTENTION, "final_logit_softcapping": causes.SOFTCAP,
-    "logit_scale": causes.SOFTCAP, "logits_scaling": causes.SOFTCAP, "sliding_window": causes.ROPE,
+# Sampling settings in the order in which samplers apply them, each with transformers' class and
+# the value that changes nothing.
+SAMPLERS: dict[str, tuple[Any, float]] = {
+    "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
+    "temperature": (library.TemperatureLogitsWarper, 1.0),
+    "min_p": (library.MinPLogitsWarper, 0.0),
+    "top_k": (library.TopKLogitsWarper, 0),
+    "top_p": (library.TopPLogitsWarper, 1.0),
+}
+# Fields of the model's configuration: the cause if an engine ignores the field, and the value that
+# switches the field off.
+FIELDS: dict[str, tuple[str, Any]] = {
+    "attn_logit_softcapping": (causes.ATTENTION, None),
+    "final_logit_softcapping": (causes.SOFTCAP, None),
+    "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
+    "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-IGNORED = {"logit_scale": 1.0, "logits_scaling": 1.0, "sliding_window": 1 << 30}  # others: None
+# What an engine may do to a prompt: (tokenizer, chat messages, ids) -> ids.
+PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
+    "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
+    "loses the first token (BOS)": lambda t, _, ids: ids[1:],
+    "loses the last token": lambda t, _, ids: ids[:-1],
+    "tokenizes the text again": lambda t, _, ids: t(t.decode(ids))["input_ids"],
+    "adds no generation prompt": lambda t, chat, _: t.apply_chat_template(chat, return_dict=False),
+    "uses no chat template": lambda t, c, _: t("\n".join(x["content"] for x in c))["input_ids"],
+}
+
+# The cause, what the engine would do, and arguments of `Case.recompute`.
+Attempt = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be explained."""
+    """A difference to explain: the samples, and how the loss reads them."""
 
     policy: Policy
-    samples: Samples
-    prompts: Sequence[Prompt]  # as they were given, one for each group of samples
-    sampling: Sampling  # what the engine was asked for
+    samples: Samples  # with the tokens that the sampler kept, if the loss uses them
+    prompts: Sequence[Prompt]  # texts or messages, one for each group of samples
+    sampling: Sampling  # what was requested from the engine
     temperature: float  # of the loss
-    uses_kept: bool  # the loss is over the tokens that the engine names
 
-    def logps(self, row: Row) -> Tensor:
-        """Return (n,) logps of the trainer's distribution."""
-        support = row.support if self.uses_kept else None
-        return logits_logps(row.logits, row.targets, temperature=self.temperature, support=support)
+    def recompute(
+        self,
+        *,
+        build: Callable[[], Policy] | None = None,
+        samples: Samples | None = None,
+        settings: dict[str, float] | None = None,
+        change: Callable[[Any, Any, list[int]], list[int]] | None = None,
+    ) -> Tensor:
+        """Recompute log-probabilities with the model's own forward pass and one thing changed.
+
+        Args:
+            build: Returns a different policy. None: the trainer's policy.
+            samples: The samples with or without kept tokens. None: as in the loss.
+            settings: Sampling settings to apply to the logits. None: the temperature of the loss.
+            change: Changes the ids of a prompt. None: the ids that were sent.
+
+        Returns:
+            Log-probabilities in fp32 on the CPU, shape (R,); -inf for a token that cannot be drawn.
+        """
+        policy = build() if build else self.policy
+        samples = samples or self.samples
+        settings = {"temperature": self.temperature} if settings is None else settings
+        found = []
+        with policy.generation():
+            for i, prompt in enumerate(samples.prompt_ids):
+                # 1. The logits that predict the completion.
+                if change is not None:
+                    prompt = change(self.policy.tokenizer, self.messages(i), prompt)
+                ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
+                output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
+                logits = output.logits[0, len(prompt) - 1 :].float()
+                # 2. Penalties look at the ids before each token. The first id replaces later ones.
+                places = torch.arange(len(ids), device=ids.device)
+                context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
+                for name, (sampler, _) in SAMPLERS.items():
+                    if name in settings:
+                        logits = sampler(settings[name])(context, logits)
+                # 3. Only the tokens that the sampler kept, if the samples name them.
+                support = select_support(samples.support, torch.arange(*samples.rows[i : i + 2]))
+                if support is not None:
+                    support = Support(*(tensor.to(policy.device) for tensor in support))
+                found.append(logits_logps(logits, ids[len(prompt) :], support=support).cpu())
+        return torch.cat(found)
+
+    def messages(self, i: int) -> list[dict[str, str]]:
+        """Return the prompt of a sample as chat messages."""
+        prompt: Any = self.prompts[int(self.samples.group[i])]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-class Attempt(NamedTuple):
-    """One thing that an engine may do differently, and how to compute log-probabilities so."""
+def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the cause, what the engine would do, and the log-probabilities of every attempt.
 
-    cause: str
-    what: str
-    logps: Callable[[Row], Tensor]
-    prompts: Sequence[Sequence[int]] = ()  # empty: as they were sent
-    build: Callable[[], Policy] | None = None  # None: the policy itself
+    Attempts that this model cannot compute, or that change nothing for it, are left out.
 
-
-def attempts(case: Case) -> Iterator[tuple[Attempt, Tensor]]:
-    """Yield attempts, each with its (R,) logps.
-
-    Attempts that this model cannot compute, or that change nothing here, are left out.
+    Args:
+        case: The difference to explain.
+        kept: The samples with the tokens that the sampler kept, if the engine names them.
     """
-    own = own_logps(case.policy, case.samples, case.logps)
-    what = "the model's own forward pass agrees with the engine"
-    yield Attempt(causes.ATTENTION, what, case.logps), own
-    for attempt in [*sampling_attempts(case), *prompt_attempts(case), *model_attempts(case)]:
+    own = case.recompute()
+    yield causes.ATTENTION, "the model's own forward pass agrees with the engine", own
+    for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case)]:
         try:
-            policy = attempt.build() if attempt.build else case.policy
-            logps = own_logps(policy, case.samples, attempt.logps, attempt.prompts)
-        except Exception:  # transformers raises any type for a model that it cannot run
+            logps = case.recompute(**changes)
+        except Exception:  # transformers and chat templates raise errors of any type
             continue
-        if not torch.allclose(logps, own):  # a window may be longer than the sequences
-            yield attempt, logps
+        if not torch.allclose(logps, own):  # for example, a window longer than the sequences
+            yield cause, what, logps
 
 
-def sampling_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield other temperatures, truncations and penalties."""
+def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
+    """Yield different temperatures, truncations and penalties."""
     # 1. Temperatures: none ("raw"), the requested one, and the model's default.
+    raw = {"samples": replace(case.samples, support=None), "settings": {}}
+    yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
-    if case.uses_kept or case.temperature != 1:
-        raw = replace(case, temperature=1.0, uses_kept=False)
-        yield Attempt(causes.TEMPERATURE, "the engine reports raw log-probabilities", raw.logps)
-    for value in {case.sampling.temperature, shipped.get("temperature", 1.0)} - {case.temperature}:
-        what = f"the engine uses temperature={value:g}"
-        yield Attempt(causes.TEMPERATURE, what, replace(case, temperature=value).logps)
-    # 2. The tokens that the engine names, the requested truncation, and the model's defaults.
-    if case.samples.support is not None:
-        kept = replace(case, uses_kept=True)
-        yield Attempt(causes.TRUNCATION, "the engine uses the tokens that it names", kept.logps)
-    requested = {"top_k": case.sampling.top_k, "top_p": case.sampling.top_p}
-    sent = {"temperature", *requested}
-    unsent = {name: value for name, value in shipped.items() if name not in sent}
-    for changes in (requested, shipped, unsent):
-        settings: dict[str, Any] = {"temperature": case.temperature, **changes}
-        if any(settings[name] != OFF[name] for name in changes):
-            differ = [name for name in settings if settings[name] != OFF[name]]
-            words = " ".join(f"{name}={settings[name]:g}" for name in differ)
-            logps = partial(sampled_logps, **settings)
-            yield Attempt(causes.TRUNCATION, f"the engine uses {words}", logps)
+    for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
+        changes = {"settings": {"temperature": value}}
+        yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
+    # 2. Truncation: the tokens that the engine kept, the requested settings, the model's defaults.
+    yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
+    requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
+    # vLLM uses the model's default for every setting that a request does not have.
+    unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
+    for chosen in (requested, shipped, unsent):
+        settings = {"temperature": case.temperature, **chosen}
+        settings = {k: v for k, v in settings.items() if v != SAMPLERS[k][1]}
+        if settings.keys() - {"temperature"}:
+            words = " ".join(f"{name}={value:g}" for name, value in settings.items())
+            yield causes.TRUNCATION, f"the engine uses {words}", {**raw, "settings": settings}
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
     """Return the sampling settings of the model's generation_config.json that change something."""
-    values = {name: getattr(policy.lm.generation_config, name, None) for name in OFF}
-    return {name: value for name, value in values.items() if value not in (None, OFF[name])}
+    config = policy.lm.generation_config
+    shipped = {name: getattr(config, name, None) for name in SAMPLERS}
+    return {k: v for k, v in shipped.items() if v not in (None, SAMPLERS[k][1])}
 
 
-def sampled_logps(
-    row: Row,
-    *,
-    temperature: float,
-    top_k: float = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-) -> Tensor:
-    """Return (n,) logps of a sampler with these settings: -inf if it cannot draw the token."""
-    penalize = library.RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
-    logits = penalize(row.context, row.logits) / temperature
-    logits = library.MinPLogitsWarper(min_p)(row.context, logits)
-    if top_k:
-        logits = library.TopKLogitsWarper(int(top_k))(row.context, logits)
-    logits = library.TopPLogitsWarper(top_p)(row.context, logits)
-    return logits.log_softmax(-1).gather(-1, row.targets[:, None])[:, 0]
-
-
-def prompt_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield other token ids of the prompts."""
-    readings = [case.samples.prompt_ids]
-    tokenizer = case.policy.tokenizer
-
-    def chat(prompt: Prompt, is_open: bool) -> list[int]:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=is_open
-        )
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def plain(prompt: Prompt) -> list[int]:
-        parts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt]
-        return tokenizer("\n".join(parts))["input_ids"]
-
-    ways: dict[str, Callable[[Prompt, list[int]], list[Any]]] = {
-        "adds BOS once more": lambda _, ids: [tokenizer.bos_token_id, *ids],
-        "loses the first token (BOS)": lambda _, ids: ids[1:],
-        "loses the last token": lambda _, ids: ids[:-1],
-        "tokenizes the text again": lambda _, ids: tokenizer(tokenizer.decode(ids))["input_ids"],
-        "applies the chat template": lambda prompt, _: chat(prompt, is_open=True),
-        "adds no generation prompt": lambda prompt, _: chat(prompt, is_open=False),
-        "applies no chat template": lambda prompt, _: plain(prompt),
-    }
-    given = [case.prompts[group] for group in case.samples.group.tolist()]
-    for name, read in ways.items():
-        try:
-            ids = [read(*pair) for pair in zip(given, readings[0], strict=True)]
-        except Exception:  # a chat template is a program, which may raise anything
-            continue
-        if ids not in readings and all(tokens and None not in tokens for tokens in ids):
-            readings.append(ids)
-            yield Attempt(causes.PROMPT, f"the engine {name}", case.logps, ids)
-
-
-def model_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield other models: the dtype, the adapter, and fields of the configuration."""
+def other_attempts(case: Case) -> Iterator[Attempt]:
+    """Yield different prompts and models: no adapter, 16 bits, a configuration field ignored."""
+    for name, change in PROMPT_CHANGES.items():
+        yield causes.PROMPT, f"the engine {name}", {"change": change}
     policy = case.policy
     if policy.model is not policy.lm:
-        build = partial(without_adapter, policy)
-        yield Attempt(causes.ADAPTER, "the engine has no adapter", case.logps, build=build)
+        base = copy.deepcopy(policy.model).unload()
+        build = partial(with_model, policy, base)
+        yield causes.ADAPTER, "the engine has no adapter", {"build": build}
     for dtype in (torch.bfloat16, torch.float16):
         build = partial(cast, policy, dtype)
-        yield Attempt(causes.DTYPE, f"the engine computes in {dtype}", case.logps, build=build)
+        yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
     config = policy.lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    changes: dict[str, dict[str, Any]] = {
-        "the scaling of RoPE": {"rope_parameters": {**rope, "rope_type": "default"}},
-        "rope_theta": {"rope_parameters": {**rope, "rope_theta": 10000.0}},
-    }
-    changes |= {name: {name: IGNORED.get(name)} for name in CAUSES if getattr(config, name, None)}
-    for name, fields in changes.items():
-        build = partial(with_config, policy, fields)
-        cause = CAUSES.get(name, causes.ROPE)
-        yield Attempt(cause, f"the engine ignores {name}", case.logps, build=build)
+    changes = [
+        ("the scaling of RoPE", causes.ROPE, "rope_parameters", {**rope, "rope_type": "default"}),
+        ("rope_theta", causes.ROPE, "rope_parameters", {**rope, "rope_theta": 10000.0}),
+    ]
+    changes += [(field, cause, field, off) for field, (cause, off) in FIELDS.items()]
+    for name, cause, field, value in changes:
+        if getattr(config, field, None):
+            build = partial(with_config, policy, field, value)
+            yield cause, f"the engine ignores {name}", {"build": build}
 
 
-def with_config(policy: Policy, fields: dict[str, Any]) -> Policy:
-    """Return the policy's weights in a model of a different configuration. Copies no weight."""
-    plain = policy.lm
-    if policy.model is not policy.lm:
-        plain = copy.deepcopy(policy.model).merge_and_unload()
-    config = copy.deepcopy(plain.config)
-    for name, value in fields.items():
-        setattr(config.get_text_config(), name, value)
-    # Buffers follow from the configuration; weights are assigned.
+def with_config(policy: Policy, field: str, value: Any) -> Policy:
+    """Return the policy's weights in a model with one configuration field changed."""
+    config = copy.deepcopy(policy.lm.config)
+    setattr(config.get_text_config(), field, value)
+    # Buffers such as RoPE's frequencies follow from the configuration. The weights are shared.
     with policy.device, init_empty_weights(include_buffers=False):
         model = policy.kind(config).eval()
-    model.load_state_dict(plain.state_dict(), assign=True)
+    model.load_state_dict(policy.lm.state_dict(), assign=True)
     return with_model(policy, model)
 
 
-def without_adapter(policy: Policy) -> Policy:
-    """Return the model below a LoRA adapter."""
-    return with_model(policy, copy.deepcopy(policy.model).unload())
-
-
 def with_model(policy: Policy, model: Any) -> Policy:
-    """Return a policy with a different model."""
+    """Return a shallow copy of the policy around a different model."""
     twin = copy.copy(policy)
-    twin.model = model
-    twin.lm = model
+    twin.model = twin.lm = model
     return twin

@@ -1,4 +1,4 @@
-"""The ten causes that the doctor can name, each with what to do about it."""
+"""The ten causes that the doctor can name, and advice for each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause that was tried, or found by counting."""
+    """A possible cause of a difference between engine and trainer."""
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    left: float = float("nan")  # mean difference if the trainer does the same; nan: not tried
+    # Mean difference that is left if the trainer computes as the engine would. NaN if the cause
+    # was found by counting.
+    left: float = float("nan")
 
     @property
     def advice(self) -> str:
+        """The cause in words, and what to do about it."""
         return f"{self.what}: {ADVICE[self.name]}"

@@ -1,4 +1,4 @@
-"""GRPO in transformers' `Trainer`: rows as for supervised fine-tuning, with an advantage each."""
+"""GRPO in transformers' `Trainer`, with an advantage for each row of the data set."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from grpo_fast.integrations.causal_lm import check_head, policy_loss
 
 
 class PolicyTrainer(Trainer):
-    """`Trainer` on rows of token ids, labels and advantages.
+    """transformers' `Trainer` with the GRPO loss.
 
-    A row has input_ids, attention_mask and labels of shape (L,), advantages of shape () and, where
-    given, old_logps and ref_logps of shape (L-1,). The loss is divided by the tokens of the
-    whole step, as `Trainer` counts them over accumulation steps and ranks.
+    A row of the data set has input_ids, attention_mask and labels of shape (L,), advantages of
+    shape () and optionally old_logps and ref_logps of shape (L-1,). The loss is divided by the
+    number of labels in the step, counted over accumulation steps and ranks.
 
     Args:
-        loss_config: The loss; its `aggregation` is "token_mean_global".
-        args: `remove_unused_columns` must be False, because `Trainer` would remove the advantages.
+        *args: Positional arguments of `Trainer`.
+        loss_config: The loss. Its aggregation must be "token_mean_global".
+        **kwargs: Keyword arguments of `Trainer`. `args.remove_unused_columns` must be False,
+            because `Trainer` would remove the advantages.
+
+    Raises:
+        ValueError: An argument does not fit, or the model's LM head is not linear.
     """
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
@@ -34,7 +39,7 @@ class PolicyTrainer(Trainer):
         require(not self.args.remove_unused_columns, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
-        # Trainer then passes the tokens of the whole step, and does not divide the loss again.
+        # Trainer then passes num_items_in_batch, and does not divide the loss a second time.
         self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -45,6 +50,7 @@ class PolicyTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
+        """Return the loss of one micro-batch, divided by the tokens of the step."""
         output = policy_loss(
             model, inputs, inputs["advantages"].float(), self.loss_config,
             old_logps=inputs.get("old_logps"), ref_logps=inputs.get("ref_logps"),
@@ -54,12 +60,12 @@ class PolicyTrainer(Trainer):
             self.seen[name].append(value)
         loss = output.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # The count is that of all ranks, and DDP averages the gradients.
+            # num_items_in_batch counts the tokens of all ranks, but DDP averages the gradients.
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the means of the loss's metrics over this rank's micro-batches."""
+        """Log the loss metrics, averaged over this rank's micro-batches, with Trainer's logs."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.seen.items()}
         self.seen.clear()
         super().log({**means, **logs}, *args, **kwargs)

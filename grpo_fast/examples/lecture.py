@@ -1,9 +1,10 @@
-"""CS336's lecture on policy gradients at its own size: sort three numbers, from random weights.
+"""The experiment of CS336's lecture on policy gradients: learn to sort three numbers.
 
     python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized] [--naive]
 
-Three prompts, ten responses to each, ten updates by Adam on each batch, an exact KL to a copy of
-the model that is renewed every ten steps. The model has 650 parameters.
+The model has 650 parameters and starts from random weights. A step samples ten responses to each of
+three prompts and makes ten Adam updates. The KL to a reference model is exact; the reference is
+replaced by a copy of the model every ten steps.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, group_advantages,
 
 PROMPTS = torch.tensor([[1, 0, 2], [3, 2, 4], [1, 2, 3]])
 SYMBOLS, LENGTH, GROUP, UPDATES = 5, 3, 10, 10
-EPSILON = 0.01  # of the clip
+EPSILON = 0.01  # clip range of the ratio
 
 
 class LectureModel(nn.Module):
-    """The lecture's model, which is not autoregressive.
+    """Model of the lecture. It is not autoregressive.
 
-    A prompt becomes one vector, Σ_i E[x_i]·A_i with a matrix A_i for each position. The response's
-    token at place j has the logits E·(vector·B_j), whatever the tokens before it are.
+    A prompt x becomes one vector Σ_i E[x_i]·A_i, with a matrix A_i for each position. Token j of
+    the response has the logits E·(vector·B_j). They do not depend on earlier response tokens.
     """
 
     def __init__(self, width: int = 10, spread: float = 0.3) -> None:
@@ -35,15 +36,17 @@ class LectureModel(nn.Module):
         self.decode = nn.Parameter(torch.randn(LENGTH, width, width) / width**0.5)
 
     def forward(self, prompts: Tensor) -> Tensor:
-        """Return the hidden states (B, LENGTH, H) of prompts (B, LENGTH)."""
+        """Return hidden states of shape (B, LENGTH, H) for prompts of shape (B, LENGTH)."""
         vector = torch.einsum("bph,phk->bk", self.embedding[prompts], self.encode)
         return torch.einsum("bh,jhk->bjk", vector, self.decode)
 
 
 def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
-    """Count the prompt's numbers that occur, and the neighbours in order: 0 to 5 points, or 0 to 2.
+    """Return one reward for each response: 0 to 5 points, or 0 to 2 if `scaled`.
 
-    As in the lecture, a number that occurs twice counts as both.
+    A response gets a point for each number of the prompt that it contains, and a point for each
+    pair of neighbours in ascending order. As in the lecture, a prompt with equal numbers gets both
+    points for one occurrence.
     """
     included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
     ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)
@@ -54,7 +57,11 @@ def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
 
 @torch.no_grad()
 def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Return prompts, responses (3·count, LENGTH) and the responses' log-probabilities."""
+    """Sample `count` responses to each prompt.
+
+    Returns:
+        Prompts, responses, and log-probabilities, each of shape (3·count, LENGTH).
+    """
     prompts = PROMPTS.repeat_interleave(count, 0)
     logp = (model(prompts) @ model.embedding.t()).log_softmax(-1)
     drawn = torch.multinomial(logp.exp().flatten(0, 1), 1, generator=generator)
@@ -63,7 +70,7 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
-    """Judge 32 responses to each prompt, sampled with a seed of their own."""
+    """Return accuracy and mean reward of 32 responses to each prompt, with a fixed seed."""
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)
     reward = rewards_of(prompts, responses, scaled)
@@ -82,14 +89,20 @@ def train(
     beta: float = 0.01,
     scaled: bool = True,
 ) -> list[dict[str, float]]:
-    """Train and return the metrics of each step; step 0 has those before training.
+    """Train a model from random weights.
 
     Args:
-        loss: a loss type of `LossConfig`, as reinforce, unclipped or grpo.
-        advantages: a mode of `group_advantages`, as rewards, centered, normalized or max.
-        spread: standard deviation of the embedding at the start.
-        beta: weight of the exact KL to the reference; 0: no reference.
-        scaled: rewards of 0 to 2 in place of 0 to 5 points.
+        loss: Loss type of `LossConfig`, for example reinforce, unclipped or grpo.
+        advantages: Mode of `group_advantages`, for example rewards, centered, normalized or max.
+        steps: Number of steps, with ten updates each.
+        seed: Seed of weights and sampling.
+        lr: Learning rate of Adam.
+        spread: Standard deviation of the embedding at the start.
+        beta: Weight of the exact KL to the reference. 0 uses no reference.
+        scaled: Use rewards of 0 to 2 in place of 0 to 5 points.
+
+    Returns:
+        The metrics of each step. Step 0 has the evaluation before training.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -102,12 +115,12 @@ def train(
         prompts, responses, old_logps = sample(model, GROUP, generator)
         rewards = rewards_of(prompts, responses, scaled)
         advantage = group_advantages(rewards, advantages, group_size=GROUP)
-        # 2. The reference is the model as it is now and then.
+        # 2. Copy the model to the reference every ten steps.
         if step % 10 == 1:
             reference = [model(PROMPTS).detach(), model.embedding.detach().clone()]
         teacher = TeacherHead(reference[0].repeat_interleave(GROUP, 0), reference[1])
         term = DivergenceTerm(teacher, coef=beta)
-        # 3. Several updates on the batch.
+        # 3. Update several times on the same batch.
         seen: list[dict[str, Any]] = []
         for _ in range(UPDATES):
             output = linear_grpo_loss(

@@ -2,9 +2,11 @@
 
     config = LossConfig(loss_type="grpo")
     module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
-    lightning.Trainer(max_steps=100).fit(module, prompts)  # counts updates: 50 batches here
+    # max_steps counts optimizer updates: 100 updates are 50 batches with inner_iterations=2.
+    lightning.Trainer(max_steps=100).fit(module, prompts)
 
-Under DDP the loss is divided by the tokens or completions of all ranks. A group is on one rank.
+Under DDP, the loss is divided by the tokens or completions of all ranks. All completions of a
+prompt must be on one rank.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ class GRPOModule(LightningModule):
 
     Args:
         model: A transformers causal LM.
-        config: The loss; with `beta != 0` it needs `reference`.
-        group_size: Completions of a prompt; they follow each other in a batch.
+        config: The loss. If its beta is not 0, pass `reference`.
+        group_size: Completions of each prompt. They are neighbours in a batch.
         inner_iterations: Updates on one batch of completions.
-        rollout: Function from a batch of the data loader to input_ids, attention_mask and labels
-            (B, L), and rewards (B,). Labels are -100 where there is no completion token. None: the
-            data loader gives these batches.
-        reference: The frozen model of the KL term.
-        learning_rate: Of AdamW.
-        max_grad_norm: The gradient is clipped to this norm.
+        rollout: Function from a batch of the data loader to a dictionary with input_ids,
+            attention_mask and labels of shape (B, L), and rewards of shape (B,). Labels are -100
+            outside completions. None: the data loader already returns such dictionaries.
+        reference: Reference model of the KL term. It is frozen.
+        learning_rate: Learning rate of AdamW.
+        max_grad_norm: Largest norm of the gradient; a larger gradient is scaled down.
 
     Raises:
         ValueError: The LM head is not linear, or `reference` and `beta` do not fit.
@@ -70,7 +72,7 @@ class GRPOModule(LightningModule):
         self.max_grad_norm = max_grad_norm
 
     def on_fit_start(self) -> None:
-        """Refuse a sharded LM head, and gradients that are scaled for fp16."""
+        """Refuse strategies that shard the LM head, and refuse fp16 with its scaled gradients."""
         strategy = type(self.trainer.strategy).__name__
         is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
         require(not is_sharded, "strategy", "one that does not shard the head (ddp)", strategy)
@@ -79,12 +81,13 @@ class GRPOModule(LightningModule):
         require(not precision.startswith("16"), "precision", expected, precision)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW for the trainable parameters."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Update several times on one batch; log the means of the metrics."""
-        # 1. Completions, their advantages, and the reference's logps.
+        """Update several times on one batch, and log the mean metrics."""
+        # 1. Sample completions; compute advantages and reference log-probabilities.
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
@@ -92,7 +95,8 @@ class GRPOModule(LightningModule):
         ref_logps = None
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
-        # 2. What the loss is divided by: the mean over ranks, because DDP averages gradients.
+        # 2. Count tokens and completions, which divide the loss. The mean over ranks is right,
+        # because DDP averages the gradients.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
@@ -100,9 +104,10 @@ class GRPOModule(LightningModule):
             "num_items_in_batch": tokens.clamp(min=1),
             "num_completions_in_batch": completions,
         }
-        # 3. Updates; the first update's logps are the old ones of the others.
+        # 3. Update. The log-probabilities of the first update are the old ones for later updates.
         optimizer = self.optimizers()
-        old_logps, seen = None, []
+        old_logps = None
+        seen = []
         for _ in range(self.inner_iterations):
             output = policy_loss(
                 self.model, batch, advantages, self.config, old_logps=old_logps,
@@ -115,6 +120,6 @@ class GRPOModule(LightningModule):
             if old_logps is None:
                 old_logps = output.logps
             seen.append({**output.metrics, "loss": output.loss.detach(), "grad_norm": norm})
-        # 4. Means over updates and ranks.
+        # 4. Log means over updates and ranks.
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
         self.log_dict({**metrics, "reward": batch["rewards"].float().mean()}, sync_dist=True)

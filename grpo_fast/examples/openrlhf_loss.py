@@ -1,9 +1,9 @@
-"""OpenRLHF's `PolicyLoss` (openrlhf 0.11) on our kernels: the same call and the same result.
+"""OpenRLHF's `PolicyLoss` (openrlhf 0.11) on our kernels, with the same call and the same results.
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
-Three differences: masked slots are inert, a batch without an active token gives loss 0, not NaN,
-and the ratio of a completion (gspo) is bounded by e^20.
+There are three differences. NaN at masked tokens does not reach the loss. The loss of a batch
+without active tokens is 0, not NaN. The ratio of a completion (gspo) is at most e^20.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.errors import require
 
-LOG_RATIO_BOUND = 20.0  # OpenRLHF's, of a token
+LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to this bound
 LEVELS = {"ppo": "token", "gspo": "sequence"}  # where the importance ratio is computed
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -26,13 +26,13 @@ class PolicyLoss(nn.Module):
     """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO.
 
     Args:
-        theirs: OpenRLHF's own `PolicyLoss`, whose options are taken over.
+        theirs: OpenRLHF's `PolicyLoss`. Its options are copied.
 
     Raises:
-        ValueError: It has other options than those of openrlhf 0.11.
+        ValueError: The options differ from the options of openrlhf 0.11.
     """
 
-    # OpenRLHF's options
+    # Options of OpenRLHF's PolicyLoss.
     clip_eps_low: float
     clip_eps_high: float
     dual_clip: float | None
@@ -73,21 +73,37 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> Returned:
-        """Return OpenRLHF's five 0-d values; the last two are None without a correction.
+        """Compute the loss and OpenRLHF's metrics.
 
-        `batch_num_tokens` and `global_batch_size` count the batch of all ranks. Without the one
-        that the reduction needs, the count of this call is used.
+        Args:
+            log_probs: Current log-probabilities, shape (B, L), with a gradient.
+            old_log_probs: Log-probabilities before the update, shape (B, L).
+            advantages: Advantage of each token, shape (B, L).
+            action_mask: True or 1 at completion tokens, shape (B, L). None: all tokens.
+            rollout_log_probs: Log-probabilities of the sampler, shape (B, L), for the correction.
+            dp_size: Number of data-parallel ranks.
+            batch_num_tokens: Tokens in the batch of all ranks. None: count this call's tokens.
+            global_batch_size: Completions in the batch of all ranks. None: count this call's.
+
+        Returns:
+            loss, clip_ratio, ppo_kl, vllm_kl and the filtered share, 0-d each. The last two are
+            None without a correction.
         """
         keep = torch.ones_like(log_probs).bool() if action_mask is None else action_mask.bool()
-        behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
+        behaviour = old_log_probs
+        weighted = advantages
+        vllm_kl = None
+        filtered = None
+        # 1. The correction for the mismatch between sampler and trainer.
         if self.is_correction_level != "off" and self.by_sequence:
-            behaviour = rollout_log_probs  # the ratio of a sequence is to the rollout's policy
+            behaviour = rollout_log_probs  # OpenRLHF's gspo ratio is relative to the sampler
         elif self.is_correction_level != "off":
             with torch.no_grad():
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
-        if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
+        # 2. The loss. OpenRLHF clamps the log ratio of a token, so clamped tokens get no gradient.
+        if not self.by_sequence:
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
         tokens: float | Tensor = keep.sum().clamp(min=1)
@@ -101,23 +117,30 @@ class PolicyLoss(nn.Module):
             num_items_in_batch=tokens if self.token_level_loss else None,
             num_completions_in_batch=None if self.token_level_loss else completions,
         ).loss  # fmt: skip
+        # 3. OpenRLHF's metrics.
         with torch.no_grad():
             clip_ratio = _mean(self._clipped(log_probs - behaviour, advantages, keep), keep)
             ppo_kl = _mean(old_log_probs - log_probs, keep)
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-        """Return where the clipped surrogate is the smaller one, (B, L) bool."""
+        """Return the tokens whose loss is clipped, shape (B, L), bool."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
+        high = ratio > 1 + self.clip_eps_high
+        low = ratio < 1 - self.clip_eps_low
         return ((advantages > 0) & high) | ((advantages < 0) & low)
 
     def _correction(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the weight of each token's loss, and the share of tokens or sequences outside."""
+        """Compute OpenRLHF's correction for the mismatch between sampler and trainer.
+
+        Returns:
+            Weights of the token losses, shape (B, L) or (B, 1), and the share of tokens or
+            sequences outside the threshold, 0-d.
+        """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
         log_ratio = old_log_probs - rollout_log_probs
@@ -133,7 +156,7 @@ class PolicyLoss(nn.Module):
         if self.is_correction_gating == "ratio":
             statistic = statistic.exp()
         inside = (statistic >= low) & (statistic <= high)
-        if per_sequence:  # OpenRLHF's statistic of an empty completion is NaN: outside
+        if per_sequence:  # OpenRLHF's statistic of an empty completion is NaN, which is outside
             inside = inside & keep.any(-1, keepdim=True)
         if self.is_correction_mode == "clip":
             coefficient = statistic.clamp(low, high)
@@ -143,10 +166,11 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
+    """Return the mean over the kept tokens, or their share for a bool tensor."""
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean over each completion's tokens, (B, 1); 0 for a completion without tokens."""
+    """Return the mean over each completion's tokens, shape (B, 1); 0 for an empty completion."""
     return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

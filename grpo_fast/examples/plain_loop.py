@@ -1,8 +1,9 @@
-"""GRPO in one function: a transformers model, a reward, and a loop.
+"""GRPO in a plain loop: a transformers model, a reward function and an optimizer.
 
     python -m grpo_fast.examples.plain_loop
 
-trains a tiny random model to prefer even token ids, and prints the loss and the reward.
+The script trains a tiny model with random weights to prefer even token ids. It prints loss and
+reward of each update and takes ten seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch import Tensor
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import policy_loss
 
+Metrics = dict[str, float]
+
 
 def train(
     model: Any,
-    prompts: Tensor,  # (N, P) ids, all of one length
-    reward: Callable[[Tensor], Tensor],  # completions (N·G, K), -100 after their end → (N·G,)
+    prompts: Tensor,  # (N, P)
+    reward: Callable[[Tensor], Tensor],  # (N*G, K) -> (N*G,)
     config: LossConfig,
     *,
     steps: int,
@@ -28,14 +31,32 @@ def train(
     inner_iterations: int = 2,
     max_new_tokens: int = 64,
     learning_rate: float = 1e-6,
-) -> list[dict[str, float]]:
-    """Train a transformers model in place; return the metrics of every update."""
+    report: Callable[[int, Metrics], None] = lambda update, metrics: None,
+) -> list[Metrics]:
+    """Train a transformers model in place.
+
+    Args:
+        model: A transformers causal LM.
+        prompts: Token ids of N prompts of the same length, shape (N, P).
+        reward: Function from completions (N*G, K) to rewards (N*G,). Completions are -100 after
+            their end.
+        config: The loss.
+        steps: Number of batches of completions.
+        group_size: Number of completions G of each prompt.
+        inner_iterations: Updates on each batch.
+        max_new_tokens: Largest length of a completion.
+        learning_rate: Learning rate of AdamW.
+        report: Called with the number and the metrics of each update.
+
+    Returns:
+        The metrics of all updates.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     end = model.config.eos_token_id
     length = prompts.shape[1]
     history = []
     for _ in range(steps):
-        # 1. Sample G completions of each prompt; labels are -100 at the prompt and after the end.
+        # 1. Sample G completions of each prompt. Labels are -100 in prompts and after the end.
         model.eval()
         repeated = prompts.repeat_interleave(group_size, 0)
         input_ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
@@ -43,10 +64,10 @@ def train(
         after_end = is_end.cumsum(1) - is_end.int() > 0
         completions = input_ids[:, length:].masked_fill(after_end, -100)
         labels = torch.cat([torch.full_like(repeated, -100), completions], 1)
-        # 2. Score the completions and compare them within their group.
+        # 2. Score the completions, and compare each score with its group.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
-        # 3. Update several times; the first update's logps are the old ones of the others.
+        # 3. Update. The log-probabilities of the first update are the old ones for later updates.
         model.train()
         old_logps = None
         for _ in range(inner_iterations):
@@ -59,16 +80,25 @@ def train(
                 old_logps = output.logps
             metrics = {"loss": output.loss.detach(), "reward": rewards.mean(), **output.metrics}
             history.append({name: float(value) for name, value in metrics.items()})
+            report(len(history) - 1, history[-1])
     return history
 
 
 def even_ids(completions: Tensor) -> Tensor:
-    """Return the share of even ids in each completion."""
+    """Return the share of even token ids in each completion."""
     real = completions >= 0
     return ((completions % 2 == 0) & real).sum(1) / real.sum(1).clamp(min=1)
 
 
+def show(update: int, metrics: Metrics) -> None:
+    """Print loss and reward of an update."""
+    print(
+        f"update {update}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}", flush=True
+    )
+
+
 def main() -> None:
+    """Train a tiny model, and print every update."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -77,12 +107,10 @@ def main() -> None:
         num_attention_heads=4, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     prompts = torch.randint(2, 64, (4, 6))
-    history = train(
+    train(
         LlamaForCausalLM(config), prompts, even_ids, LossConfig(loss_type="dapo"), steps=10,
-        max_new_tokens=16, learning_rate=3e-3,
+        max_new_tokens=16, learning_rate=3e-3, report=show,
     )  # fmt: skip
-    for number, metrics in enumerate(history):
-        print(f"update {number}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A custom loss for prime-rl: `fn(LossInputs) -> LossOutputs`, one call for each sequence.
+"""A custom loss function for prime-rl, which calls it once for each sequence.
 
     [trainer.loss]
     type = "custom"
     import_path = "grpo_fast.examples.prime_rl_loss.policy_loss"
     kwargs = { loss_type = "grpo", epsilon_low = 0.2, epsilon_high = 0.28 }
 
-The loss is a sum over the tokens of the sequence; prime-rl divides it by the tokens of the batch.
+The function returns the sum over the tokens of a sequence. prime-rl divides the sum by the number
+of tokens in the batch.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from grpo_fast.errors import require
 
 
 def policy_loss(inputs: Any, **options: Any) -> Any:
-    """Return prime-rl's `LossOutputs`: the loss and our metrics of one sequence.
+    """Compute the loss of one sequence for prime-rl.
 
     Args:
-        inputs: prime-rl's `LossInputs`, tensors of shape (T,). `inference_logprobs` are the old
-            logps. `teacher_logprobs` are the reference of the KL term, and must be given exactly
-            if beta is not 0.
-        options: Fields of `LossConfig`, except those that need logits or entropies: prime-rl
-            passes log-probabilities only.
+        inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are the old
+            log-probabilities. `teacher_logprobs` are the reference log-probabilities of the KL
+            term. They are required if beta is not 0, and refused otherwise.
+        **options: Fields of `LossConfig`. prime-rl passes log-probabilities only, so options that
+            need logits or entropies are not possible.
+
+    Returns:
+        prime-rl's `LossOutputs` with the loss and our metrics.
+
+    Raises:
+        ValueError: `teacher_logprobs` and beta do not fit, or `LossConfig` refuses an option.
     """
     config = LossConfig(**options, aggregation="token_mean_global")
     teacher = inputs.teacher_logprobs
@@ -44,6 +51,7 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0,
     )  # fmt: skip
-    # prime-rl is on no package index: the class of the result is in the module of the inputs.
+    # prime-rl is not on a package index, so it cannot be imported here. Its LossOutputs is defined
+    # in the same module as the class of the inputs.
     home: Any = sys.modules[type(inputs).__module__]
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -4,9 +4,11 @@
     grpo-fast train sort steps=300 'rewards=[
       {name: reward_model, path: runs/reward-model/model}, {name: sort_positions, weight: 0}]'
 
-Without `--pairs` a model of 0.2 M parameters learns which of two answers to a prompt of the recipe
-`sort` has more symbols in their places: half a minute on 2 CPU cores. Lines of a file of pairs have
-the texts `prompt`, `chosen` and `rejected`, and perhaps a number `margin`; every tenth is held out.
+Without `--pairs`, a model of 0.2 M parameters learns which of two answers to a prompt of the recipe
+`sort` has more symbols in the right places. This takes half a minute on 2 CPU cores.
+
+Each line of a file of pairs is a JSON object with the texts `prompt`, `chosen` and `rejected`, and
+optionally a number `margin`. Every tenth pair is held out.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Tr
 from transformers import TrainingArguments as Arguments
 
 DIGITS, SYMBOLS = 4, 10
-CENTER = 0.01  # weight of mean((chosen + rejected)²), which keeps the scores near 0 (2312.09244)
+CENTER = 0.01  # weight of mean((chosen + rejected)²), which centers scores at 0 (arXiv 2312.09244)
 
 
 def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
-    """Make pairs of spoiled answers to the prompts of `sort`: fewer wrong places, and more."""
+    """Return pairs of answers to prompts of `sort`. The chosen answer has fewer wrong symbols."""
     rng = random.Random(seed)
     pairs = []
     for _ in range(count):
@@ -43,7 +45,7 @@ def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
-    """Return the answer with so many wrong places; a quarter of them lack their end instead."""
+    """Return the answer with `wrong` symbols replaced, or, in a quarter of the cases, cut off."""
     if rng.random() < 0.25:
         return " ".join(answer[: len(answer) - wrong])
     places = rng.sample(range(len(answer)), wrong)
@@ -52,7 +54,7 @@ def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
 
 
 def tiny_model() -> tuple[Any, Any]:
-    """Return a Llama of random weights with one output, and a tokenizer of the symbols."""
+    """Return a Llama with random weights and a single output, and a tokenizer of the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,10 +69,10 @@ def tiny_model() -> tuple[Any, Any]:
 
 
 class PairTrainer(Trainer):
-    """A Trainer whose batches hold the chosen texts of some pairs, then the rejected ones."""
+    """Trainer for pairs: a batch holds the chosen texts, followed by the rejected texts."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the loss of Bradley and Terry, −log σ(chosen − rejected − margin)."""
+        """Return the Bradley-Terry loss, −log σ(chosen − rejected − margin), plus centering."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
         loss = -logsigmoid(chosen - rejected - margin).mean()
@@ -78,7 +80,7 @@ class PairTrainer(Trainer):
 
 
 def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Encode pairs as the reward `reward_model` does: prompt and answer, then the end token."""
+    """Tokenize pairs in the same format as the reward `reward_model`: prompt, answer, EOS."""
     rows = []
     for name in ("chosen", "rejected"):
         for pair in pairs:
@@ -92,7 +94,7 @@ def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tens
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
-    """Return the share of pairs whose better text has the higher score."""
+    """Return the share of pairs whose chosen text has the higher score."""
     model.eval()
     right = 0
     for first in range(0, len(pairs), 64):
@@ -105,18 +107,32 @@ def accuracy(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
 
 
 def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int, lr: float) -> Any:
-    """Train, save the model to out/model, and return the accuracy on held-out pairs."""
+    """Train a reward model and save it to out/model.
+
+    Args:
+        out: Folder of the run.
+        pairs_file: File of pairs, one JSON object a line. None: generated pairs.
+        model_path: Folder or hub id of the model to start from, together with `pairs_file`.
+        steps: Number of updates with 64 pairs each.
+        lr: Highest learning rate.
+
+    Returns:
+        The accuracy on held-out pairs.
+    """
     torch.manual_seed(0)
     if pairs_file is None:
-        pairs, held_out = sort_pairs(64 * steps, seed=0), sort_pairs(1024, seed=1)
+        pairs = sort_pairs(64 * steps, seed=0)
+        held_out = sort_pairs(1024, seed=1)
         model, tokenizer = tiny_model()
     else:
         every = [json.loads(line) for line in Path(pairs_file).read_text("utf-8").splitlines()]
-        pairs, held_out = [x for i, x in enumerate(every) if i % 10], every[::10]
+        pairs = [x for i, x in enumerate(every) if i % 10]
+        held_out = every[::10]
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id  # the score is read before padding
+        # The model reads its score at the last token that is not padding.
+        model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,
         lr_scheduler_type="linear", warmup_steps=50, save_strategy="no", report_to="none",
@@ -125,7 +141,8 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    trainer.model_accepts_loss_kwargs = False  # the loss is a mean over the pairs of a batch
+    # The loss is a mean over pairs. Otherwise Trainer would divide it by a number of tokens.
+    trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")

@@ -1,6 +1,8 @@
-"""Train on traces of verifiers (0.4, schema version 1) as one row: each message stands once.
+"""Train on traces of verifiers (0.4, schema version 1) in one packed row.
 
-    model.set_attn_implementation(register())  # of grpo_fast.attention
+    from grpo_fast.attention import head_of, register
+
+    model.set_attn_implementation(register())
     pack, inputs = pack_traces(traces, advantages, device=model.device)
     hidden = model.model(**pack.model_inputs).last_hidden_state[0]
     head = head_of(model)
@@ -8,9 +10,9 @@
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
     out.loss.backward()
 
-Every branch of a trace is a sample. A sampled message that several branches share is trained in
-the first branch only. Prefixes share rows if their ids, and the experts recorded for them, are
-equal.
+Every branch of a trace is a sample, and a message that several branches share is computed once. A
+sampled message is trained only in the first branch that contains it. Branches share a prefix if its
+token ids and its recorded expert routes are equal.
 """
 
 from __future__ import annotations
@@ -29,15 +31,19 @@ from grpo_fast.errors import require
 def pack_traces(
     traces: Iterable[Any], advantages: Sequence[float], *, device: torch.device | str = "cpu"
 ) -> tuple[PackedTree, dict[str, Any]]:
-    """Return the packed row and the keywords of `linear_grpo_loss`.
+    """Pack traces into one row for `linear_grpo_loss`.
 
     Args:
-        traces: `Trace` objects, or their records as dictionaries. Sampling masks and routes are in
-            objects and in the records of the wire, not in those on disk.
-        advantages: One for each trace.
+        traces: `Trace` objects, or their records as dictionaries. Records on disk have no sampling
+            masks and no expert routes; objects and records from the network do.
+        advantages: One advantage for each trace.
+        device: Device of the returned tensors.
+
+    Returns:
+        The packed row, and the keyword arguments of `linear_grpo_loss`.
 
     Raises:
-        ValueError: A trace cannot be trained on; the message names the trace and the node.
+        ValueError: A trace cannot be trained on. The message names the trace and the node.
     """
     records = [t if isinstance(t, dict) else t.model_dump(mode="python") for t in traces]
     recorded = read_traces(records)

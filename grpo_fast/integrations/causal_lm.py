@@ -1,9 +1,11 @@
-"""The loss of a transformers causal LM on a batch as SFT knows it: input_ids, attention_mask,
-labels (-100: no token), which are not shifted.
+"""GRPO loss of a transformers causal LM on batches as in supervised fine-tuning.
 
-For trainers that call a model themselves. It runs through its own forward, so that the hooks of a
-wrapper fire, and computes one row of logits; the rest comes from its last hidden states. A head in
-an FSDP2 group of its own is refused: its hooks would see that row only.
+A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are -100 where no
+token counts, and they are not shifted.
+
+The functions call the model's own forward, so the hooks of DDP and FSDP fire. The forward computes
+a single row of logits; the loss comes from the last hidden states. An LM head in a separate FSDP2
+group is refused, because FSDP2's hooks would see that single row only.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from grpo_fast.integrations.fast_head import reshard
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside DDP and peft. Raises ValueError where there is none."""
+    """Return the transformers model inside DDP and PEFT.
+
+    Raises:
+        ValueError: The innermost model is not a transformers causal LM.
+    """
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -33,6 +39,7 @@ def unwrapped(model: Any) -> Any:
 def last_hidden(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
 ) -> Any:
+    """Run the model's forward with hidden states, and compute logits for the last rows only."""
     return model(
         input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
         logits_to_keep=logits_to_keep, use_cache=False,
@@ -41,7 +48,11 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise a ValueError where logits are not the head's rule on the last hidden states."""
+    """Check that a model's logits follow from its last hidden states and its linear LM head.
+
+    Raises:
+        ValueError: The logits differ from the logits that the fused loss would compute.
+    """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
@@ -55,6 +66,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
+    """Raise an error unless the head's logit transform gives the model's logits."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
@@ -68,16 +80,22 @@ def _check_rule(
 
 
 def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Head]:
-    """hidden (B, L-1, H), weight and targets (B, L-1) for the fused functions; bias; the head."""
+    """Run the model and return the operands of the fused loss.
+
+    Returns:
+        hidden (B, L-1, H), weight (V, H), targets (B, L-1), bias (V,) or None, and the head.
+    """
     for name in ("input_ids", "labels"):
         value = batch.get(name) if isinstance(batch, Mapping) else None
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         came = f"shape {shape}" if isinstance(value, Tensor) else type(value).__name__
         require(len(shape) == 2, "batch", f"a tensor {name} (B, L)", came)
     lm = unwrapped(model)
-    head, layer = head_of(lm), lm.get_output_embeddings()
+    head = head_of(lm)
+    layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
-    # Hooks and a forward that was exchanged have changed the row of logits, not the weight.
+    # Hooks and a replaced forward change logits, but the fused loss reads the weight. Compare the
+    # row of logits that the model computed.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]
@@ -95,16 +113,29 @@ def policy_loss(
     ref_logps: Tensor | None = None,  # (B, L-1)
     **counts: Any,
 ) -> LossOutput:
-    """`linear_grpo_loss` of a causal LM.
+    """Compute `linear_grpo_loss` for a transformers causal LM.
 
     Args:
-        batch: input_ids, attention_mask and labels, all (B, L).
-        old_logps, ref_logps: as an earlier call or `policy_logps` returned them: [:, t] belongs to
-            labels[:, t + 1].
-        counts: num_items_in_batch, num_completions_in_batch.
+        model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
+        batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L). Labels
+            are -100 where no token counts.
+        advantages: Advantage of each completion, shape (B,).
+        config: Loss settings. The head's softcap and logit scale are added.
+        old_logps: Log-probabilities before the update, shape (B, L-1), fp32. Column t belongs to
+            labels[:, t + 1], as in the result of `policy_logps`.
+        ref_logps: Log-probabilities of the reference model, shape (B, L-1), fp32.
+        **counts: num_items_in_batch or num_completions_in_batch, as in `linear_grpo_loss`.
+
+    Returns:
+        The loss with a gradient to the model, its metrics, and the log-probabilities (B, L-1).
 
     Raises:
-        ValueError: a batch or a model that is none; hooks on the head that change its logits.
+        ValueError: The batch has no input_ids or labels of shape (B, L), the model is not a causal
+            LM with a linear head, or hooks on the head change its logits.
+
+    Example:
+        >>> output = policy_loss(model, batch, advantages, LossConfig(loss_type="dapo"))
+        >>> output.loss.backward()
     """
     require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
     hidden, weight, targets, bias, head = _last_rows(model, batch)
@@ -117,7 +148,16 @@ def policy_loss(
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """(B, L-1) fp32 logps of labels[:, 1:], 0 where a label is -100; temperature: or (B, L-1)."""
+    """Compute the log-probabilities of a batch's labels without a gradient.
+
+    Args:
+        model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
+        batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L).
+        temperature: Sampling temperature: a number, or a tensor of shape (B, L-1).
+
+    Returns:
+        Log-probabilities of labels[:, 1:], shape (B, L-1), fp32. They are 0 where a label is -100.
+    """
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(

@@ -1,4 +1,4 @@
-"""Parts of the fused heads of all trainers: the handle that undoes one, its dtype, its hooks."""
+"""Shared parts of the fused LM heads for other trainers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to end it."""
+    """Handle that `use_fast_head` returns. Call `undo()` or leave its `with` block to undo it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class FastHead(ExitStack):
 
 
 def is_partitioned(model: Any) -> bool:
-    """Whether ZeRO-3 or tensor parallelism shards the model's head, which is logged."""
+    """Return whether ZeRO-3 or tensor parallelism shards the LM head, and log it once."""
     by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
     by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
     if by is not None:
@@ -41,16 +41,20 @@ def _warn_partitioned(by: str) -> None:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else that of the hidden states."""
+    """Return autocast's dtype if autocast is on, else the dtype of the hidden states."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def run_inside(module: nn.Module) -> None:
-    """Let this module (and no other) run a function: `module(x, run=f)` then gives `f(module, x)`.
+    """Add a keyword `run` to this module's forward: `module(x, run=f)` returns `f(module, x)`.
 
-    Its hooks fire around it: FSDP2's gather the weights before, and reduce their gradients after
-    the backward. They also cast every float argument: bind to the function what shall stay.
+    The module's hooks fire around `f`. With FSDP2, they gather the weights before `f` and reduce
+    the gradients after the backward. The hooks also cast every float argument of the call, so bind
+    tensors whose dtype must not change to `f`.
+
+    Args:
+        module: The module to change. Other modules of the same class are not changed.
     """
     before = vars(module).get("forward")
     if getattr(before, "runs_inside", False):
@@ -60,7 +64,7 @@ def run_inside(module: nn.Module) -> None:
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # Looked up on `self`: a copy of the module must not run the original's forward.
+        # Look up the forward on `self`: a copy of the module must not run the original's forward.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 
@@ -69,9 +73,10 @@ def run_inside(module: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 shard the parameters again that a forward without a backward has left whole.
+    """Shard the parameters of an FSDP2 model again after a forward without a backward.
 
-    An optimizer that is made afterwards would hold the whole ones, which the next step drops.
+    An optimizer that is built on the unsharded parameters would update tensors that FSDP2 drops at
+    the next step.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

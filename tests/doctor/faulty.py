@@ -1,4 +1,7 @@
-"""An engine with faults. It shares no code with the doctor: one forward pass for each token."""
+"""An engine with faults for tests of the doctor.
+
+The engine shares no code with the doctor: it makes one forward pass for each token.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,20 +36,19 @@ def found_by(
 
 @dataclass
 class FaultyEngine(Engine):
-    """An engine that samples correctly, apart from the faults that it is given."""
+    """An engine that samples correctly, except for the faults that its fields switch on."""
 
-    temperature: float | None = None  # instead of the requested one
-    top_k: int = 0
-    top_p: float | None = None
-    penalty: float = 1.0
-    raw: bool = False  # reports log-probabilities from before temperature and truncation
-    names_kept: bool = False
-    read: Callable[[list[int]], list[int]] | None = None  # changes a prompt
-    keeps: Policy | None = None  # weights that no update changes
-    model_dtype: torch.dtype | None = None
-    answers: int | None = None  # the version that it reports
-    stops: int | None = None  # cuts completions off
-    report_as: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a completion's logps
+    temperature: float | None = None  # replaces the requested temperature
+    top_k: int = 0  # replaces the requested top_k
+    penalty: float = 1.0  # repetition penalty
+    raw: bool = False  # report log-probabilities from before temperature and truncation
+    names_kept: bool = False  # report the tokens that truncation kept
+    read: Callable[[list[int]], list[int]] = list  # changes the ids of a prompt
+    keeps: Policy | None = None  # sample with these weights, and ignore updates
+    model_dtype: torch.dtype | None = None  # compute in this dtype
+    answers: int | None = None  # report this weight version
+    stops: int | None = None  # cut completions off at this length
+    report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone  # changes reported logps
 
     def update(self, policy: Policy, version: int) -> None:
         self.policy = self.keeps or policy
@@ -59,7 +61,7 @@ class FaultyEngine(Engine):
         self.generator = torch.Generator().manual_seed(7)
         with self.policy.generation():
             return [
-                self.complete(self.read(list(prompt)) if self.read else list(prompt), request)
+                self.complete(self.read(list(prompt)), request)
                 for prompt in request.prompts
                 for _ in range(request.group_size)
             ]
@@ -77,8 +79,7 @@ class FaultyEngine(Engine):
             ids.append(token)
             logps.append(float((z.log_softmax(-1) if self.raw else p.log())[token]))
             kept.append(p.nonzero()[:, 0].tolist())
-        reported = torch.tensor(logps)
-        reported = self.report_as(reported) if self.report_as else reported
+        reported = self.report_as(torch.tensor(logps))
         names = None
         if self.names_kept:
             sizes = torch.tensor([0, *map(len, kept)]).cumsum(0)
@@ -96,7 +97,7 @@ class FaultyEngine(Engine):
         order = p.argsort(descending=True)
         before = (p / p.sum())[order].cumsum(0).roll(1)
         before[0] = 0
-        p[order[before >= (self.top_p or sampling.top_p)]] = 0.0
+        p[order[before >= sampling.top_p]] = 0.0
         return p / p.sum()
 
 

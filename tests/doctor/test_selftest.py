@@ -1,4 +1,4 @@
-"""The self-tests pass here, and each sees the fault that it is for."""
+"""The self-tests pass on this machine, and each self-test finds the fault that it is for."""
 
 from dataclasses import replace
 
@@ -11,8 +11,7 @@ from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
 from grpo_fast.train.runs import build
 
 CPU = torch.device("cpu")
-VALUES, GRADIENTS = "loss and logps against fp64", "gradients against fp64"
-BITS = "same bits again, and alone"
+VALUES, GRADIENTS, BITS = selftest.ERRORS
 
 
 def failed(checks) -> list[str]:
@@ -24,79 +23,67 @@ def test_kernels_of_this_machine():
     assert failed(checks) == []
     ran = {check.name for check in checks if check.error is not None}
     for dtype in ("float32", "bfloat16"):
-        assert {f"torch {dtype}: {x}" for x in (VALUES, GRADIENTS)} <= ran
-    assert all(c.note for c in checks if c.error is None)
+        assert {f"torch {dtype}: {x}" for x in selftest.ERRORS} <= ran
+    assert all(check.note for check in checks if check.error is None)
     assert Check("x", None, 0.0).ok and Check("x", 0.0, 0.0).ok
     assert not Check("x", float("nan"), 1.0).ok and not Check("x", 2.0, 1.0).ok
 
 
-def faulty(kind: str):
-    """`linear_grpo_loss` with a fault."""
-    plain, calls = selftest.linear_grpo_loss, [0]
-
-    def loss(hidden, weight, *arguments, **options):
-        calls[0] += 1
-        out = plain(hidden, weight, *arguments, **options)
-        if kind == "logps":
-            return replace(out, logps=out.logps + 1e-4)
-        if kind == "NaN":
-            return replace(out, logps=out.logps * torch.nan)
-        if kind == "gradients":  # of the weight, by a thousandth of its own value
-            return replace(out, loss=out.loss + 1e-3 * (weight - weight.detach()).sum())
-        if kind == "runs":
-            return replace(out, loss=out.loss * (1 + 2**-23 * (calls[0] % 2)))
-        if kind == "raises":
-            raise RuntimeError("no such kernel\nsecond line")
-        return replace(out, logps=out.logps + 2**-22 * len(hidden))  # a row's bits know its batch
-
-    return loss
+def no_kernel(out, call, weight):
+    raise RuntimeError("no such kernel\nsecond line")
 
 
-@pytest.mark.parametrize(
-    ("kind", "seen"),
-    [
-        ("logps", [VALUES]),
-        ("NaN", [VALUES, BITS]),
-        ("gradients", [GRADIENTS]),
-        ("batch", [BITS]),
-        ("runs", [BITS]),
-        ("raises", [VALUES]),
-    ],
-)
-def test_a_kernel_that_is_wrong(monkeypatch, kind, seen):
+# A fault in the results of one call, and the errors that must be found.
+FAULTS = {
+    "logps": (lambda out, call, weight: replace(out, logps=out.logps + 1e-4), [VALUES]),
+    "NaN": (lambda out, call, weight: replace(out, logps=out.logps * torch.nan), [VALUES, BITS]),
+    "gradients": (
+        lambda out, call, weight: replace(
+            out, loss=out.loss + 1e-3 * (weight - weight.detach()).sum()
+        ),
+        [GRADIENTS],
+    ),
+    "bits that depend on the batch": (
+        lambda out, call, weight: replace(out, logps=out.logps + 2**-22 * len(out.logps)),
+        [BITS],
+    ),
+    "bits that depend on the call": (
+        lambda out, call, weight: replace(out, loss=out.loss * (1 + 2**-23 * (call % 2))),
+        [BITS],
+    ),
+    "raises": (no_kernel, [VALUES]),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_kernel_that_is_wrong(monkeypatch, kind):
+    fault, expected = FAULTS[kind]
+    correct = selftest.linear_grpo_loss
+    calls = []
+
+    def loss(**arguments):
+        out = correct(**arguments)
+        if arguments["hidden"].dtype == torch.float64:  # the reference
+            return out
+        calls.append(kind)
+        return fault(out, len(calls), arguments["lm_head_weight"])
+
     monkeypatch.setattr(selftest, "BACKENDS", ("torch",))
     monkeypatch.setattr(selftest, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(selftest, "linear_grpo_loss", faulty(kind))
+    monkeypatch.setattr(selftest, "linear_grpo_loss", loss)
     checks = list(kernel_checks(CPU))
-    assert failed(checks) == [f"torch float32: {name}" for name in seen]
+    assert failed(checks) == [f"torch float32: {name}" for name in expected]
     if kind == "raises":
         assert checks[0].note == "RuntimeError: no such kernel second line"
-
-
-def test_a_divergence_that_does_not_vanish_or_never_speaks(monkeypatch):
-    made, plain = selftest.problem(torch.float32, CPU), selftest.linear_divergence
-    assert selftest.own_divergence(made, "torch") == 0
-    for add, factor in ((1e-6, 1.0), (0.0, 0.0)):
-
-        def other(*given, add=add, factor=factor, **options):
-            out = plain(*given, **options)
-            return out._replace(values=out.values * factor + add)
-
-        monkeypatch.setattr(selftest, "linear_divergence", other)
-        assert selftest.own_divergence(made, "torch") > 0
 
 
 def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(selftest, "DTYPES", (torch.float32,))
     assert failed(attention_checks(CPU)) == []
-
-    def wrong(q, k, v, layout, rule):
-        return q * k.sum() * v.sum()
-
-    monkeypatch.setattr(selftest, "candidates", lambda kind: [Provider("own", None, wrong)])
-    assert failed(attention_checks(CPU)) == [
-        f"attention own float32{x}" for x in ("", ", window", ", softcap")
-    ]
+    wrong = Provider("own", None, lambda q, k, v, layout, rule: q * k.sum() * v.sum())
+    monkeypatch.setattr(selftest, "candidates", lambda kind: [wrong])
+    expected = [f"attention own float32{x}" for x in ("", ", window", ", softcap")]
+    assert failed(attention_checks(CPU)) == expected
 
 
 @pytest.mark.usefixtures("no_pictures")

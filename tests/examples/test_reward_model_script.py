@@ -1,4 +1,4 @@
-"""The reward model's script: its model is a reward, and scores pairs as the script does."""
+"""The reward model script trains a model that works as a reward and scores pairs alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_script_trains_a_model_that_is_a_reward(tmp_path, monkeypatch, capsy
                         for name in ("chosen", "rejected"))  # fmt: skip
     ours = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 1024
     assert share == pytest.approx(ours, abs=2 / 1024) and share > 0.7
-    # Pairs of a file, and a causal model, which gets an output.
+    # Train on pairs from a file, starting from a causal LM.
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples", "margin": 0.5}
              for i in range(40)]  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

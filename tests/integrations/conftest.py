@@ -1,4 +1,4 @@
-"""A world of one process; a tiny model on disk for TRL's trainers."""
+"""Fixtures: a process group of one process, and a tiny model on disk for TRL's trainers."""
 
 from collections.abc import Iterator
 from pathlib import Path

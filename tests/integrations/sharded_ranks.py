@@ -1,4 +1,4 @@
-"""Tiny models whose heads are sharded in every way, on ranks, against one process on all rows."""
+"""Losses of tiny models with sharded heads on several ranks, for `test_sharded_heads.py`."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -21,16 +21,15 @@ from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
-ROWS, PROMPT, COMPLETION = 4, 5, 6  # of one rank's micro-batch
+ROWS, PROMPT, COMPLETION = 4, 5, 6  # sizes of a rank's micro-batch
 PACKED = {"forward": "packed", "loss": "single pass"}
 Gradients = dict[str, Tensor]
 Batch = dict[str, Tensor]
 Work = tuple[Any, Any, Tensor]  # model, wrapped model, loss
 
 
-# ------------------------------------------------------------------------------------- wraps
 def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options: Any) -> Any:
-    """FSDP2 around each layer, each of `groups` (a module, or a list of them) and the rest."""
+    """Apply FSDP2 to each layer, to each of `groups` (a module or a list), and to the rest."""
     root = options.pop("root", None)
     for layer in lm.model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -40,7 +39,7 @@ def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options
 
 
 def replicated(lm: Any, mesh: DeviceMesh) -> Any:
-    """Shards over two ranks, copied to the other two."""
+    """Shard over two ranks, with copies on the other two (HSDP)."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return shard(lm, two, lm.lm_head)
 
@@ -70,8 +69,8 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# What is computed → its wraps. "dapo" is the single pass, "vespo" TRL's objective on our logps,
-# "empty" a single pass whose last rank has no token that counts.
+# The wraps for each computation. "dapo" is the single pass, "vespo" is TRL's objective on our
+# logps, and "empty" is a single pass in which the last rank has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -83,14 +82,13 @@ COMPUTED = {
 
 
 def names(world: int) -> list[str]:
-    """The cases of a world of that many ranks."""
+    """Return the names of the cases for a number of ranks."""
     cases = [f"{what}-{wrap}" for what, wraps in COMPUTED.items() for wrap in wraps]
     return [case for case in cases if world == 4 or "replicated" not in case]
 
 
-# ------------------------------------------------------------------------------------- work
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
-    """A generation batch, or with a rank its micro-batch."""
+    """Return the micro-batch of a rank; without a rank, the batch of all ranks."""
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
     mask = torch.ones(count, COMPLETION, dtype=torch.int64)
@@ -112,7 +110,7 @@ def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
 
 
 def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Of `FastGRPOTrainer`."""
+    """Compute the loss of `FastGRPOTrainer`."""
     loss_type = "vespo" if what == "vespo" else "dapo"
     trainer = trl_cases.trainer(FastGRPOTrainer, str(folder), folder, loss_type=loss_type)
     trainer.current_gradient_accumulation_steps = 1
@@ -124,7 +122,7 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 
 
 def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Of TRL's DistillationTrainer; the teacher is wrapped as the student is."""
+    """Compute the loss of TRL's DistillationTrainer, with student and teacher wrapped."""
     trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
     for parameter in trainer.teacher_model.parameters():
         parameter.data *= 1.5
@@ -138,7 +136,7 @@ def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> 
 
 
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Of TRL's fused head without a trainer, and of `policy_loss`."""
+    """Compute the loss of TRL's fused head without a trainer, or of `policy_loss`."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     counts = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["completion_mask"]], 1)
@@ -158,7 +156,7 @@ def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 def compute(
     case: str, world: int, folder: Path, rank: int | None = None, mesh: DeviceMesh | None = None
 ) -> tuple[float, Gradients]:
-    """Loss of this rank and reduced gradients; without a rank those of one process on all rows."""
+    """Return this rank's loss and the reduced gradients; without a rank, those of one process."""
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
     work = model_loss if what in ("fused", "policy_loss") else trainer_loss
@@ -166,7 +164,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # DDP reduces only as long as it lives
+    del wrapped  # keep DDP alive until here: it reduces gradients during the backward
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 
@@ -175,10 +173,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
-# -------------------------------------------------------------------------------------- ranks
-# The Trainer of transformers takes a model that transformers sharded.
+# transformers' Trainer accepts sharded models since this version.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-VOCABULARY, WIDTH, TOKENS = 61, 12, 7  # uneven shards of rows, even ones of columns
+VOCABULARY, WIDTH, TOKENS = 61, 12, 7  # shards of rows are uneven, shards of columns are even
 PLACEMENTS = {
     "rows": (Shard(0), Shard(0)),
     "columns": (Shard(1), Replicate()),
@@ -190,7 +187,7 @@ Result = dict[str, Any]
 
 
 def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) -> Result:
-    """The loss averaged over ranks beside the expected one, and how far each gradient is off."""
+    """Return the mean loss of all ranks, the expected loss, and each gradient's relative error."""
     total = torch.tensor(loss, dtype=torch.float64)
     distributed.all_reduce(total)
     pairs = {name: (found[name], x) for name, x in wanted.items() if name in found}
@@ -203,7 +200,7 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """The public functions on DTensors; plain torch on the rows of all ranks."""
+    """Compare the public functions on DTensors with plain torch on the rows of all ranks."""
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random)
@@ -235,7 +232,7 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
         else:
             loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
         loss.backward()
-        if PLACEMENTS[kind][1] is None:  # who passes a plain tensor reduces its gradient
+        if PLACEMENTS[kind][1] is None:  # the caller reduces the gradient of a plain tensor
             distributed.all_reduce(b.grad)
             b.grad /= world
         found = {"hidden": h.grad / world, "weight": whole(w.grad), "bias": whole(b.grad)}
@@ -253,7 +250,7 @@ def head_loss(name: str, h: Tensor, w: Tensor, b: Tensor, ids: Tensor, advantage
 
 
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
-    """`trainer.train()`: the model as transformers shards it, beside one under DDP."""
+    """Compare `trainer.train()` on a model sharded by transformers with a run under DDP."""
     from transformers.distributed import DistributedConfig
 
     for name in ("untied", "tied"):
@@ -271,9 +268,8 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
         yield f"train-{name}", compared(*ends[1], *ends[0])
 
 
-# -------------------------------------------------------------------------------------- jobs
 def references(worlds: list[int], folder: str) -> None:
-    """Models on disk, and what one process computes of every world's rows."""
+    """Save the models, and what one process computes for the rows of all ranks."""
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.folder(Path(folder, name), tie_word_embeddings=tied)
     cases = [(case, world) for world in worlds for case in names(world)]
@@ -282,9 +278,9 @@ def references(worlds: list[int], folder: str) -> None:
 
 
 def results_of(folder: str) -> dict[str, Result]:
-    """Every case of this world, on each of its ranks."""
+    """Run every case of this number of ranks, on each rank."""
     world, rank, place = distributed.get_world_size(), distributed.get_rank(), Path(folder)
-    os.environ["LOCAL_RANK"] = str(rank)  # accelerate looks for it, as torchrun would set it
+    os.environ["LOCAL_RANK"] = str(rank)  # torchrun would set this variable for accelerate
     mesh = init_device_mesh("cpu", (world,))
     expected = torch.load(place / "references.pt")
     results: dict[str, Result] = {}

@@ -1,4 +1,4 @@
-"""The loss of a transformers causal LM against all logits in plain torch: `grpo_reference`."""
+"""`causal_lm` compared with all logits in plain torch (`grpo_reference`)."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from tests.tiny import FAMILIES, tiny_model
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
-    """Loss, metrics and gradients against all logits: softcaps, head scales, tied heads."""
+    """Compare loss, metrics and gradients; families differ in softcap, scale and tied heads."""
     model, reference = tiny_model(family), tiny_model(family, seed=1)
     causal_lm.check_head(model)
     batch, advantages = grpo_reference.rows(4), torch.tensor([1.0, -0.5, 0.3, -2.0])
@@ -77,7 +77,7 @@ def test_what_changes_the_heads_logits_is_refused(change):
         causal_lm.policy_logps(model, batch)
 
 
-def test_a_hook_that_only_looks_is_none_of_our_business():
+def test_a_hook_that_only_reads_is_allowed():
     model, batch, seen = tiny_model("llama", num_hidden_layers=1), grpo_reference.rows(2), []
     expected = causal_lm.policy_logps(model, batch)
     model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out.shape))
@@ -118,12 +118,12 @@ def test_the_model_inside_wrappers():
 
 
 def test_gradients_through_ddp(one_process):
-    """DDP's hooks fire once per parameter, also for the head, read outside the model's forward."""
+    """DDP's hooks fire once per parameter, including the head, which the loss reads."""
     for family in ("qwen2", "llama"):  # tied and untied
         model = tiny_model(family, num_hidden_layers=1)
         twin, given = copy.deepcopy(model), (grpo_reference.rows(2), torch.tensor([1.0, -0.5]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):  # an unfinished reduction shows in the second step
+        for _ in range(2):  # an unfinished reduction raises an error in the second step
             causal_lm.policy_loss(wrapped, *given, LossConfig()).loss.backward()
             causal_lm.policy_loss(twin, *given, LossConfig()).loss.backward()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -131,14 +131,14 @@ def test_gradients_through_ddp(one_process):
 
 
 def test_models_that_fsdp2_shards(one_process):
-    """Their gradients are in test_sharded_heads.py."""
+    """Check refusals and resharding. test_sharded_heads.py compares gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     mesh, model = init_device_mesh("cpu", (1,)), tiny_model("llama", num_hidden_layers=1)
     causal_lm.check_head(fully_shard(model, mesh=mesh))
-    # What the check leaves whole an optimizer would hold, and the next step drop.
+    # An optimizer on unsharded parameters would update tensors that FSDP2 drops.
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model = tiny_model("llama", num_hidden_layers=1)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)

@@ -1,6 +1,6 @@
-"""Each script of grpo_fast/examples/ against plain torch, or against the trainer's own code.
+"""Scripts of grpo_fast/examples compared with plain torch or with the trainer's own code.
 
-Lightning's is in test_two_processes.py, verifiers' in test_recorded_trees.py.
+test_two_processes.py tests the Lightning example, and test_recorded_trees.py the verifiers example.
 """
 
 import copy
@@ -23,7 +23,6 @@ from tests.integrations import trainer_packages
 from tests.tiny import tiny_model
 
 
-# --------------------------------------------------------------------------------------- plain loop
 def reference_loop(
     model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
 ):
@@ -71,7 +70,7 @@ def test_plain_loop_equals_the_tutorial():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert max(h["clip_ratio/region_mean"] for h in history) > 0
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        # AdamW turns a gradient near 0 into a step of its sign: rounding may show there.
+        # AdamW turns a gradient near 0 into a step of its sign, so rounding may flip a step.
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
@@ -84,7 +83,6 @@ def test_plain_loop_as_a_script():
     assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.05
 
 
-# --------------------------------------------------------------------------------------- HF Trainer
 @pytest.fixture(scope="module")
 def hf_trainer():
     return importlib.import_module("grpo_fast.examples.hf_trainer").PolicyTrainer
@@ -104,7 +102,7 @@ def arguments(folder, **changes):
 
 def examples(model) -> list[dict[str, torch.Tensor]]:
     batch = grpo_reference.rows(8, vocabulary=61)
-    # The first micro-batch of a step has far fewer tokens than the second.
+    # Give the first micro-batch of each step far fewer tokens than the second.
     batch["labels"][[0, 1, 4, 5], 8:] = -100
     advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
     with torch.no_grad():
@@ -115,7 +113,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def tutorial_step(model, rows) -> torch.Tensor:
-    """A step of SGD on these rows; the loss, the gradients kept."""
+    """Make a step of SGD on these rows, keep the gradients, and return the loss."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given = batch["advantages"], batch["old_logps"], None
     loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
@@ -128,10 +126,10 @@ def tutorial_step(model, rows) -> torch.Tensor:
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Two optimizer steps of two micro-batches: the weights of one pass over the step's tokens."""
+    """Two micro-batches give the weights of a single pass over the step's tokens."""
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
-    # As some models say of themselves; the loss is not theirs here.
+    # Some models set this flag. It must not change the division of our loss.
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     rows = {"train_dataset": data, "eval_dataset": data[:2]}
@@ -153,8 +151,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# --------------------------------------------------------------------------------------- OpenRLHF
-# Every correction that OpenRLHF allows, with a band that keeps some units and drops some.
+# Every correction of OpenRLHF, with bounds that keep some tokens or sequences and drop others.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -186,7 +183,7 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 
 
 def test_openrlhfs_loss():
-    """Every correction, by token and sequence, small and large steps, both kinds of counts."""
+    """Compare every correction with small and large steps, and with both kinds of counts."""
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
     for correction, kind, dual_clip, by_token, step, given in itertools.product(
@@ -208,7 +205,6 @@ def test_openrlhfs_loss():
         openrlhf_loss.PolicyLoss(loss)
 
 
-# --------------------------------------------------------------------------------------- prime-rl
 @dataclass
 class LossInputs:
     trainer_logprobs: Tensor
@@ -226,7 +222,7 @@ class LossOutputs:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_prime_rls_documented_loss(beta):
-    """The documented example of a custom loss (PPO clip), written out, with a KL to the teacher."""
+    """Compare with prime-rl's documented PPO loss in plain torch, plus a KL to the teacher."""
     random = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(11, generator=random)
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()

@@ -1,4 +1,4 @@
-"""Recorded samples of TRL and verifiers train in ten lines as the flattened samples would."""
+"""Recorded samples of TRL and verifiers as one packed row: the loss of the flattened samples."""
 
 import copy
 import json
@@ -25,14 +25,16 @@ NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
 
 
 def records():
-    """Two rollouts of each of two tasks, made by verifiers 0.4.0: a turn, a tool's result and a
-    turn, another result for the first turn (a second branch), and one more turn on the first.
+    """Return two traces of each of two tasks, recorded by verifiers 0.4.0.
+
+    Each trace has two branches: a turn, a tool's result and a second turn; and the same first turn
+    with a different result and two more turns.
     """
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
 
 
 def run_example(module, names):
-    """The ten lines of a module's docstring."""
+    """Run the example in a module's docstring, at most ten lines."""
     lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
     assert len(lines) <= 10
     exec(compile("\n".join(lines), module.__name__, "exec"), names)
@@ -40,7 +42,7 @@ def run_example(module, names):
 
 
 def flattened(model, samples, advantages, old, support=None):
-    """The loss of samples in rows of their own, and the model's gradients."""
+    """Return the loss of samples in separate rows, and the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
     for ids, trained in samples:
@@ -74,10 +76,10 @@ def test_traces_of_verifiers():
     names["found"] = [p.grad.clone() for p in model.parameters()]
     pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
-    # Equal questions stand once, with the start of the answer; last tokens predict nothing.
+    # Equal prefixes are packed once, and last tokens are left out because they predict nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # Flattened: each branch with its history, a shared turn trained in the first branch only.
+    # The flattened samples: each branch with its history. A shared turn is trained once.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -100,7 +102,7 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """With a mask the loss is over its tokens; equal ids with different experts stay apart."""
+    """A sampling mask restricts the loss. Equal ids with different experts are not shared."""
     traces, model = records()[:2], tiny_model("llama")
     plain, inputs = pack_traces(traces, [1, -1])
     assert inputs["support"] is None
@@ -129,72 +131,86 @@ def test_sampling_masks_and_routes_come_over_the_wire():
     assert apart.layout.total == plain.layout.total + 13
 
 
-def broken(change):
+def broken(*changes):
+    """Return two traces; in the second one, the values at paths such as "nodes.3.mask" change."""
     traces = copy.deepcopy(records()[:2])
-    change(traces[1]["nodes"], traces[1])
+    for path, value in changes:
+        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+        place = traces[1]
+        for key in keys:
+            place = place[key]
+        place[last] = value
     return traces
 
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+HUGE = (10**400, -(10**400))
+TRACE = ": expected the fields of a trace"
+MASKS = [
+    {"ids": ids, "counts": counts}
+    for ids, counts in (
+        ([-1], [1, 0, 0, 0]), ([1.0], [1, 0, 0, 0]), ([1 << 40], [1, 0, 0, 0]),
+        ([1], [2, -1, 0, 0]), ([1], [1, 0, 0]), ([True], [1, 0, 0, 0]), ([[1]], [1, 0, 0, 0]),
+        ([59], [1, 0, 0, 0]),
+    )
+]  # fmt: skip
+BINARY = [{"dtype": "int32", "data": b"abc"}, {"dtype": "int32", "data": b""},
+          {"dtype": "float", "data": b"abcd"}]  # fmt: skip
+# The path of a value in the second trace, the bad values, and the message.
+BAD = [
+    ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
+    ("nodes.3.parent", [9, -1, 8, 1 << 63, 1.0, True, "0", []],
+     ".nodes[3].parent: expected None or one of 8"),
+    ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
+    ("nodes.2.token_ids", ["x"], ".nodes[2].token_ids: expected integers from"),
+    ("nodes.2.token_ids.0", [-1, 3.0, 3.5, 1 << 31, 1 << 63, -(1 << 63), HUGE[0], True, "3", None,
+                             [3]],
+     ".nodes[2].token_ids: expected integers from 0 to 2147483647, got"),
+    ("nodes.3.mask", [[True] * 4], ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
+    ("nodes.3.mask.0", ["false", "true", "", 0, 1, 1.0, None, []],
+     ".nodes[3].mask: expected true or f"),
+    ("nodes.3.logprobs", [[-1.0] * 3], ".nodes[3].logprobs: expected 4 numbers, one for"),
+    ("nodes.3.logprobs.1", [*NOT_FINITE, 0.5, 3.0, 1e-9, -1e300, -9999.0, -1000, True, "-1.0", None,
+                            [-1.0], *HUGE],
+     ".nodes[3].logprobs: expected log-probabilities of sampled tokens, above -1000 and at"),
+    ("nodes.3.advantages", [[1.0]], ".nodes[3].advantages: expected 4 numbers"),
+    ("nodes.3.advantages", [[1.0, x, 0.0, 2] for x in (math.nan, -math.inf, 1e39, "1.0", True, None,
+                                                       HUGE[0])],
+     ".nodes[3].advantages: expected numbers that fp32 holds, got"),
+    ("nodes.3.sampling_mask", MASKS, ".nodes[3].sampling_mask"),
+    ("nodes.3.sampling_mask", [{}, 3, *({"ids": ids, "counts": [0] * 4} for ids in BINARY)], TRACE),
+    ("nodes.3.routed_experts", [3, [1], {"data": "text"}], TRACE),
+    ("rewards", [{"a": {"score": x}} for x in (math.nan, math.inf, 1e300, "1.0", True, None, [1.0],
+                                               HUGE[0])],
+     ".rewards: expected finite numbers, got"),
+    ("rewards", [{"a": {"score": 1.0, "weight": "2"}}], ".rewards: expected finite numbers, got"),
+    ("rewards", [{"a": {"score": 3e38}, "b": {"score": 3e38}}],
+     ".rewards: expected a finite sum, got 6e+38"),
+    ("agent.trainable", ["false", 0, 1, None, []], ".agent.trainable: expected true or"),
+    ("id", ["0-0"], ": expected the nodes of traces[0], which has the same"),
+    ("nodes", [[3]], ": expected the fields of a trace of verifiers, got"),
+    ("version", [2], ".version: expected 1, as of verifiers 0.4, got 2"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, got a"),
-        (lambda n, t: n[3].update(parent=9), ".nodes[3].parent: expected None or one of 8 nodes"),
-        (lambda n, t: n[2].update(token_ids=[]), ".nodes[2].token_ids: expected the tokens of"),
-        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
-        (lambda n, t: n[3]["logprobs"].pop(), ".nodes[3].logprobs: expected 4 numbers, one for"),
-        (lambda n, t: n[3].update(advantages=[1.0]), ".nodes[3].advantages: expected 4 numbers"),
-        *[(lambda n, t, x=x: n[3].update(logprobs=[-1.0, x, -1.0, -1.0]),
-           ".nodes[3].logprobs: expected log-probabilities of sampled tokens, above -1000 and at")
-          for x in (math.nan, math.inf, -math.inf, 0.5, 3.0, 1e-9, -1e300, -9999.0, -1000, True,
-                    "-1.0", None, [-1.0], 10**400, -(10**400))],
-        *[(lambda n, t, x=x: n[3].update(advantages=[1.0, x, 0.0, 2]),
-           ".nodes[3].advantages: expected numbers that fp32 holds, got")
-          for x in (math.nan, -math.inf, 1e39, "1.0", True, None, 10**400)],
-        *[(lambda n, t, x=x: n[2]["token_ids"].__setitem__(0, x),
-           ".nodes[2].token_ids: expected integers from 0 to 2147483647, got")
-          for x in (-1, 3.0, 3.5, 1 << 31, 1 << 63, -(1 << 63), 10**400, True, "3", None, [3])],
-        *[(lambda n, t, x=x: n[3]["mask"].__setitem__(0, x), ".nodes[3].mask: expected true or f")
-          for x in ("false", "true", "", 0, 1, 1.0, None, [])],
-        *[(lambda n, t, x=x: t.update(rewards={"a": {"score": x}}),
-           ".rewards: expected finite numbers, got")
-          for x in (math.nan, math.inf, 1e300, "1.0", True, None, [1.0], 10**400)],
-        (lambda n, t: t.update(rewards={"a": {"score": 1.0, "weight": "2"}}),
-         ".rewards: expected finite numbers, got"),
-        (lambda n, t: t.update(rewards={"a": {"score": 3e38}, "b": {"score": 3e38}}),
-         ".rewards: expected a finite sum, got 6e+38"),
-        *[(lambda n, t, x=x: t["agent"].update(trainable=x), ".agent.trainable: expected true or")
-          for x in ("false", 0, 1, None, [])],
-        *[(lambda n, t, x=x: n[3].update(parent=x), ".nodes[3].parent: expected None or one of 8")
-          for x in (-1, 8, 1 << 63, 1.0, True, "0", [])],
-        *[(lambda n, t, x=x: n[3].update(sampling_mask=x),
-           ".nodes[3].sampling_mask")
-          for x in ({"ids": [-1], "counts": [1, 0, 0, 0]}, {"ids": [1.0], "counts": [1, 0, 0, 0]},
-                    {"ids": [1 << 40], "counts": [1, 0, 0, 0]},
-                    {"ids": [1], "counts": [2, -1, 0, 0]}, {"ids": [1], "counts": [1, 0, 0]},
-                    {"ids": [True], "counts": [1, 0, 0, 0]}, {"ids": [[1]], "counts": [1, 0, 0, 0]},
-                    {"ids": [59], "counts": [1, 0, 0, 0]})],
-        *[(lambda n, t, x=x: n[3].update(sampling_mask=x), ": expected the fields of a trace")
-          for x in ({}, 3, {"ids": {"dtype": "int32", "data": b"abc"}, "counts": [0] * 4},
-                    {"ids": {"dtype": "int32", "data": b""}, "counts": [0] * 4},
-                    {"ids": {"dtype": "float", "data": b"abcd"}, "counts": [0] * 4})],
-        *[(lambda n, t, x=x: n[3].update(routed_experts=x), ": expected the fields of a trace")
-          for x in (3, [1], {"data": "text"})],
-        (lambda n, t: n[0].update(n[1], parent=None, mask=[True] * 5 + [False]),
-         ".nodes[0]: expected no sampled token at position 0, got one"),
-        (lambda n, t: t.update(id="0-0"), ": expected the nodes of traces[0], which has the same"),
-        (lambda n, t: n[2].update(token_ids="x"), ".nodes[2].token_ids: expected integers from"),
-        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, got"),
-        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, got 2"),
-    ],
-)  # fmt: skip
-def test_bad_traces_are_refused_by_node(change, message):
+    ("path", "value", "message"), [(path, x, message) for path, xs, message in BAD for x in xs]
+)
+def test_bad_traces_are_refused_by_node(path, value, message):
     with pytest.raises(ValueError, match=re.escape(f"traces[1]{message}")):
-        read_traces(broken(change))
+        read_traces(broken((path, value)))
+
+
+def test_a_sampled_first_token_is_refused():
+    node = {**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}
+    with pytest.raises(
+        ValueError, match=r"nodes\[0\]: expected no sampled token at position 0, got"
+    ):
+        read_traces(broken(("nodes.0", {**records()[1]["nodes"][0], **node})))
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """A trace of `count` nodes with two tokens each, the second of which was sampled."""
+    """Return a trace of `count` nodes with two tokens each; the second token was sampled."""
     above = parents or [None, *range(count - 1)]
     nodes = [
         {"parent": parent, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-0.5]}
@@ -204,10 +220,10 @@ def chain(count: int, parents: list[int | None] | None = None) -> dict:
 
 
 def test_a_long_chain_is_read_in_one_pass():
-    """The time is linear in the nodes: 3,000 of them took 7 s when each walked up to the root."""
+    """Reading takes linear time. It was quadratic when each node walked up to the root."""
     seconds = []
     for count in (2000, 16000):
-        start = time.process_time()  # not the clock's: another process may hold the core
+        start = time.process_time()  # CPU time: other processes may use the core
         (trace,) = read_traces([chain(count)])
         seconds.append(time.process_time() - start)
         assert [len(b.ids) for b in trace.branches] == [2 * count]
@@ -228,21 +244,20 @@ def test_a_cycle_far_from_the_first_node_is_found(at):
 
 def test_what_a_trace_says_about_itself(tmp_path):
     again = read_traces([*records(), records()[0]])
-    assert len(again) == 4  # one that comes twice is read once
+    assert len(again) == 4  # duplicates are read once
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Credit in the nodes; an agent that is not trained; a compaction that nobody went on from.
-    def credit(nodes, trace):
-        for node in nodes:
-            node["advantages"] = [0.5 * i for i, _ in enumerate(node["logprobs"])]
-
-    (_, scored) = read_traces(broken(credit))
+    # Advantages in the nodes, an agent that is not trained, and an abandoned compaction.
+    nodes = enumerate(records()[1]["nodes"])
+    credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
+              for i, node in nodes]  # fmt: skip
+    (_, scored) = read_traces(broken(*credit))
     assert scored.branches[1].advantages.tolist() == [0, 0.5, 1, 1.5, 0, 0.5, 1, 1.5, 2, 2.5]
-    (_, silent) = read_traces(broken(lambda n, t: t["agent"].update(trainable=False)))
+    (_, silent) = read_traces(broken(("agent.trainable", False)))
     assert silent.branches == []
     attempt = {"node": 4, "type": "compaction_attempt"}
-    (_, fewer) = read_traces(broken(lambda n, t: n[5].update(semantic_parents=[attempt])))
+    (_, fewer) = read_traces(broken(("nodes.5.semantic_parents", [attempt])))
     assert [len(b.ids) for b in fewer.branches] == [38] and fewer.branches[0].trained.sum() == 15
     file = tmp_path / "traces.jsonl"
     file.write_text(RECORDED.read_text() + "{")
@@ -254,7 +269,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """TRL's own tree is the oracle of the terms; the flattened samples are that of the loss."""
+    """Tensors equal those of TRL's own tree, and the loss equals that of the flattened samples."""
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
     prompt = torch.randint(2, 61, (9,), generator=generator)
@@ -276,7 +291,7 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # Their tree forks a token earlier, and keeps last tokens, which predict nothing.
+    # TRL's tree forks a token earlier and includes last tokens, which predict nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

@@ -1,4 +1,4 @@
-"""The same file of reward functions in TRL's trainer and in ours gives equal rewards."""
+"""A file of reward functions gives the same rewards in TRL's trainer and in ours."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # A column that TRL and we name alike, and the name that only our convention has.
+    # `answer` is a column in both conventions; `answers` is a name that only ours uses.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
 
 class Recorded(GRPOTrainer):
-    """TRL's trainer, which keeps what its reward functions got and gave."""
+    """TRL's trainer, with a record of all calls of its reward functions."""
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

@@ -1,4 +1,4 @@
-"""A head that FSDP2 shards over 2 and 4 processes has the gradients of one process on all rows."""
+"""Heads sharded over 2 and 4 processes have the gradients of one process on all rows."""
 
 import importlib
 from pathlib import Path
@@ -12,14 +12,14 @@ pytest.importorskip("trl", minversion="1.16")
 ranks = importlib.import_module("tests.integrations.sharded_ranks")
 CASES = [(n, case) for n in (2, 4) for case in [*ranks.names(n), *ranks.PUBLIC]]
 RUNS = ["train-untied", "train-tied"]
-# In bf16 it is the rounding of a tiny random model, not of its head alone.
+# In bf16, the whole tiny model rounds, not only its head.
 TOLERANCE, IN_BF16 = 1e-5, 0.08
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> dict[int, dict[str, Any]]:
-    """The results of both worlds, those of rank 0."""
+    """Return the results of rank 0, for 2 and for 4 processes."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     started = Ranks(Path(folder))
     try:
@@ -32,7 +32,7 @@ def worlds(tmp_path_factory) -> dict[int, dict[str, Any]]:
 
 def check(results: dict[str, Any], case: str, tolerance: float) -> None:
     result = results[case]
-    # A mean of terms around 1 that cancel: its fp32 rounding is that of the terms.
+    # The loss is a mean of terms around 1 that cancel, so it rounds like the terms.
     assert result["loss"] == pytest.approx(result["expected"], rel=tolerance, abs=1e-6)
     assert not result["missing"] and result.get("placed", True)
     assert not {name: off for name, off in result["off"].items() if not off <= tolerance}

@@ -1,4 +1,4 @@
-"""`use_fast_head`: outputs and gradients of TRL's own head, whole runs of other TRL trainers."""
+"""`use_fast_head` gives the outputs, gradients and runs of TRL's own fused head."""
 
 import copy
 import importlib
@@ -32,8 +32,8 @@ def tensors() -> tuple:
     hidden = 0.6 * torch.randn(tokens, width, generator=random)
     weight = torch.randn(vocabulary, width, generator=random)
     bias = torch.randn(vocabulary, generator=random)
-    # A third of the targets are the largest logit and a third the smallest (for a negative scale):
-    # is_top1 has both.
+    # Make a third of the targets the largest logit and a third the smallest, which is the largest
+    # with a negative scale. Otherwise is_top1 would be False everywhere.
     targets = torch.randint(0, vocabulary, (tokens,), generator=random)
     targets[::3] = (hidden @ weight.T + bias).argmax(-1)[::3]
     targets[1::3] = (hidden @ weight.T + bias).argmin(-1)[1::3]
@@ -143,7 +143,7 @@ def test_as_a_context_with_every_output():
     theirs = model(**labelled())
     with head.use_fast_head(model):
         ours = model(**labelled())
-        logits = model(input_ids=labelled()["input_ids"]).logits  # the plain forward stays
+        logits = model(input_ids=labelled()["input_ids"]).logits  # the ordinary forward
     assert logits.shape == (2, 12, 61)
     for field in (*ALL, "loss", "label_mask"):
         a, b = (getattr(outputs, field) for outputs in (ours, theirs))
@@ -187,7 +187,6 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
 
 
-# --------------------------------------------------------------------------------------- whole runs
 def sft(path: str, output: Any, **options: Any) -> Any:
     from datasets import Dataset
 
@@ -220,7 +219,7 @@ def make(cls: type, config: type, path: str, output: Any, data: Any, **options: 
 
 
 def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
-    """GKDTrainer derives from SFTTrainer: it has the fused head, and its loss computes logits."""
+    """GKDTrainer inherits the fused head from SFTTrainer, but its loss computes full logits."""
     from datasets import Dataset
 
     gkd = importlib.import_module("trl.experimental.gkd")

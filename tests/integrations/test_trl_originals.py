@@ -1,4 +1,4 @@
-"""Replaced parts of transformers' generate, at any level: TRL samples, and the reason is named."""
+"""TRL samples if any part of transformers' `generate` was replaced, and the reason is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
 
 
 def wrapped(function: Any) -> Callable[..., Any]:
-    """A wrapper that has the name and the module of the function, and calls it."""
+    """Return a function that calls this one and has the same name and module."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def wrapped(function: Any) -> Callable[..., Any]:
 
 
 def copied_source(name: str) -> Any:
-    """A method from its edited source, run among the globals of its own module."""
+    """Compile a method again from its source, with the globals of its module."""
     method = inspect.unwrap(vars(Mixin)[name])
     scope: dict[str, Any] = {}
     exec(textwrap.dedent(inspect.getsource(method)), vars(utils), scope)  # noqa: S102
@@ -63,7 +63,7 @@ CLASSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Trainers that outlive a test: a plain model, and LoRA in both classes of peft."""
+    """Return trainers of a plain model, and of LoRA in both of PEFT's classes."""
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {
@@ -84,7 +84,7 @@ def test_a_replaced_method_of_a_class(trainers, monkeypatch, case):
 
 @pytest.mark.parametrize("name", ["generate", "_sample", "forward"])
 def test_what_was_replaced_before_the_trainer_was_built(model_path, tmp_path, monkeypatch, name):
-    """A `forward` that is replaced later is not called by TRL either: it holds the first one."""
+    """TRL stores `forward` when it builds the trainer, so it ignores later replacements too."""
     monkeypatch.setattr(Llama, name, wrapped(getattr(Llama, name)), raising=False)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path)
     assert trainer._sampling() == f"model.{name} is not transformers' own"
@@ -144,7 +144,7 @@ def test_a_hook_of_somebody_else(trainers, name, reason, pre):
 
 
 def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
-    """TRL's fused head keeps the forward that the model had in a closure."""
+    """TRL's fused head stores the model's previous forward in a closure."""
     model = Llama.from_pretrained(model_path)
     model.forward = wrapped(model.forward)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, more={"model": model})
@@ -156,7 +156,7 @@ def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
     {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "lora": {}},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_what_libraries_wrap_is_the_original(model_path, tmp_path, options):
-    """Before, during and after a run; and a bound method that was assigned is the original."""
+    """Known wrappers count as original before, during and after a run, as do bound methods."""
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
     trainer._lm.generate = trainer._lm.generate
     del trainer._generate_single_turn

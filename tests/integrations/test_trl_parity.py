@@ -1,7 +1,7 @@
-"""FastGRPOTrainer against the installed GRPOTrainer: every log key of real runs, final weights.
+"""Runs of FastGRPOTrainer have the logs and the final weights of the installed GRPOTrainer.
 
-Prompts, injected completions and rewards are the same. A high learning rate and two
-iterations move the ratios across every bound.
+Prompts, completions and rewards are the same in both. A high learning rate and two iterations move
+the ratios across every bound.
 """
 
 import importlib
@@ -18,13 +18,13 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
-# Two micro-batches per step and two iterations: old logps come from TRL's scoring pass, ratios
-# leave 1.
+# With two micro-batches per step and two iterations, TRL computes old logps in a scoring pass, and
+# ratios differ from 1.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
 class ToolMask:
-    """Some tokens of every completion come from a tool."""
+    """Mixin with tokens of a tool in every completion."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -35,6 +35,8 @@ class ToolMask:
 
 
 class PerTokenAdvantages:
+    """Mixin with advantages per token."""
+
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         ramp = torch.linspace(1.5, -0.5, output["completion_ids"].shape[1])
@@ -42,7 +44,7 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """What vLLM's rollout adds: the sampler's logps, one unknown, and their correction."""
+    """Mixin with the sampler's logps (one is NaN) and their correction, as with vLLM."""
 
     def _generate_and_score_completions(self, inputs):
         self.use_vllm = True
@@ -68,7 +70,18 @@ def compare_runs(
     model_path, tmp_path, *, mixins=(), loss=SINGLE, forward="packed", reaches=None, tolerance=1e-4,
     near_zero=1e-6, weights=1e-5, **options,
 ):  # fmt: skip
-    """Train both, compare everything that either logs; a metric that must not stay 0 in TRL's."""
+    """Train with both trainers, and compare logs and weights.
+
+    Args:
+        mixins: First bases of both trainers.
+        loss: Start of the expected `fast_path["loss"]`.
+        forward: Start of the expected `fast_path["forward"]`.
+        reaches: A metric that must differ from 0 in TRL's logs, so that the run compares something.
+        tolerance: Relative tolerance of the logs.
+        near_zero: Absolute tolerance of the logs.
+        weights: Absolute tolerance of the weights.
+        **options: Options of `trl_cases.trainer`.
+    """
     runs = []
     for number, base in enumerate((trl.GRPOTrainer, fast.FastGRPOTrainer)):
         cls = type(base.__name__, (*mixins, base), {})
@@ -92,13 +105,13 @@ def compare_runs(
 
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-# Where ratios would stay in the clip range, a run would compare nothing.
+# The metric that shows that a run leaves the clip range, by loss type.
 REACHED = {"cispo": "cispo_clip_ratio", "sapo": "kl"}
 SEQUENCE = {"importance_sampling_level": "sequence", "beta": 0.05, "loss": ON_LOGPS}
 BONUS = {"entropy_coef": 0.05}
 SAMPLED = {"mixins": [Sampler], "beta": 0.05, "vllm_importance_sampling_clip_max": 2.0,
            "reaches": "sampling/importance_sampling_ratio/max"}  # fmt: skip
-# The reference's own rounding is 2^-9 per operation; sums of gradients differ in the third digit.
+# bf16 rounds by 2^-9 per operation, so sums of gradients differ in the third digit.
 IN_BF16 = {"tolerance": 3e-2, "near_zero": 2e-3, "weights": 2e-2, "max_steps": 2,
            "num_iterations": 1}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
@@ -114,14 +127,14 @@ RUNS: dict[str, dict[str, Any]] = {
             "loss_type": name, **SEQUENCE,
             **({"epsilon_high": 1.05} if name == "cispo" else {"epsilon": 0.05}),
         }
-        for name in ("grpo", "cispo")  # TRL's own code, whatever the type
+        for name in ("grpo", "cispo")  # TRL's objective runs for every type at sequence level
     },
     "vespo": {"loss_type": "vespo", "loss": ON_LOGPS, "reaches": "vespo/phi_seq_mean"},
     "no_kl": {"loss_type": "grpo", "beta": 0.0},
     "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     "two_sided": {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.28},
     "temperature": {"loss_type": "dapo", "temperature": 0.7, "beta": 0.02},
-    # Logps are over the full vocabulary, whatever the sampler keeps.
+    # Logps are over the full vocabulary even if the sampler truncates.
     **{
         f"truncated_to_{name}": {"loss_type": "dapo", "beta": 0.05, name: value}
         for name, value in (("top_k", 5), ("top_p", 0.6), ("min_p", 0.2))
@@ -152,7 +165,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "several_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 2, "beta": 0.02,
     },
-    # options that need whole completions
+    # Options whose gradient needs complete completions.
     "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "loss": ON_LOGPS},
     "off_policy_mask": {
         "loss_type": "grpo", "off_policy_mask_threshold": 0.01, "loss": ON_LOGPS,
@@ -191,7 +204,6 @@ def test_run(model_path, tmp_path, name):
     compare_runs(model_path, tmp_path, **{**MOVING, **RUNS[name]})
 
 
-# ------------------------------------------------------------------------------------------- models
 WINDOW_IN_THE_MASK = {
     "use_sliding_window": True, "sliding_window": 6, "initializer_range": 0.3,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -201,10 +213,10 @@ WINDOW_IN_THE_MASK = {
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
 def test_families(tmp_path, family):
-    """Softcaps and a sliding window; a tied head; a scaled head; a window in the mask alone."""
+    """The families have softcaps, sliding windows, tied heads and scaled heads."""
     changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
     path = cases.folder(tmp_path / family, family, **changes)
-    # By default transformers 5.17 takes sdpa for Gemma 2, which has no softcap.
+    # transformers 5.17 uses sdpa for Gemma 2 by default, which ignores the softcap.
     loading = {"attn_implementation": "eager"} if family == "gemma2" else {}
     options = {"router_aux_loss_coef": 0.0} if family == "qwen2_moe" else {}
     compare_runs(

@@ -1,4 +1,4 @@
-"""Rollouts of FastGRPOTrainer beside TRL's: greedy tokens, what TRL keeps, seeds, tools, replay."""
+"""Rollouts of FastGRPOTrainer: greedy tokens equal TRL's, fallbacks, seeds, tools, replay."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
-ENDS = list(range(1, 130))  # half of the vocabulary: completions of all lengths
-HALF = "half of the vocabulary, in completions of several lengths"
+ENDS = list(range(1, 130))  # half of the vocabulary ends a completion, so lengths differ
+HALF = "choose half of the vocabulary so that lengths differ"  # see `spreading_ends`
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """A trainer that really samples; `drawn` holds its completions."""
+    """Return a trainer with real sampling; its `drawn` collects prompts and completions."""
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
     del made._generate_single_turn
@@ -59,10 +59,16 @@ def run(cls: type, path: str, output: Any, **options: Any) -> Any:
     return trainer
 
 
-def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
-    """Half of the vocabulary, which cuts what TRL draws without an end to different lengths.
+def both(path: str, output: Any, **options: Any) -> list[Any]:
+    """Run TRL's trainer and ours."""
+    return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
 
-    Greedy completions of a group are alike, so that nothing is learnt from them: they stay.
+
+def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
+    """Return end tokens, half of the vocabulary, that cut TRL's completions to different lengths.
+
+    All greedy completions of a group are equal, so their advantages are 0 and the model does not
+    change. The lengths are therefore the same in a second run.
     """
     drawn = run(trl.GRPOTrainer, path, output, **options).drawn
     rows = [ids for _, found in drawn for ids in found]
@@ -75,7 +81,7 @@ def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
 
 
 class ChatTemplate:
-    """Prompts as messages."""
+    """Mixin that sends prompts as chat messages."""
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         return super()._tokenize_prompts([[{"role": "user", "content": p}] for p in prompts])
@@ -87,7 +93,7 @@ class ChatTemplate:
         {},
         {"ends": HALF, "max_completion_length": 12},
         {"ends": HALF, "mask_truncated_completions": True, "max_completion_length": 3},
-        {"ends": [1, 0], "max_completion_length": 40},  # the padding ends completions, too
+        {"ends": [1, 0], "max_completion_length": 40},  # the padding token is also an end token
         {"ends": HALF, "evaluation": True, "num_generations_eval": 2},
         {
             "ends": HALF, "num_iterations": 2, "gradient_accumulation_steps": 2,
@@ -147,7 +153,7 @@ def test_seed_step_and_turn_decide_the_tokens(model_path, tmp_path):
     assert other._generate_single_turn(prompts, None, {}, 4)[0] not in turns
 
 
-def test_nobody_elses_random_numbers_are_drawn(model_path, tmp_path):
+def test_the_global_random_state_is_not_used(model_path, tmp_path):
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     state = torch.get_rng_state()
     trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
@@ -181,7 +187,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """As in `generate`: what the trainer's config leaves open is the model's."""
+    """The model's config supplies settings that the trainer's config lacks, as in `generate`."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -227,10 +233,9 @@ REPLAY = {"more": {"replay_support": True}}
 
 
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
-    """Absolute positions are right in our loop; heads and RoPE that it does not know are TRL's."""
+    """Our loop supports absolute positions. TRL samples for unknown heads and RoPE types."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    classes = trl.GRPOTrainer, fast.FastGRPOTrainer
-    theirs, ours = (run(cls, path, tmp_path, disable_dropout=True, **GREEDY) for cls in classes)
+    theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
     assert ours.fast_path["forward"] == "packed"
     theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
@@ -253,7 +258,6 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
     assert logits.argmax(-1).tolist() == ids
 
 
-# -------------------------------------------------------------------------------------------- tools
 def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
     given = {"tools": [tools.multiply]}
     if environment:
@@ -283,9 +287,8 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------- replay
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """(B, K): log-probabilities by transformers' own warpers over the model's own logits."""
+    """Return logps (B, K) from the model's logits and transformers' warpers."""
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -314,7 +317,7 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
     trainer = build(
         fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
         gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
-        eval_strategy="steps", eval_steps=1, **options, **REPLAY,  # between steps of one batch
+        eval_strategy="steps", eval_steps=1, **options, **REPLAY,
     )  # fmt: skip
     seen, inner = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda x: seen.append(inner(x)) or seen[-1]
@@ -350,28 +353,24 @@ def test_replay_through_turns(caller, tmp_path):
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
-# Truncation that leaves one token: what is sampled does not depend on random numbers.
+# Truncation to a single token, so that sampling does not depend on random numbers.
 ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
 
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Every log key: over the whole vocabulary, although the sampler had one token."""
-    runs = []
+    """Log-probabilities are over the full vocabulary although the sampler kept one token."""
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
     with caplog.at_level(logging.WARNING):
-        for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
-            runs.append(run(cls, model_path, tmp_path, evaluation=True, **more, **options))
-    theirs, ours = runs
+        theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)
     assert ours.fast_path == {**PACKED, "rollouts": "ours", "support": "the vocabulary"}
     assert ours.drawn == theirs.drawn
     assert theirs.state.log_history[0]["entropy"] > 1
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
     said = [r.getMessage() for r in caplog.records if "full vocabulary" in r.getMessage()]
     assert len(said) == 1 and "as in TRL; replay_support=True" in said[0]
-    assert all(
-        f"{name}={value:g}" in said[0] for name, value in options.items() if name != "temperature"
-    )
+    truncations = {name: value for name, value in options.items() if name != "temperature"}
+    assert all(f"{name}={value:g}" in said[0] for name, value in truncations.items())
 
 
 def test_what_is_said_of_replay(model_path, tmp_path, caplog):
@@ -383,13 +382,12 @@ def test_what_is_said_of_replay(model_path, tmp_path, caplog):
         assert trainer.replay_support == ("more" in options)
         return "\n".join(lines)
 
-    assert said() == "" and said(**REPLAY) == ""  # nothing is truncated
+    assert said() == "" and said(**REPLAY) == ""  # without truncation
     assert "over the tokens that the sampler kept; TRL's are" in said(top_k=5, **REPLAY)
     noisy = said(top_k=5, neftune_noise_alpha=0.1, **REPLAY)
     assert "replay_support=True has no effect, because the forward pass is TRL's: neft" in noisy
     penalised = said(top_k=5, repetition_penalty=1.1, **REPLAY)
-    assert (
-        "repetition_penalty=1.1" in penalised and "replay_support=True has no effect" in penalised
-    )
+    assert "repetition_penalty=1.1" in penalised
+    assert "replay_support=True has no effect" in penalised
     with pytest.raises(ValueError, match="replay_support: expected True or False, got 'no'"):
         build(fast.FastGRPOTrainer, model_path, tmp_path, more={"replay_support": "no"})

@@ -1,7 +1,7 @@
-"""Other people's trainers over two gloo processes: logs and weights with their loss and with ours.
+"""Other trainers over two gloo processes: equal logs and weights with their loss and with ours.
 
-The processes have different counts: a total that belongs to the world (tokens, completions,
-rewards, sums of metrics) shows, where one process shows none. `two_ranks` runs everything once.
+The two processes have different numbers of tokens. A loss that divides by one rank's count instead
+of the count of both ranks would therefore differ. `two_ranks` runs all cases once.
 """
 
 import importlib
@@ -23,7 +23,7 @@ two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
 two_ranks = importlib.import_module("tests.integrations.two_ranks")
 
-# Relative, of what is logged; absolute, of the weights.
+# Relative tolerance of the logs, and absolute tolerance of the weights.
 LOGS, WEIGHTS = 1e-4, 1e-5
 SINGLE = {
     "forward": "packed", "loss": "single pass", "rollouts": "ours", "support": "the vocabulary",
@@ -33,8 +33,8 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
-# What TRL's own resumed run dies of on the oldest versions, before ours is begun: transformers 5.17
-# loads what lies on "cpu:0", which torch 2.11 knows only as "cpu"; peft wants a later transformers.
+# Errors of TRL's own resumed run with the oldest versions, before our run starts. transformers 5.17
+# loads tensors from "cpu:0", but torch 2.11 only knows "cpu". peft needs a newer transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -43,7 +43,7 @@ NOT_RESUMED = (
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Ranks:
-    """The results of both ranks, which torchrun starts once."""
+    """Start torchrun once, and return the results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     trl_cases.folder(folder / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -56,14 +56,14 @@ def ranks(tmp_path_factory) -> Ranks:
         try:
             run.wait(timeout=600)
         finally:
-            run.terminate()  # torchrun ends its processes
+            run.terminate()  # torchrun then ends its processes
     paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in paths), log.read_text()[-3000:]
     return [json.loads(path.read_text()) for path in paths]
 
 
 def both(ranks: Ranks, case: str) -> Ranks:
-    """This case on each rank: two processes, one set of weights, that of the other side."""
+    """Return a case's results on both ranks, after comparing ranks and weights."""
     for found in ranks:
         if case not in found and "missing" in found:
             pytest.skip("; ".join(found["missing"]))
@@ -101,7 +101,7 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
-    """Clipped ratios, a KL term, a bonus that is switched, evaluation, a rank without tokens."""
+    """Check that the runs reach clipped ratios, a KL term, a changing bonus and an empty rank."""
     logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in two_trl.CASES}
 
     def reached(name: str, key: str) -> float:
@@ -118,7 +118,7 @@ def test_the_runs_under_trl_reach_what_they_compare(ranks):
 
 @pytest.mark.parametrize("name", two_trl.RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, name):
-    """TRL's own and ours, from the checkpoint in the middle: to the bit."""
+    """Both trainers, resumed from a checkpoint in the middle, end in the same bits."""
     for result in both(ranks, f"trl-{name}"):
         assert result["from_start"] == [0, 0]
         assert result["path"] == SINGLE

@@ -1,4 +1,4 @@
-"""verl's own functions against ours: loss, gradient, every metric; and the head."""
+"""verl's policy losses and fused head compared with ours: losses, gradients and metrics."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
          "seq-mean-token-mean")  # fmt: skip
 CLIPPED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
-# The distances that dppo clips: small enough that some tokens are beyond.
+# Clip ranges of dppo, so small that some tokens exceed them.
 CONFIGS = {
     "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.05},
     "dppo_kl": {"clip_ratio_low": 1e-3},
@@ -44,7 +44,7 @@ def actor(loss_mode: str = "vanilla", info: dict | None = None, **changes):
 def batch(
     rows: int = 6, length: int = 9, *, step: float = 0.4, weights: bool = False, seed: int = 0
 ) -> dict:
-    """Ratios beyond every clip, advantages of both signs, holes, a row without a token."""
+    """Return a batch that reaches every branch; its mask has gaps, and one row has no token."""
     random = torch.Generator().manual_seed(seed)
     old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
     new = (old + step * torch.randn(rows, length, generator=random)).clamp(max=-1e-3)
@@ -92,9 +92,9 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Ratio exactly 1, and log ratios beyond verl's clamp at 20."""
+    """Compare at a ratio of exactly 1, and at log ratios beyond verl's clamp of 20."""
     if step == 40.0 and name == "geo_mean":
-        # Its unclipped side underflows to ratio 0 in both, without a gradient to compare.
+        # With a larger step the ratio underflows to 0 in both, and there is no gradient.
         step = 10.0
     data = batch(step=step, seed=3)
     if name == "dro":
@@ -104,7 +104,7 @@ def test_on_policy_and_far_off_policy(name, step):
 
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_advantages_per_token(name):
-    """GAE's advantages: both signs inside one completion."""
+    """Advantages of GAE have both signs within a completion."""
     data = batch(weights=name != "dro", seed=5)
     generator = torch.Generator().manual_seed(1)
     data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
@@ -112,7 +112,7 @@ def test_advantages_per_token(name):
 
 
 def test_the_data_reaches_every_branch():
-    """Otherwise the comparisons above would agree on nothing."""
+    """Check that the batches clip tokens; otherwise the other tests would compare little."""
 
     def share(name, data, metric):
         metrics = run(core.get_policy_loss_fn(name), data, "token-mean", actor(name))[2]
@@ -171,7 +171,6 @@ def test_refusals_name_the_option():
         ours.policy_loss("vanilla")(**batch())
 
 
-# ----------------------------------------------------------------------------------------- registry
 def test_register_and_undo():
     before = dict(core.POLICY_LOSS_REGISTRY)
     with ours.register() as handle:
@@ -196,7 +195,7 @@ def test_register_and_undo():
 
 
 def worker_data(prompts: list[int], responses: list[int]):
-    """What verl's actor worker hands to its loss: nested tensors, and the whole batch's counts."""
+    """Return the arguments of verl's worker loss: nested tensors, and counts of all ranks."""
     random = torch.Generator().manual_seed(0)
 
     def nested(lengths, make):
@@ -223,7 +222,7 @@ def worker_data(prompts: list[int], responses: list[int]):
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_in_verls_worker_loss(name):
-    """verl's `ppo_loss` with loss_mode=fast_…: it adds entropy and KL to the loss in place."""
+    """verl's `ppo_loss` accepts loss_mode=fast_…, and adds entropy and KL terms to our loss."""
     ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
     data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
     results = []
@@ -255,7 +254,7 @@ print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearFor
 
 
 def test_plugin_in_a_worker_process():
-    """verl imports the plugin in the middle of its own import, as in a Ray worker."""
+    """verl imports the plugin during its own import, as in a Ray worker."""
     plugin = {"VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin"}
     result = subprocess.run(
         [sys.executable, "-c", WORKER], env={**os.environ, **plugin, "GRPO_FAST_VERL_HEAD": "1"},
@@ -274,14 +273,13 @@ def test_the_head_of_the_process_is_given_back():
     assert functional.FusedLinearForPPO is theirs
 
 
-# --------------------------------------------------------------------------------------------- head
 @pytest.mark.parametrize(
     ("shape", "temperature", "autocast"),
     [((13,), 1.0, False), ((3, 5), 1.0, False), ((13,), 0.7, False), ((3, 5), 0.7, False),
      ((9,), 1.0, True)],
 )  # fmt: skip
 def test_head_equals_verls(shape, temperature, autocast):
-    """Under autocast it projects in bf16, as verl's does."""
+    """Compare outputs and gradients; under autocast, both heads multiply in bf16."""
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
     results = []
@@ -307,7 +305,7 @@ def test_head_equals_verls(shape, temperature, autocast):
 
 @pytest.fixture
 def patched_model():
-    """A tiny model whose class verl's `use_fused_kernels` has patched; given back afterwards."""
+    """Return a tiny model whose class verl has patched; undo the patch afterwards."""
     verl = importlib.import_module("verl.models.transformers.monkey_patch")
     model = tiny_model("qwen2", num_hidden_layers=1)
     before = type(model).forward
@@ -317,7 +315,7 @@ def patched_model():
 
 
 def test_fast_head_in_verls_forward(patched_model, spied):
-    """verl's own patched forward with its head and with ours; undone it is verl's again."""
+    """verl's patched forward gives the same results with our head, until it is undone."""
     model = patched_model
     ids = torch.arange(3, 27).view(2, 12)
 
@@ -356,7 +354,7 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """verl's value and gradient, and those of its tail by its own masses, are a `TeacherTopK`'s."""
+    """verl's loss plus the tail's term, from verl's masses, is the loss of a `TeacherTopK`."""
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))

@@ -1,4 +1,4 @@
-"""Other people's trainers for tests: where one is missing its module is skipped, and says so."""
+"""Imports of other trainers for tests. A test module is skipped if its trainer is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

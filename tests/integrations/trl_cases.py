@@ -1,4 +1,4 @@
-"""Trainers for parity tests: a tiny model, a few prompts, injected completions, fixed rewards."""
+"""TRL trainers for parity tests, with a tiny model, fixed completions and fixed rewards."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
-SETTINGS = {  # of every TRL trainer here
+# Settings of all TRL trainers in these tests.
+SETTINGS = {
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "report_to": [],
     "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "save_strategy": "no",
     "disable_tqdm": True, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
@@ -35,7 +36,8 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
                 assert b[key] == wanted, (key, a["step"])
 
 
-QUESTIONS = (  # of several lengths, and none begins as another
+# The questions have different lengths, and no question is a prefix of another.
+QUESTIONS = (
     "Ada sold 48 of her clips in April and half", "Weng minds children for $12 an hour, and",
     "Betty saves for a wallet that costs $100.", "Julie read 12 pages of a book yesterday.",
     "A letter has 3 pages, and he writes two", "Mark's garden has flowers of three",
@@ -48,7 +50,7 @@ def prompts(count: int) -> list[str]:
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
-    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it and its reference."""
+    """Save a tiny model with a BPE tokenizer, and return its path."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     if not (path / "config.json").exists():
@@ -79,7 +81,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Injected:
-    """Completions by a seeded generator in place of sampling, the same for every trainer."""
+    """Replacement for `_generate_single_turn` with the same random completions in every trainer."""
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self.random, self.vocabulary = torch.Generator().manual_seed(seed), vocabulary
@@ -94,7 +96,7 @@ class Injected:
 
 
 def adapter(options: dict[str, Any]) -> Any:
-    """Taken out of these options: `peft_config`, or `lora` with changes to a usual LoraConfig."""
+    """Remove `peft_config` or `lora` (changes to a LoraConfig) from options; return the config."""
     from peft import LoraConfig
 
     lora, given = options.pop("lora", None), options.pop("peft_config", None)
@@ -103,9 +105,16 @@ def adapter(options: dict[str, Any]) -> Any:
 
 
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
-    """A trainer of this class on the model in `path`.
+    """Return a trainer of this class on the model in `path`.
 
-    `options` go to GRPOConfig, those of `adapter` and `more` to it, loading to `from_pretrained`.
+    Args:
+        cls: GRPOTrainer or a subclass.
+        path: Folder of the model.
+        output: Folder of the run.
+        completions: Replaces `_generate_single_turn`. None: `Injected`.
+        **options: Fields of GRPOConfig; `lora` or `peft_config`; `loading` for `from_pretrained`;
+            `dtype` of the weights; `data`, the rows of the data set; `evaluation`, True for an
+            evaluation set; and `more`, which replaces arguments of `cls`.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -133,7 +142,7 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
 
 
 def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    """A DistillationTrainer (or `cls`) on the models of a student and a teacher."""
+    """Return a DistillationTrainer (or `cls`) on the models of a student and a teacher."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer

@@ -1,6 +1,4 @@
-"""Reward functions as users of TRL write them; `test_reward_functions.py` runs them in TRL's
-trainer and in ours.
-"""
+"""Reward functions in TRL's convention. `test_reward_functions.py` runs them in both trainers."""
 
 import asyncio
 import functools
@@ -48,7 +46,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """A callable with a state of its own."""
+    """A reward with state."""
 
     def __init__(self, scale=3.0):
         self.scale = scale
@@ -108,7 +106,7 @@ def metrics(completions, log_metric=None, log_extra=None, **kwargs):
 
 
 class FromTheTrainer:
-    """A class as it stands: TRL is given `FromTheTrainer()`."""
+    """A reward class. TRL gets an instance; our trainer builds the instance itself."""
 
     __name__ = "FromTheTrainer"
 

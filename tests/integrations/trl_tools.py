@@ -1,4 +1,4 @@
-"""A tiny model that calls a calculator, and an environment that has one."""
+"""A tiny model that calls a calculator, and a TRL environment with a calculator."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator:
-    """The same as an environment of TRL's."""
+    """A TRL environment with the tool `multiply`."""
 
     def reset(self, **_: Any) -> None:
         return None
@@ -33,11 +33,11 @@ class Calculator:
         return a * b
 
 
-Calculator.multiply.__doc__ = multiply.__doc__  # which TRL tells the model
+Calculator.multiply.__doc__ = multiply.__doc__  # TRL passes this docstring to the model
 
 
 def folder(path: Path) -> str:
-    """The model and its tokenizer, which have learned one conversation."""
+    """Train a tiny model on one conversation, save it, and return its path."""
     import trl
 
     from grpo_fast.data.tokenizer import build_bpe_tokenizer

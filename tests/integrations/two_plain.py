@@ -1,4 +1,4 @@
-"""Lightning's DDP and transformers' `Trainer` over two ranks beside plain torch on all rows."""
+"""Lightning and transformers' `Trainer` on two ranks, compared with plain torch on all rows."""
 
 import copy
 import importlib
@@ -21,7 +21,7 @@ SIZES = (8, 4)  # completions of each rank's batches
 STEPS = 2
 
 
-# The options of the loss → what of the tutorial differs.
+# Our loss options, and the matching options of the reference in plain torch.
 LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
     "dapo": ({"loss_type": "dapo"}, {"by_token": True}),
@@ -30,12 +30,12 @@ LOGGED = "loss", "grad_norm"
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    # Linear in the gradient, so that weights can be compared.
+    # SGD is linear in the gradient, so rounding stays small in the weights.
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def tutorial_step(model, reference, batch, optimizer, **loss_options: Any) -> dict[str, float]:
-    """Compute old and reference logps once, then update twice; return the means of the metrics."""
+    """Compute old and reference logps, update twice, and return the mean metrics."""
     advantages = grpo_reference.group_advantages(batch["rewards"], 4)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)
@@ -59,7 +59,7 @@ def named(model: Any) -> dict[str, Tensor]:
 
 def rows_of(rank: int, step: int) -> dict[str, Tensor]:
     batch = grpo_reference.rows(SIZES[rank], seed=10 * step + rank)
-    if rank:  # fewer tokens per completion, too
+    if rank:  # the ranks also differ in tokens per completion
         batch["labels"][:, 9:] = -100
     return batch
 
@@ -108,7 +108,7 @@ def lightning_case(name: str, folder: Path) -> Result:
 
 
 def hf_case(folder: Path) -> Result:
-    """`PolicyTrainer` of the examples: two steps of two micro-batches on each of two ranks."""
+    """Train `PolicyTrainer` for two steps of two micro-batches on each rank."""
     home = importlib.import_module("grpo_fast.examples.hf_trainer")
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples.examples(model)
@@ -118,7 +118,7 @@ def hf_case(folder: Path) -> Result:
     trainer._get_train_sampler = lambda *_: list(range(8))
     trainer.train()
     expected = []
-    for step in (data[:4], data[4:]):  # accelerate deals the rows out, one to each rank by turns
+    for step in (data[:4], data[4:]):  # accelerate gives the ranks every other row
         loss = examples.tutorial_step(twin, step)
         norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
         expected.append({"loss": float(loss), "grad_norm": float(norm)})

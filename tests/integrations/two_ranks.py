@@ -1,6 +1,6 @@
-"""Other people's trainers over two processes, started by test_two_processes with torchrun.
+"""Job of `test_two_processes.py`, which starts it with torchrun: other trainers on two ranks.
 
-Each rank writes FOLDER/rank<r>.json: case → result, or what went wrong in it.
+Each rank writes FOLDER/rank<r>.json, a dictionary from a case to its result or its error.
 """
 
 import datetime
@@ -16,8 +16,7 @@ from torch import distributed
 
 from tests.integrations import two_plain, two_trl, two_verl
 
-# One that is not installed has no results. Lightning is the last: once it is imported, verl takes
-# every module for an abstract class.
+# Lightning must be last: once it is imported, verl treats every module as an abstract class.
 SECTIONS = (two_trl, two_verl, two_plain)
 
 
@@ -34,7 +33,7 @@ def main(folder: Path) -> None:
 
 
 def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
-    """The results of a section's cases; one that fails has its error for a result."""
+    """Run a section's cases and add their results to `found`, or the traceback of an error."""
     try:
         for name, work in cases:
             try:
@@ -50,7 +49,7 @@ def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether a trainer is not installed, and its section has no results."""
+    """Return whether an error says that a trainer is not installed."""
     return isinstance(error, ModuleNotFoundError) and "make trainers" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Runs of TRL's `GRPOTrainer` and of ours under DDP, each rank with completions of its own."""
+"""Runs of TRL's `GRPOTrainer` and of ours under DDP, with different completions on each rank."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,14 +14,14 @@ from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
-# Several micro-batches per step and updates per generation: ratios leave the clip range.
+# With several updates per generation, ratios leave the clip range.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
 ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
 }  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# The loss types by what they divide by: completions, the rank's tokens, the world's tokens.
+# The loss types divide by completions, by the rank's tokens, or by the tokens of all ranks.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -33,12 +33,12 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True, **MOVING,
     },
     "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
-    # A group's completions on two ranks, four steps per generation, clipped gradients.
+    # The completions of a group are on two ranks.
     "split_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
     },
-    # The second rank has no token that counts; none of its completions has a prompt.
+    # The second rank has no scored token, or no prompts.
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
@@ -46,17 +46,17 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
+# Real sampling: greedy runs are compared with TRL's, random runs with a second run of ours.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
-    # a group on two ranks
+    # A group is on two ranks.
     "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8, "more": REPLAY},
 }
 Result = dict[str, Any]
 
 
 class Completions:
-    """By the prompt and its place alone, so that a resumed run draws what the first one drew."""
+    """Completions that depend on the prompt and its index only, also in a resumed run."""
 
     def __init__(self, rank: int, cut: bool = False) -> None:
         self.rank, self.cut, self.tokens = rank, cut, 0
@@ -70,7 +70,7 @@ class Completions:
         seeded = trl_cases.Injected(VOCABULARY, seed=2 * seed + self.rank)
         if not self.cut:
             return seeded([None])[0][0]
-        return [2 + (seed + t) % 200 for t in range(trl_cases.COMPLETION)]  # no end of sequence
+        return [2 + (seed + t) % 200 for t in range(trl_cases.COMPLETION)]  # without EOS
 
 
 def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: bool = False) -> Any:
@@ -80,7 +80,7 @@ def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: b
 
 
 class NoPrompt:
-    """On the second rank no prompt would predict the first token of a completion."""
+    """Mixin that removes all prompts on the second rank."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -99,7 +99,7 @@ def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def between_ranks(found: dict[str, Tensor]) -> float:
-    """How far this rank's weights are from the first one's."""
+    """Return the largest difference between this rank's weights and those of rank 0."""
     first = {name: x.clone() for name, x in found.items()}
     for x in first.values():
         distributed.broadcast(x, 0)
@@ -112,7 +112,7 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Of one case on one rank: the logs of both sides, and how far our weights are from theirs."""
+    """Return a case's result on one rank: the logs of both sides and the weights' differences."""
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
 
@@ -126,7 +126,7 @@ def compared(theirs: Any, ours: Any) -> Result:
 
 
 def run(name: str, folder: Path, output: Path) -> Result:
-    """Both trainers on this case."""
+    """Run a case with both trainers."""
     cut = name == "empty_rank" and distributed.get_rank() == 1
     evaluates, pair = name == "evaluation", []
     for cls in (GRPOTrainer, FastGRPOTrainer):
@@ -140,7 +140,7 @@ def run(name: str, folder: Path, output: Path) -> Result:
 
 
 def resume(name: str, folder: Path, output: Path) -> Result:
-    """Both: four steps with a checkpoint after the second, and the last two again from it."""
+    """Run both trainers for four steps, then repeat the last two steps from a checkpoint."""
     options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
     pair, again = [], []
@@ -156,7 +156,7 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """TRL's trainer, and TRL's trainer with our head."""
+    """Run TRL's trainer without and with our head."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
     for prepare in (lambda trainer: trainer, use_fast_head):
         pair.append(build(GRPOTrainer, folder, output, options))
@@ -166,7 +166,7 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """A trainer's own sampling, and a number that its tokens make."""
+    """A trainer's own sampling with a hash of the sampled tokens."""
 
     def __init__(self, trainer: Any) -> None:
         del trainer._generate_single_turn
@@ -181,7 +181,7 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """TRL's trainer and ours, or ours twice; one generation for two steps of two micro-batches."""
+    """Run TRL's trainer and ours, or ours twice, with real sampling."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

@@ -1,6 +1,6 @@
-"""verl's own FSDP2 engine over two ranks, with its losses and head and with ours.
+"""verl's FSDP2 engine on two ranks, with verl's losses and head, then with ours.
 
-verl knows no CPU: a platform of its registry stands for one, and nothing else of it is changed.
+verl does not support CPUs, so the job registers a CPU platform. Nothing else of verl is changed.
 """
 
 import functools
@@ -18,13 +18,15 @@ from tests.integrations import trl_cases
 from tests.integrations.two_trl import Result, outcome
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-PROMPTS, RESPONSES = (2, 3, 1, 2), ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens; of each rank
-# verl's own fused head cannot multiply by an untied head, which its engine shards by itself.
-FUSED = {"logits": (False, True), "fused": (True, True)}  # verl's head, ours
+PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
+RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
+# use_fused_kernels of (verl's run, our run). verl's fused head fails with an untied head, because
+# verl's engine shards that head in a separate group.
+FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
 def on_a_cpu() -> None:
-    """Tell verl about this device, before its engine is imported."""
+    """Register a CPU platform with verl. Call this before verl's engine is imported."""
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 
     class Cpu(cuda):
@@ -38,7 +40,7 @@ def on_a_cpu() -> None:
 
     packages.load_verl("verl.plugin.platform.platform_manager").set_platform(Cpu())
     patches = packages.load_verl("verl.models.transformers.monkey_patch")
-    patches.is_trl_available = lambda: False  # it looks for a class that this trl has not
+    patches.is_trl_available = lambda: False  # verl imports a class that new versions lack
 
 
 def engine(path: str, fused: bool) -> Any:
@@ -68,7 +70,7 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Two micro-batches of two completions; the counts of tokens differ between the ranks."""
+    """Return two micro-batches of two completions, with different token counts on each rank."""
     rank = distributed.get_rank()
     random = torch.Generator().manual_seed(2 * seed + rank)
     lengths = RESPONSES[rank]
@@ -106,7 +108,7 @@ def batch(seed: int, fused: bool) -> Any:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """verl's metrics of this rank's micro-batches, one by one."""
+    """Return verl's metrics of every micro-batch of this rank."""
     found = {}
     for name, value in metrics.items():
         values = getattr(value, "values", value)
@@ -116,7 +118,7 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """A step with each loss, the ways to aggregate by turns."""
+    """Make one step with each loss, alternating between aggregations."""
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss
     logs = []
@@ -155,4 +157,4 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
             trl_cases.folder(path, "qwen2", tie_word_embeddings=name == "fused")
         distributed.barrier()
         yield f"verl-{name}", partial(run, name, str(path))
-        patched.forward = forward  # that of verl's fused kernels would serve the cases that follow
+        patched.forward = forward  # undo verl's patch, which later cases must not use

@@ -1,7 +1,7 @@
-"""TRL's `DistillationTrainer` on our divergence: `use_fast_head(trainer)` comes here.
+"""Fused divergence for TRL's `DistillationTrainer`, switched on by `use_fast_head(trainer)`.
 
-TRL (1.16) reads `_chunked_divergence_loss` from the globals of `_compute_loss`, which here has a
-copy of them in which that one name differs, for one trainer alone.
+TRL 1.16 looks up `_chunked_divergence_loss` in the globals of `_compute_loss`. One trainer gets a
+copy of `_compute_loss` whose globals name our function instead; other trainers are not changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 
 LOSS = "_chunked_divergence_loss"
-KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # by TRL's beta; between them jsd
+KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # by TRL's beta; other values are jsd
 
 
 def swap_divergence(trainer: Any, handle: FastHead) -> None:
-    """Let our kernels compute loss, gradient and entropy of this trainer's micro-batches."""
+    """Compute this trainer's loss, gradient and entropy with our kernels until `handle` ends."""
     theirs = type(trainer)._compute_loss
 
     @functools.wraps(theirs)
@@ -29,7 +29,7 @@ def swap_divergence(trainer: Any, handle: FastHead) -> None:
         if not handle.active or is_partitioned(student):
             return theirs(self, student, *args)
         head = student.get_output_embeddings()
-        run_inside(head)  # FSDP2 gathers its weight, whichever group it is in
+        run_inside(head)  # lets FSDP2 gather the head's weight, whichever group it is in
         scope = {**theirs.__globals__, LOSS: functools.partial(divergence_loss, head)}
         return types.FunctionType(theirs.__code__, scope)(self, student, *args)
 
@@ -40,18 +40,24 @@ def divergence_loss(
     head: Any,
     hidden: Tensor,  # (B, K, H)
     teacher_hidden: Tensor,  # (B, K, H')
-    _: Tensor,  # (V, H) the head's weight, which is read inside of its forward
+    _: Tensor,  # (V, H) the head's weight; unused, because `run` reads the gathered weight
     teacher_weight: Tensor,  # (V, H')
     mask: Tensor,  # (B, K)
     beta: float,
     num_items_in_batch: Tensor | float | None = None,
     **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's (loss, sum of the student's entropies, number of tokens), 0-d each.
+    """Replace TRL's `_chunked_divergence_loss`: the same arguments and the same results.
 
-    The loss is that of advantages which are 0, with a divergence: the pass gives entropies, too.
+    The loss is a GRPO loss with advantages of 0 and a divergence term, because that pass also
+    returns the entropies.
+
+    Returns:
+        Loss, sum of the student's entropies, and number of tokens; 0-d each.
     """
-    dtype, active, T = compute_dtype(teacher_hidden), mask != 0, rule["temperature"]
+    dtype = compute_dtype(teacher_hidden)
+    active = mask != 0
+    T = rule["temperature"]
     bias = rule["teacher_lm_head_bias"]
     teacher = TeacherHead(
         teacher_hidden.to(dtype), teacher_weight.detach().to(dtype),
@@ -63,13 +69,14 @@ def divergence_loss(
         aggregation="token_mean_global", compute_entropy=True, temperature=T,
         softcap=rule["student_final_logit_softcapping"], logit_scale=rule["student_logit_scale"],
     )  # fmt: skip
-    count, own = active.sum(), compute_dtype(hidden)
+    count = active.sum()
+    own = compute_dtype(hidden)
     total = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
 
     def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
-        with torch.autocast(h.device.type, enabled=False):  # h: as the head's hooks cast it
-            # Any ids do for targets: their advantages are 0.
+        with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
+            # Any ids can be targets, because the advantages are 0.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

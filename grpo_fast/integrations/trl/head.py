@@ -1,15 +1,17 @@
-"""TRL's fused LM head on our kernels: for any TRL trainer that uses it, without a subclass; and the
-two heads of `DistillationTrainer` (`divergence`).
+"""Our kernels for TRL's fused LM head, in any TRL trainer that uses the fused head.
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives one model object a `forward` (`add_fused_lm_head`), a closure over the rule of
-the logits that ends in `_ChunkedLogProbFunction.apply`, with no hook. Here the same closure runs
-over a copy of its module's globals in which three names differ: that function; the test for
-compaction; and the class of the weights that TRL gathers itself, which leaves their gradient
-unreduced (ours runs inside the head's own forward).
+TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). That function is
+a closure over the logit transform, it calls `_ChunkedLogProbFunction.apply`, and it has no hook for
+a replacement. We run the same closure with a copy of its globals in which three names differ:
+
+- `_ChunkedLogProbFunction` is our function.
+- `_use_triton` always chooses to compact the rows.
+- `DTensor` is an empty tuple. TRL would otherwise gather a sharded weight itself and leave its
+  gradient unreduced; our function runs inside the head's forward, where FSDP2 does both.
 """
 
 from __future__ import annotations
@@ -29,30 +31,45 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
 
-KERNEL, COMPACTS, GATHERED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
-# TRL's trainers whose loss calls the fused head. GKD and GOLD derive from SFTTrainer, and compute
-# logits of their own.
+KERNEL = "_ChunkedLogProbFunction"
+COMPACTS = "_use_triton"
+GATHERED = "DTensor"
+# TRL's trainers whose loss calls the fused head. GKD and GOLD are subclasses of SFTTrainer, but
+# their loss needs full logits.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-CERTAINLY_FIRST = 0.501  # a larger probability is the largest, whatever rounding says
+CERTAINLY_FIRST = 0.501  # a larger probability is the row's largest, even after rounding
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def use_fast_head(trainer_or_model: Any) -> FastHead:
-    """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
-    of this model; of a DistillationTrainer the whole divergence from its teacher.
+    """Compute the fused LM head of a TRL trainer or model with our kernels.
 
-    The outputs are TRL's; gradients reach hidden, weight and bias. Ours runs inside the head's own
-    forward, so that FSDP2 gathers its weight and reduces the gradient. A head sharded by ZeRO-3 or
-    tensor parallelism stays with TRL's own function, which is logged.
+    Outputs and gradients are those of TRL's fused head. For a `DistillationTrainer`, our kernels
+    compute the divergence from the teacher. FSDP2 is supported. If ZeRO-3 or tensor parallelism
+    shards the head, TRL's own function computes it, and a warning is logged.
 
-    Raises ValueError for a model without TRL's fused head, or a trainer whose loss does without.
+    Args:
+        trainer_or_model: A TRL trainer (policy and reference model are changed), or a model with
+            TRL's fused LM head.
+
+    Returns:
+        A handle. Call its `undo()`, or use it in a `with` statement, to restore TRL's function.
+
+    Raises:
+        ValueError: The model has no fused LM head, or the trainer's loss does not use it.
+
+    Example:
+        >>> handle = use_fast_head(trainer)
+        >>> trainer.train()
+        >>> handle.undo()
     """
-    trainer, handle = trainer_or_model, FastHead()
+    trainer = trainer_or_model
+    handle = FastHead()
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
     expected = f"one whose loss calls TRL's fused LM head, as {', '.join(SERVED)} and derived ones"
     came = f"{type(trainer).__name__}, whose loss would not change"
@@ -78,13 +95,16 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
 def _swap(
     model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    theirs, before = _require_fused(model), model.forward
+    """Give the model a forward that uses our head while `handle` is active."""
+    theirs = _require_fused(model)
+    before = model.forward
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
         raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     ours = _over(theirs, model)
     run_inside(model.get_output_embeddings())
-    # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
+    # accelerate wraps the forward of a prepared model in autocast. Our forward replaces the wrapped
+    # function, so it needs the same autocast.
     context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
 
     @functools.wraps(type(model).forward)
@@ -92,7 +112,7 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # A copy of the model has a head of its own.
+            # A copy of the model must use its own head.
             function = ours if self is model else _over(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -101,7 +121,7 @@ def _swap(
 
 
 def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
-    """TRL's closure with our kernels, inside the head of this model."""
+    """Return TRL's closure with our kernels, which run inside the head of this model."""
     head = model.get_output_embeddings()
 
     def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
@@ -111,7 +131,7 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
         ))  # fmt: skip
 
     kernel = types.SimpleNamespace(apply=apply)
-    # No weight is an instance of (): TRL gathers none.
+    # isinstance(weight, ()) is False, so TRL's closure gathers no weight.
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
     rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
     ours = types.FunctionType(theirs.__code__, scope, *rest)
@@ -130,10 +150,18 @@ def fast_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> Outputs:
-    """TRL's five outputs, (N,) each; None where not asked for."""
-    rule, dtype = Rule(temperature, final_logit_softcapping, logit_scale), compute_dtype(hidden)
-    h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    # The operands have their dtype; sums stay fp32.
+    """Replace `_ChunkedLogProbFunction.apply`: the same arguments and the same results.
+
+    Returns:
+        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, shape (N,) each. The last four
+        are None unless `outputs` names them.
+    """
+    rule = Rule(temperature, final_logit_softcapping, logit_scale)
+    dtype = compute_dtype(hidden)
+    h = hidden.to(dtype)
+    w = weight.to(dtype)
+    b = None if bias is None else bias.to(dtype)
+    # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -145,6 +173,8 @@ def fast_log_probs(
 
 
 class Rule(NamedTuple):
+    """Logit transform of a head."""
+
     temperature: float
     softcap: float | None
     logit_scale: float
@@ -160,19 +190,25 @@ def row_statistics(
     wanted: tuple[str, ...],
     rule: Rule,
 ) -> dict[str, Tensor]:
-    """The metrics of TRL's head that have no gradient, each from as little work as it takes.
+    """Compute the metrics of TRL's head that have no gradient, with little work for each.
 
-    The mean logit without a softcap is one product with the mean row of W; log Σp² = 2·logp(T) -
-    logp(T/2); whether the target is the first maximum needs the logits only of the rows whose
-    probability, between 1/V and a half, leaves it open.
+    - mean_logits without a softcap is one product with the mean row of the weight.
+    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), with the temperature T.
+    - is_top1 needs logits only for targets with a probability between 1/V and 1/2. A larger
+      probability is the row's maximum, and a smaller one is not.
+
+    Returns:
+        The metrics in `wanted` by name, shape (N,) each.
     """
     temperature, softcap, scale = rule
-    stats, p = {}, logps.detach().exp()
+    stats = {}
+    p = logps.detach().exp()
     if "log_sum_sq_probs" in wanted:
         half = rule._replace(temperature=temperature / 2)._asdict()
         at_half = linear_logps(hidden, weight, targets, bias=bias, **half)
         stats["log_sum_sq_probs"] = 2 * logps.detach() - at_half
-    top1, means = p > CERTAINLY_FIRST, torch.zeros_like(p)
+    top1 = p > CERTAINLY_FIRST
+    means = torch.zeros_like(p)
     rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
     rows = rows if "is_top1" in wanted else rows[:0]
     if "mean_logits" in wanted and softcap is None:
@@ -191,18 +227,21 @@ def row_statistics(
     return {name: x for name, x in stats.items() if name in wanted}
 
 
-# ---- TRL's own head, and what its closure knows
-
-
 class FusedHead(NamedTuple):
-    """TRL's rule: softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
+    """Fused head as TRL's closure defines it.
 
-    backbone: str  # attribute of the model that gives hidden states
+    The logits are softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
+    """
+
+    backbone: str  # attribute of the model that returns hidden states
     rule: Rule
     cast_to_fp32: bool
 
     def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in TRL's dtype: autocast's, fp32 when cast, else hidden's."""
+        """Return hidden, weight and bias in the dtype that TRL computes the head in.
+
+        The dtype is fp32 with `cast_to_fp32`, else autocast's dtype, else the dtype of `hidden`.
+        """
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return hidden.to(dtype), layer.weight.to(dtype), bias
@@ -214,10 +253,15 @@ def base_model(model: Any) -> Any:
 
 
 def fused_head(model: Any) -> FusedHead:
-    """The head that `add_fused_lm_head` gave this model; ValueError for none, or an unknown one."""
+    """Return the head that TRL's `add_fused_lm_head` gave this model.
+
+    Raises:
+        ValueError: The model has no fused head, or one of an unknown TRL version.
+    """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
     try:
-        softcap, scale = known["final_logit_softcapping"], float(known["logit_scale"])
+        softcap = known["final_logit_softcapping"]
+        scale = float(known["logit_scale"])
         rule = Rule(float(known["temperature"]), softcap, scale)
         return FusedHead(known["backbone_attr"], rule, bool(known["cast_lm_head_to_fp32"]))
     except KeyError as missing:
@@ -225,7 +269,7 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """TRL's closure on this model, also where accelerate or `use_fast_head` wrapped it."""
+    """Return TRL's closure, also if accelerate or `use_fast_head` wrapped it; None without one."""
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
         function = getattr(function, "trl_fused", function)
@@ -235,6 +279,7 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 
 
 def _require_fused(model: Any) -> types.FunctionType:
+    """Return TRL's closure on this model, or raise an error."""
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"

@@ -1,7 +1,7 @@
-"""TRL's GRPO options: which of them take the fast path, by which `LossConfig`; a probe of both.
+"""TRL's GRPO options as a `LossConfig`, and the options that stay with TRL's own code.
 
-An option is computed by the fast path, or the trainer says by name which part of the work stays
-with TRL's own code, which honours it.
+Our code never ignores an option: it computes the option's effect, or the trainer names the option
+and leaves that part of the work to TRL.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
 from grpo_fast.integrations.trl.originals import is_compiled
 
-# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
-# accumulation steps; or the tokens of the generation batch.
+# What TRL divides the loss by: the completions or tokens of the micro-batch (then also by the
+# accumulation steps), or "items", the tokens of the generation batch.
 NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# The options that TRL reads for one of these losses only; the others read delta.
+# Options that TRL reads only for the given loss type. All other loss types read delta.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
-# TRL's attributes that have the names of ours.
+# Attributes of TRL's trainer with the same name and meaning as fields of LossConfig.
 SAME_NAME = (
     "loss_type", "epsilon_low", "epsilon_high", "beta", "importance_sampling_level",
     "max_completion_length", "top_entropy_quantile",
@@ -38,7 +38,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Why the forward stays TRL's own padded one, by the option's name; None: it is packed."""
+    """Return the option that keeps TRL's padded forward, or None if the forward is packed."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -52,7 +52,7 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
 
 
 def unusual_model(trainer: Any, lm: Any) -> str | None:
-    """The option that neither our forward nor our sampler supports, by name; None: all are."""
+    """Return the option that neither our forward nor our sampler supports, or None."""
     head = lm.get_output_embeddings()
     peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -78,17 +78,19 @@ def looks_at_inputs(peft_config: Any) -> bool:
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """Whether this is torch's own linear layer, also in the class that `fully_shard` gives it."""
+    """Return whether a layer is exactly `nn.Linear`, possibly sharded by `fully_shard`."""
     return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
+    """Return which layer has attention dropout and what switches it off, or None."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
             remedy = "config.attention_dropout=0 (disable_dropout does not)"
             if isinstance(rate, nn.Dropout):
-                rate, remedy = rate.p, "disable_dropout=True"
+                rate = rate.p
+                remedy = "disable_dropout=True"
             if isinstance(rate, float) and rate > 0:
                 where = f"{type(module).__name__}.{name} is {rate}"
                 return f"attention dropout: {where}; {remedy} switches it off"
@@ -96,18 +98,18 @@ def _attention_dropout(lm: nn.Module) -> str | None:
 
 
 class SinglePass(NamedTuple):
-    """One micro-batch for `linear_grpo_loss`; per-token tensors are (B, K)."""
+    """Arguments of `linear_grpo_loss` for one micro-batch; per-token tensors are (B, K)."""
 
     config: LossConfig
     advantages: Tensor  # (B,) or (B, K)
     old_logps: Tensor | None
     ref_logps: Tensor | None
     num_items: Tensor | None  # 0-d
-    divisor: float  # of the loss, afterwards
+    divisor: float  # divide the loss by this number
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Why the objective stays TRL's own on our logps; None where one pass gives all."""
+    """Return why TRL's objective runs on our logps, or None if a single pass computes the loss."""
     if trainer.aux_loss_enabled:
         return "router_aux_loss_coef"
     try:
@@ -121,7 +123,16 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """The LossConfig that equals TRL's options; `head`: its rule of the logits, as keywords."""
+    """Return the LossConfig that equals TRL's options.
+
+    Args:
+        trainer: A TRL GRPOTrainer.
+        entropy_coef: Coefficient of the entropy bonus.
+        **head: Temperature, softcap and logit_scale of the LM head.
+
+    Raises:
+        ValueError: The loss type is unknown, or an option has a value that LossConfig refuses.
+    """
     if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
@@ -134,56 +145,78 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
 
 
 def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
-    """TRL's mask of completions with A < 0 whose mean(behaviour logp - logp) is above it."""
+    """Return TRL's off-policy mask as a correction.
+
+    TRL drops completions with a negative advantage whose mean of (behaviour logp - logp) exceeds
+    the threshold.
+    """
     if threshold is None:
         return ()
-    low, ratio = math.exp(-threshold), "current/behaviour"
+    low = math.exp(-threshold)
+    ratio = "current/behaviour"
     return (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
 
 
 def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
+    """Return the arguments of `linear_grpo_loss` for a micro-batch of TRL's.
+
+    Args:
+        trainer: A TRL GRPOTrainer.
+        inputs: TRL's inputs of `_compute_loss`.
+        num_scored: Number of tokens of the micro-batch that the loss counts.
+        **head: Temperature, softcap and logit_scale of the LM head.
+    """
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Token-level objectives are homogeneous in the advantage: a weight >= 0 moves into it.
+        # A token's loss scales with its advantage, so a weight >= 0 can multiply the advantage.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
-    num_items, divisor = None, accumulation
+    num_items = None
+    divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
     if NORMALISERS[trainer.loss_type] == "items":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
-        num_items, divisor = inputs["num_items_in_batch"].clamp(min=1.0) * share, 1.0
+        num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
+        divisor = 1.0
         if coefficient:
-            # The bonus is a mean over this micro-batch, whatever the policy term is divided by.
+            # TRL's bonus is a mean over the micro-batch even if the policy term is not.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
-    old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    old = inputs.get("old_per_token_logps")
+    ref = inputs.get("ref_per_token_logps")
     ref = ref if trainer.beta != 0 else None
     return SinglePass(config, advantages, old, ref, num_items, divisor)
 
 
 def applied_entropy_coef(trainer: Any) -> float:
+    """Return the coefficient of the entropy bonus in this step; 0 if TRL adds no bonus."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
-    entropy, target = trainer._last_world_entropy, trainer.args.entropy_target
+    entropy = trainer._last_world_entropy
+    target = trainer.args.entropy_target
     is_gated = trainer.use_adaptive_entropy and entropy > target
     return 0.0 if is_gated else trainer.entropy_coef
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
-    """Compare our objective with the installed TRL's on made-up tokens; say what differs, or None.
+    """Compare our objective with the installed TRL's on random tokens.
 
-    Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and
-    one has a tool's tokens: what a release of TRL changes, or a subclass adds, shows before the
-    first step.
+    The tokens reach every branch of the objective: ratios on both sides of every bound, advantages
+    of both signs, an empty completion, and tokens of a tool. A change in a new release of TRL or in
+    a subclass is thus noticed before the first step.
 
     Args:
-        trainer: a GRPOTrainer in train mode.
-        theirs: (inputs, logps, entropies) → the loss that TRL's own `_compute_loss` makes of them.
+        trainer: A GRPOTrainer in train mode.
+        theirs: Function from (inputs, logps, entropies) to the loss of TRL's `_compute_loss`.
+
+    Returns:
+        A sentence that names the difference, or None if there is none.
     """
+    # 1. TRL's loss. Its metrics and its adaptive entropy state must not see the random tokens.
     device = trainer.accelerator.device
-    inputs, logps, entropies = _made_up(trainer, device)
+    inputs, logps, entropies = _random_inputs(trainer, device)
     saved = {name: getattr(trainer, name, None) for name in STATE}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
     expected = theirs(inputs, logps, entropies)
@@ -192,6 +225,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     for name, value in saved.items():
         if hasattr(trainer, name):
             setattr(trainer, name, value)
+    # 2. Our loss of the same tokens.
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))
     ours = grpo_loss(
@@ -199,6 +233,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
         ref_logps=job.ref_logps, entropy=entropies, num_items_in_batch=job.num_items,
     )  # fmt: skip
     loss = ours.loss / job.divisor
+    # 3. Compare the losses and their gradients.
     theirs_gradients = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
     our_gradients = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
     names = "loss", "d loss/d logps", "d loss/d entropy"
@@ -211,8 +246,10 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     return None
 
 
-def _made_up(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
-    completions, length = 6, 9
+def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return TRL's inputs, logps and entropies of six random completions."""
+    completions = 6
+    length = 9
     random = torch.Generator().manual_seed(0)
     shape = (completions, length)
 
@@ -229,7 +266,7 @@ def _made_up(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # Steps of the ratio from 0.3 to 3: both clip bounds, delta, and the inside of each.
+        # Ratios from 0.3 to 3 lie on both sides of the clip bounds and of delta.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

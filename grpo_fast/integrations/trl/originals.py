@@ -87,7 +87,8 @@ def is_defined_in(function: Any, *packages: str) -> bool:
     for name in packages:
         if name in sys.modules:
             places += [os.path.join(path, "") for path in sys.modules[name].__path__]
-    pending, seen = [function], set()
+    pending = [function]
+    seen = set()
     while pending:
         found = _unbound(pending.pop())
         if id(found) in seen:

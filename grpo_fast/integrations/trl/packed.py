@@ -1,10 +1,10 @@
-"""Packed rows for a transformers model that goes on taking everything else.
+"""Packed forward of a transformers model that still accepts ordinary batches.
 
-Its attention is replaced once by a function that computes packed rows where a layout comes with the
-call, and hands every other call (generation, evaluation) to the attention the model had. Gradient
-checkpointing recomputes a layer with the keywords of its first run, so it takes the same branch.
+The model's attention is replaced once. The new attention computes packed rows if a call has a
+packed layout, and passes every other call (generation, evaluation) to the original attention.
+Gradient checkpointing repeats a layer's keywords, so the recomputation chooses the same attention.
 
-The packed forward runs inside the model's own forward, and its head's, so that hooks fire once.
+The packed forward runs inside the forward of the model and of its LM head, so hooks fire once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import SinglePass
 
-# Masks are made before the layers run and do not see the layout.
+# transformers builds the attention mask before the layers run, without the keywords of the call.
+# This variable tells the mask function that the call has a packed layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Tell the masks of a prepared model that its calls in this block bring a packed layout."""
+    """Mark the model calls in this block as calls with a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -42,7 +43,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: Any) -> None:
-    """Prepare this model object for `packed_forward`: its attention, its forward and its LM head's.
+    """Prepare a model for `packed_forward`: change its attention, its forward and its LM head.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -55,14 +56,17 @@ def take_packed_rows(model: Any) -> None:
         raise ValueError(f"model_type {kind}: its attention is not on transformers' interface")
     fused = model.forward.__func__
     run_inside(model)
-    # `use_fast_head` looks for TRL's closure there.
+    # `use_fast_head` looks for TRL's closure in this attribute.
     model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
     run_inside(model.get_output_embeddings())
 
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """Give the model its own attention back for a block of code that goes by attention's name."""
+    """Restore the model's original attention for a block of code.
+
+    transformers' `generate` and `save_pretrained` read the name of the attention.
+    """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -72,6 +76,7 @@ def own_attention(model: Any, name: str) -> Iterator[None]:
 
 
 def _register_over(original: str) -> str:
+    """Register an attention for packed rows that else calls `original`, and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -96,7 +101,8 @@ def _register_over(original: str) -> str:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
-    # transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
+    # Encode the original name: transformers treats names with "flash", "sdpa", "flex_attention" or
+    # "|" specially.
     name = PREFIX + original.encode().hex()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -105,7 +111,11 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts left and completions right, as a row of R scored tokens."""
+    """A padded batch of B completions as one packed row, with R scored tokens.
+
+    The padded batch has shape (B, P+K), with prompts padded on the left and completions padded on
+    the right.
+    """
 
     # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]
@@ -113,15 +123,15 @@ class Pack:
     target_ids: Tensor  # (R,)
     cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion
     order: Tensor  # (B,) int64: row of the padded batch of each completion
-    slots: Tensor  # (R,) int64: where each scored token stands in the flat (B, K)
+    slots: Tensor  # (R,) int64: index of each scored token in the flattened (B, K) completions
     shape: tuple[int, int]  # (B, K)
 
     def padded(self, x: Tensor) -> Tensor:
-        """(R,) → (B, K), zeros where nothing is scored."""
+        """Scatter values of scored tokens from (R,) to (B, K), with zeros elsewhere."""
         return x.new_zeros(self.shape).flatten().index_copy(0, self.slots, x).view(self.shape)
 
     def packed(self, x: Tensor | None) -> Tensor | None:
-        """(B, K) → (R,), or (B,) → (B,) in the order of the completions."""
+        """Gather per-token values from (B, K) to (R,), or reorder per-completion values (B,)."""
         if x is None:
             return None
         return x[self.order] if x.dim() == 1 else x.reshape(-1)[self.slots]
@@ -132,14 +142,21 @@ def pack_padded(
     attention_mask: Tensor,  # (B, P+K)
     scored: Tensor,  # (B, K)
 ) -> Pack | None:
-    """Pack the real tokens of a padded batch; completions with the same prompt share it.
+    """Pack the real tokens of a padded batch. Completions of the same prompt share its tokens.
 
-    Laid out on the host: the device is not waited for. Where no token is scored the row holds one
-    that no target follows, which keeps the model in the graph, and in step with other ranks. None
-    where a completion has no prompt that predicts its first token.
+    Args:
+        input_ids: Token ids, shape (B, P+K).
+        attention_mask: 1 at real tokens, shape (B, P+K).
+        scored: 1 at the completion tokens that the loss counts, shape (B, K).
+
+    Returns:
+        The packed batch. None if a completion has no prompt that predicts its first token.
     """
-    (rows, length), device = scored.shape, input_ids.device
-    ids, real = input_ids.cpu(), attention_mask.bool().cpu()
+    # 1. Group the completions that have scored tokens by prompt, on the host.
+    rows, length = scored.shape
+    device = input_ids.device
+    ids = input_ids.cpu()
+    real = attention_mask.bool().cpu()
     counted = scored.bool().cpu() & real[:, -length:]
     groups: dict[bytes, tuple[Tensor, list[int]]] = {}
     for row in counted.any(1).nonzero()[:, 0].tolist():
@@ -147,18 +164,22 @@ def pack_padded(
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
         return None
-    completions, token = real[:, -length:], ids[0, :1]
+    # 2. Pack the groups. If no token is scored, pack one token: the model must stay in the graph,
+    # and other ranks wait for this rank's forward and backward.
+    completions = real[:, -length:]
+    token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
     lists = [(prompt, [texts[row] for row in members]) for prompt, members in groups.values()]
     packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
-    # The unused completions stand last: no part of the packed row, they count as empty.
+    # 3. Completions without scored tokens are not packed. They are last and count as empty.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
-    predicting, target_ids = packed.predicting, packed.target_ids
+    predicting = packed.predicting
+    target_ids = packed.target_ids
     if scored_rows.shape[0] < target_ids.shape[0]:
         predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
     cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
@@ -166,18 +187,18 @@ def pack_padded(
     return Pack(packed.model_inputs, *tensors, (rows, length))
 
 
-# ---- the packed forward
-
-
 class PackedCall(NamedTuple):
+    """Arguments of one packed forward pass."""
+
     pack: Pack
-    head: FusedHead  # the rules of logits that TRL read from the policy's config
-    entropy: bool
-    loss: SinglePass | None = None
-    support: Support | None = None  # what the sampler drew the scored tokens from
+    head: FusedHead  # the logit transform that TRL read from the policy's config
+    entropy: bool  # also return entropies
+    loss: SinglePass | None = None  # compute this loss; None: only log-probabilities
+    support: Support | None = None  # the tokens that the sampler kept for each scored token
 
 
 def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
+    """Return logps (R,), entropy (R,) if requested, and the loss if the call has one."""
     with packing():
         trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
     head = lm.get_output_embeddings()
@@ -185,10 +206,12 @@ def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 
 def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    pack, job = call.pack, call.loss
+    """Compute the results of a packed forward from the hidden states, inside the LM head."""
+    pack = call.pack
+    job = call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
     rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Autocast is off: the operands have their dtype, and sums stay fp32.
+    # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
     with torch.autocast(hidden.device.type, enabled=False):
         if job is None:
             rule = call.head.rule._asdict()

@@ -1,7 +1,7 @@
-"""The set that the sampler drew each token from, looked up by the tokens of a sequence.
+"""Record of the tokens that the sampler kept at each position, looked up by token ids.
 
-TRL shuffles, cuts, pads and joins completions before it asks for their logps: a turn is known by
-its prompt and its tokens alone.
+TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. Only the
+token ids of the prompt and of the completion identify a sampled turn.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    support: Support
-    logps: Tensor  # (R,) fp32 of the sampler; NaN where it drew none
-    mass: Tensor  # (R,) fp32, of the kept tokens before the others went
+    """Records of the sampler for R scored tokens."""
+
+    support: Support  # the kept tokens; an empty set if the sampler did not draw the token
+    logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN if it did not draw the token
+    mass: Tensor  # (R,) fp32 probability of the kept tokens before renormalization
 
 
 class Replay:
+    """Kept tokens of the turns that were sampled for one batch."""
+
     def __init__(self) -> None:
+        # Prompt ids -> completions, each with the index of its first kept id in `ids`.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Remember one completion of each prompt, if its sampler left tokens out."""
+        """Store one completion of each prompt, if its sampler truncated the distribution."""
         for prompt, one in zip(prompts, completions, strict=True):
             if one.kept is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -43,16 +48,29 @@ class Replay:
         shape: tuple[int, int],  # (B, K)
         slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
     ) -> Replayed | None:
-        """The sets of the scored tokens, empty where others drew them; None: nothing is known."""
+        """Look up the scored tokens of a padded batch.
+
+        Args:
+            input_ids: Token ids, shape (B, P+K).
+            attention_mask: 1 at real tokens, shape (B, P+K).
+            shape: (B, K) of the completions.
+            slots: Index of each scored token in the flattened completions, shape (R,), int64.
+
+        Returns:
+            The records of the scored tokens, or None if no turn is stored.
+        """
         if not self.turns:
             return None
-        # Places in `ids`, counts, logps and mass of each token of the batch.
+        # 1. For each token of the batch: the first index in `ids`, the number of kept ids, the
+        # sampler's log-probability and the kept mass.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
-        logps, mass = torch.full(shape, torch.nan), torch.ones(shape)
+        logps = torch.full(shape, torch.nan)
+        mass = torch.ones(shape)
         for row, (ids, real) in enumerate(
             zip(input_ids.cpu(), attention_mask.bool().cpu(), strict=True)
         ):
-            tokens, columns = ids[real].tolist(), real[-shape[1] :].nonzero()[:, 0]
+            tokens = ids[real].tolist()
+            columns = real[-shape[1] :].nonzero()[:, 0]
             for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
                 assert one.kept is not None and one.kept.mass is not None
                 first = at - (len(tokens) - len(columns))
@@ -60,9 +78,13 @@ class Replay:
                 n = len(where[1])
                 starts[where] = one.kept.offsets[:n] + base
                 counts[where] = one.kept.offsets.diff()[:n]
-                logps[where], mass[where] = one.logps[:n], one.kept.mass[:n]
-        scored, device = slots.cpu(), slots.device
-        lengths, begins = counts.flatten()[scored], starts.flatten()[scored]
+                logps[where] = one.logps[:n]
+                mass[where] = one.kept.mass[:n]
+        # 2. Concatenate the kept ids of the scored tokens.
+        scored = slots.cpu()
+        device = slots.device
+        lengths = counts.flatten()[scored]
+        begins = starts.flatten()[scored]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         places = torch.arange(int(offsets[-1])) + (begins - offsets[:-1]).repeat_interleave(lengths)
         self.ids = [torch.cat(self.ids)]
@@ -70,14 +92,19 @@ class Replay:
         return Replayed(support, *(x.flatten()[scored].to(device) for x in (logps, mass)))
 
     def _turns_of(self, tokens: list[int], start: int) -> list[tuple[int, Completion, int]]:
-        """(place, turn, its first row of `ids`) of each turn in a sequence prompted to `start`."""
+        """Find the stored turns in a sequence whose prompt has `start` tokens.
+
+        Returns:
+            For each turn: the index of its first token in the sequence, the completion, and the
+            index of its first kept id in `ids`.
+        """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:
             if not start <= length < len(tokens):
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # TRL may have cut the turn at the maximal length.
+                # TRL may have cut the turn at the maximum completion length.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

@@ -20,7 +20,7 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Fields of a generation config that `sampling_of` reads, and those that change no token.
+# Fields of a generation config that our sampler reads, and fields that do not change tokens.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
@@ -54,12 +54,16 @@ class OwnRollouts:
     fast_rollouts = True
     replay_support = False
     fast_path: dict[str, str]
-    _packs = False  # the support of a token is looked up by its place in a packed row
+    _packs = False  # replay needs packed rows
     _reported_truncation = False
 
     def _start_rollouts(self: Any, lm: Any) -> None:
-        self._lm, self._replay = lm, {mode: Replay() for mode in ("train", "eval")}
-        self._drawn_at, self._replayed_logps, self._keeps = None, None, False
+        """Build our engine, or record why TRL must sample."""
+        self._lm = lm
+        self._replay = {mode: Replay() for mode in ("train", "eval")}
+        self._drawn_at = None
+        self._replayed_logps = None
+        self._keeps = False
         self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)
@@ -76,6 +80,7 @@ class OwnRollouts:
             self._say_rollouts(self._unsuited or OFF)
 
     def _say_rollouts(self, reason: str) -> None:
+        """Record and log why TRL samples, once for each reason."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
             effect = "; replay_support=True has no effect" if self.replay_support else ""
@@ -88,10 +93,11 @@ class OwnRollouts:
 
     @property
     def replays(self) -> bool:
+        """True if log-probabilities are over the tokens that the sampler kept."""
         return self.replay_support and self._packs
 
     def _report_truncation(self: Any, sampling: Sampling) -> None:
-        """Log once which tokens the log-probabilities of a truncating run are normalised over."""
+        """Log once whether log-probabilities are over the full vocabulary or the kept tokens."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -111,13 +117,13 @@ class OwnRollouts:
             log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        """As TRL's; forgets the supports of the previous batch."""
+        """Drop the previous batch's records, then generate and score as TRL does."""
         self._replay[self._mode] = Replay()
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # This depends on the settings alone: either all processes log, or none does.
+        # Decide from the settings alone, so that either all processes join the reduction or none.
         self._keeps = isinstance(sampling, Sampling) and sampling.wants_kept
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -134,6 +140,7 @@ class OwnRollouts:
         return [one.ids for one in drawn], None
 
     def _sampling(self: Any) -> Sampling | str:
+        """Return the settings for our sampler, or the reason why TRL must sample."""
         if not self.fast_rollouts:
             return OFF
         if self._unsuited is not None:
@@ -148,24 +155,22 @@ class OwnRollouts:
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
+        """Return a seed that differs between steps, turns of a step, and processes."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
         self._drawn_at = when, turn
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
-    # ----------------------------------------------------------------------------------------------
-    # replay
-
     def _replayed(self: Any, pack: Any, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """The sets that the scored tokens of these rows were drawn from; None: unknown."""
+        """Return the sampler's records of the scored tokens in these rows, or None without any."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         return known
 
     def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
-        """As TRL's; with replayed supports, log the ratio of the policy to the sampler."""
+        """Compute TRL's loss. With support replay, also log the ratio of policy to sampler."""
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
         if self._keeps:
             self._log_replay()
@@ -174,7 +179,7 @@ class OwnRollouts:
 
     @torch.no_grad()
     def _log_replay(self: Any) -> None:
-        """Means over the drawn tokens of all processes: ratio to the sampler, what it kept."""
+        """Log means over the sampled tokens of all processes: ratio, support size, kept mass."""
         sums = torch.zeros(4, device=self.accelerator.device)
         if self._replayed_logps is not None:
             known, logps = self._replayed_logps
@@ -189,7 +194,7 @@ class OwnRollouts:
 
 
 def unsuited(trainer: Any, lm: Any) -> str | None:
-    """Why this trainer's rollouts stay TRL's, by the option's name; None: they may be ours."""
+    """Return the option for which TRL must sample, or None if our loop may sample."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -211,7 +216,7 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
             return f"generation_kwargs: {name}={value!r} is not read by our sampler"
     eos = config.eos_token_id
     if {*(eos if isinstance(eos, list) else [eos])} != {*trainer.eos_token_ids}:
-        return f"generation_kwargs: eos_token_id={eos!r} beside {trainer.eos_token_ids}"
+        return f"generation_kwargs: eos_token_id={eos!r} differs from {trainer.eos_token_ids}"
     settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     settings["temperature"] = config.temperature if config.do_sample else 0
     try:
@@ -223,6 +228,7 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, Any]:
+    """Return the default value of every field of a generation config."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

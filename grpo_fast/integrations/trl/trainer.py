@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import fast_layers
+from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
@@ -39,7 +39,7 @@ from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
 
-# Why a single micro-batch goes another way.
+# Reasons why TRL's code computes a single micro-batch.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
@@ -51,25 +51,41 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         replay_support: True computes logps, entropy and KL over the tokens that a truncating
             sampler (top_k, top_p, min_p) kept, which makes the ratio to the sampler 1 at equal
             weights. False, the default, computes them over the full vocabulary, as TRL does.
+        checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
+            backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
+        tiled_mlp: Compute every dense MLP for at most this many tokens at a time, and again in the
+            backward pass. None: do not tile.
 
     Attributes:
         fast_path: {"forward": "packed" or "TRL's: <reason>",
             "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
             "rollouts": "ours" or "TRL's: <reason>",
             "support": "the sampler's" or "the vocabulary"}.
-            It describes the last micro-batch, and before the first one the plan.
+            It describes the last micro-batch. Before the first one, it describes the plan.
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
-        ValueError: In `train`, no parameter of the model requires grad, or none gets a gradient.
+        ValueError: `checkpoint_offload` is True without gradient checkpointing, or `tiled_mlp` is
+            set and the model has no dense MLP of plain linear layers (LoRA changes the layers). In
+            `train`, no parameter of the model requires grad, or none gets a gradient.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, replay_support: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        replay_support: bool = False,
+        checkpoint_offload: bool = False,
+        tiled_mlp: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         is_bool = isinstance(replay_support, bool)
         require(is_bool, "replay_support", "True or False", repr(replay_support))
         self.replay_support = replay_support
         super().__init__(*args, **kwargs)
+        fits = self.args.gradient_checkpointing or not checkpoint_offload
+        require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
+        self._offloads = checkpoint_offload
         # Finished logps and entropies, for TRL's metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
@@ -78,6 +94,9 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         lm = base_model(self.accelerator.unwrap_model(self.model))
         self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
+        if tiled_mlp is not None:
+            require(tiled_mlp > 0, "tiled_mlp", "a positive number of tokens", tiled_mlp)
+            tile_mlps(lm, tiled_mlp)
         self._checked = self._changes(lm)
         reason = self._prepare_models(lm, options.forward_reason(self, lm))
         if reason is not None:
@@ -90,14 +109,14 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.info(said, self.fast_path)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's, but refuse a model without trainable parameters."""
+        """Train as TRL does. Raise a ValueError if no parameter requires grad."""
         learns = any(parameter.requires_grad for parameter in self.model.parameters())
         hint = "none; load a trained adapter with PeftModel.from_pretrained(..., is_trainable=True)"
         require(learns, "model", "at least one parameter that requires grad", hint)
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As TRL's, but refuse a model whose trainable parameters get no gradient at all."""
+        """Run a step as TRL does. Raise a ValueError if the first step gives no gradient at all."""
         loss = super().training_step(*args, **kwargs)
         if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             trained = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -107,21 +126,21 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return loss
 
     def _their_forward(self, reason: str) -> None:
+        """Leave the forward pass and the objective to TRL from now on."""
         self.fast_path |= {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
         self._packs = self._in_one_pass = False
-        log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
+        log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
-        self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
-
-    # ----------------------------------------------------------------------------------------------
-    # set-up
+        """Leave the objective to TRL from now on, on our log-probabilities."""
+        self.fast_path["loss"] = f"TRL's on our logps: {reason}"
+        self._in_one_pass = False
 
     def _prepare_models(self, lm: Any, reason: str | None) -> str | None:
-        """Let policy and reference take packed rows, unless there is a reason against it.
+        """Prepare policy and reference for packed rows, unless `reason` is against it.
 
         Returns:
-            The reason, or how the packed logps differ from those of unpacked rows, or None.
+            None if rows are packed, else the reason why they are not.
         """
         if reason is None:
             self._head = fused_head(lm)
@@ -140,11 +159,11 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @staticmethod
     def _changes(lm: Any) -> list[Any]:
-        """Return what could change the logits of packed rows and of padded rows differently."""
+        """Return what may change logits of packed rows and of padded rows in different ways."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
     def _check_again(self) -> None:
-        """Repeat the self-check where hooks were added, or the model was compiled, since."""
+        """Repeat the self-check if a hook was added or the model was compiled since then."""
         lm = base_model(self.accelerator.unwrap_model(self.model))
         changes = self._changes(lm)
         if not self._packs or changes == self._checked:
@@ -158,10 +177,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             self._their_forward(reason)
 
     def _self_check(self, lm: Any, packs: bool) -> str | None:
-        """Compare packed and padded rows with rows alone; warn if TRL's padded rows are wrong.
+        """Compare packed and padded rows with single rows; warn if TRL's padded rows are wrong.
 
         Returns:
-            How the packed logps differ from TRL's of the same rows without padding, or None.
+            None if packed rows are right, else a sentence with the difference.
         """
         score = super()._get_per_token_logps_and_entropies
 
@@ -180,31 +199,26 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         most = selfcheck.tolerance(lm, self.accelerator.mixed_precision)
         is_right = gaps.packed <= most
         if not gaps.padded <= most:
-            ours = "TRL's forward is used here, too: use prompts of one length"
-            if packs and is_right:
-                ours = "FastGRPOTrainer packs rows without padding, which is right"
-            log.warning(
-                "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same "
-                "rows without padding. TRL passes no position_ids, so absolute positions count "
-                "the padding. %s", kind, gaps.padded, ours,
-            )  # fmt: skip
+            selfcheck.warn_of_padding(kind, gaps.padded, is_packed=packs and is_right)
         if not is_right:
             return f"{kind}: packed logps differ from TRL's by {gaps.packed:.2g} nats"
         return None
 
-    # ----------------------------------------------------------------------------------------------
-    # forward
-
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
-        run, ids = functools.partial(packed_forward, call=call), call.pack.inputs["input_ids"]
+        run = functools.partial(packed_forward, call=call)
+        ids = call.pack.inputs["input_ids"]
         with self.accelerator.autocast():
-            return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
+            return model(input_ids=ids, run=run)  # hooks of the model may read the ids
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """As TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
+        """Return TRL's results of this method, computed from packed rows.
+
+        Returns:
+            Log-probabilities (B, K), entropies (B, K) or None, and the auxiliary loss or None.
+        """
         if self._finished is not None:
             return *self._finished, None
         self._check_again()
@@ -214,10 +228,12 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         )  # fmt: skip
         if not self._packs:
             return theirs()
-        logps, entropies = [], []
+        logps = []
+        entropies = []
         for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
             rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            ids, real = input_ids[rows], attention_mask[rows]
+            ids = input_ids[rows]
+            real = attention_mask[rows]
             pack = pack_padded(ids, real, real[:, -logits_to_keep:])
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
@@ -238,12 +254,12 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         with own_attention(lm, self._own_attention):
             return super()._generate_single_turn(*args, **kwargs)
 
-    # ----------------------------------------------------------------------------------------------
-    # loss
-
     def _compute_loss(self, model, inputs):
-        """TRL's loss and metrics of one micro-batch; the gradient comes from the single pass."""
+        """Return the loss of one micro-batch from a single pass, and record TRL's metrics."""
+        # 1. Leave the micro-batch to TRL if the single pass is not possible.
         self._check_again()
+        if self._offloads:  # TRL enables checkpointing again after each generation
+            offload_checkpoints(self.accelerator.unwrap_model(self.model))
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
@@ -252,6 +268,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
                 self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
+        # 2. Pack the rows.
         mask = inputs["completion_mask"]
         mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -265,6 +282,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)
+        # 3. Compute loss and gradient, then TRL's metrics from the finished log-probabilities.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
         known = self._replayed(pack, input_ids, attention_mask)
         result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))
@@ -274,6 +292,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
+        """Run TRL's `_compute_loss` on finished log-probabilities and entropies, (B, K) each."""
         self._finished = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)

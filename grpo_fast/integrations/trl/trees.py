@@ -2,8 +2,11 @@
 
 Every distinct prefix is computed once.
 
-    model.set_attn_implementation(register())  # of grpo_fast.attention
-    batch = pack_samples(samples, device=model.device)  # of the rollout queue, or TreeRow.samples
+    from grpo_fast.attention import head_of, register
+
+    model.set_attn_implementation(register())
+    # `samples` are items of the rollout queue, or TreeRow.samples.
+    batch = pack_samples(samples, device=model.device)
     hidden = model.model(**batch.pack.model_inputs).last_hidden_state[0]
     head = head_of(model)
     config = LossConfig(**head.rule)
@@ -24,15 +27,15 @@ from grpo_fast.errors import require
 
 
 class TreeBatch(NamedTuple):
-    """B samples in one row, with R trained tokens."""
+    """A packed row of B samples with R trained tokens."""
 
     pack: PackedTree
     advantages: Tensor  # (B,) fp32
-    old_logps: Tensor  # (R,) fp32, of the sampler
+    old_logps: Tensor  # (R,) fp32 log-probabilities of the sampler
 
     @property
     def loss_inputs(self) -> dict[str, Tensor]:
-        """The keywords of `linear_grpo_loss` that come from the samples."""
+        """Keyword arguments for `linear_grpo_loss` that follow from the samples."""
         return {
             "target_ids": self.pack.target_ids, "hidden_rows": self.pack.predicting,
             "cu_seqlens": self.pack.cu_seqlens, "advantages": self.advantages,
@@ -43,13 +46,21 @@ class TreeBatch(NamedTuple):
 def pack_samples(
     samples: Sequence[Mapping[str, Any]], *, device: torch.device | str = "cpu"
 ) -> TreeBatch:
-    """Pack samples for `linear_grpo_loss`; a trained token counts for every sample that has it.
+    """Pack samples for `linear_grpo_loss`.
+
+    A trained token that several samples share is computed once and counts in each of them.
 
     Args:
-        samples: With `input_ids` (n,), `completion_mask` (n,), `old_log_probs` (n,), `advantage`.
+        samples: Mappings with `input_ids`, `completion_mask` and `old_log_probs`, each of shape
+            (n,), and a number `advantage`.
+        device: Device of the returned tensors.
+
+    Returns:
+        The packed row with the advantages and the sampler's log-probabilities.
 
     Raises:
-        ValueError: Lengths differ, or no token can be trained; the message names the sample.
+        ValueError: Lengths within a sample differ, or a sample has no token to train. The message
+            names the sample.
     """
     pack = pack_tree([(s["input_ids"], s["completion_mask"]) for s in samples], device=device)
     logps = []

@@ -1,4 +1,4 @@
-"""verl on our kernels: losses (`register`), head (`head.use_fast_head`), workers (`plugin`)."""
+"""verl integration: losses (`register`), LM head (`head.use_fast_head`), workers (`plugin`)."""
 
 from grpo_fast.integrations.verl.losses import policy_loss, register
 

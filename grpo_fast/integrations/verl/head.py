@@ -1,10 +1,10 @@
-"""The LM head of verl's `use_fused_kernels` (>= 0.9; impl_backend torch or liger) on our kernels.
+"""Our kernels for the LM head of verl's `use_fused_kernels` (>= 0.9, impl_backend torch or liger).
 
-    handle = use_fast_head(model)  # after verl patched its forward; or: with use_fast_head(model):
+    handle = use_fast_head(model)  # after verl has patched the model's forward
     handle.undo()
 
-verl's fused forwards look `FusedLinearForPPO` up at each call; ours stands there while one model's
-forward runs, or for the process (`use_fast_head_everywhere`).
+verl's fused forwards look up the class `FusedLinearForPPO` in a module at each call. We replace the
+class while one model's forward runs, or for the process (`use_fast_head_everywhere`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,29 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
-# Head rules that verl's fused forwards leave out: they would be dropped without a word.
+# Logit transforms that verl's fused forwards ignore, with the value that changes nothing. A model
+# with a different value is refused, because its logits would be wrong.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
 )
 
 
 class FastLinearForPPO(nn.Module):
-    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32."""
+    """Replacement for verl's `FusedLinearForPPO` with the same constructor and call.
+
+    Args:
+        chunk_size: Ignored; our kernels choose their chunks.
+        impl_backend: "torch" or "liger"; the results are the same.
+
+    Raises:
+        ValueError: `impl_backend` has a different value.
+    """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
         require(impl_backend in BACKENDS, "impl_backend", f"one of {BACKENDS}", repr(impl_backend))
-        # Neither changes a number: we choose the chunks.
-        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+        self.chunk_size = chunk_size
+        self.impl_backend = impl_backend
 
     def forward(
         self,
@@ -46,21 +55,32 @@ class FastLinearForPPO(nn.Module):
         input_ids: Tensor,  # (B, L) or (T,): the token that each row predicts
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy) of the logits / temperature, fp32, in the layout of input_ids."""
+        """Compute log-probabilities and entropies.
+
+        Args:
+            hidden_states: Hidden states, shape (B, L, H) or (T, H).
+            vocab_weights: Weight of the LM head, shape (V, H).
+            input_ids: The token that each row predicts, shape (B, L) or (T,).
+            temperature: Divides the logits.
+
+        Returns:
+            Log-probabilities and entropies in fp32, each with the shape of `input_ids`.
+        """
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
-        hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        # Autocast is off: the operands have their dtype, and sums stay fp32.
+        hidden = hidden_states.to(dtype)
+        weight = vocab_weights.to(dtype)
+        # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
             )
 
 
-# A global of verl's module: forwards in two threads at once would see each other's.
 @contextmanager
 def _swapped() -> Iterator[None]:
+    """Replace verl's class for a block of code. Not thread-safe: the class is a module global."""
     import verl.utils.experimental.torch_functional as home
 
     before = getattr(home, NAME)
@@ -72,14 +92,23 @@ def _swapped() -> Iterator[None]:
 
 
 def use_fast_head(model: nn.Module) -> FastHead:
-    """Let our kernels compute the head of this model, prepared by verl's `use_fused_kernels`.
+    """Compute the LM head of one model with our kernels.
 
-    Raises ValueError for one that is not, for the triton backend, and for a head with a rule (bias,
-    softcap, scale) that verl's fused forward leaves out.
+    Args:
+        model: A model whose forward verl's `use_fused_kernels` has patched.
+
+    Returns:
+        A handle. Call its `undo()`, or use it in a `with` statement, to restore verl's head.
+
+    Raises:
+        ValueError: verl has not patched the model, its backend is triton, or the head has a bias,
+            softcap or scale, which verl's fused forward ignores.
     """
     _check(model)
-    before, handle = model.forward, FastHead()
-    # Run in reverse: our forward goes, then the one that stood on the model itself comes back.
+    before = model.forward
+    handle = FastHead()
+    # Callbacks run in reverse order: delete our forward, then restore a forward that the model
+    # object had in addition to its class.
     if "forward" in vars(model):
         handle.callback(setattr, model, "forward", before)
     handle.callback(delattr, model, "forward")
@@ -94,13 +123,18 @@ def use_fast_head(model: nn.Module) -> FastHead:
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """`use_fast_head` for every model of this process under verl's `use_fused_kernels`."""
+    """Compute the LM heads of all models with verl's `use_fused_kernels` in this process.
+
+    Returns:
+        A handle whose `undo()` restores verl's head.
+    """
     handle = FastHead()
     handle.enter_context(_swapped())
     return handle
 
 
 def _check(model: Any) -> None:
+    """Raise an error unless verl's fused forward computes this model's logits."""
     backend = getattr(model, "_verl_fused_kernels_backend", None)
     expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "
     require(backend in BACKENDS, "model", f"{expected}{BACKENDS}", f"backend {backend!r}")

@@ -1,11 +1,11 @@
-"""verl's policy losses (>= 0.9) on our kernels: same signature, loss, gradient and metrics.
+"""verl's policy losses (>= 0.9) on our kernels: the same signature, loss, gradient and metrics.
 
     from grpo_fast.integrations.verl import register
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-Workers register by `plugin`. Differences that are meant: what is masked is inert, whatever it
-holds; a batch without an active token gives loss 0, not NaN; a call's metrics are one copy.
+verl's workers register the losses by importing `plugin`. There are two intended differences: NaN at
+masked tokens does not reach the loss, and the loss of a batch without active tokens is 0, not NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# verl's loss_agg_mode → our aggregation, and verl's name of the count that it divides by.
+# verl's loss_agg_mode: our aggregation, and verl's name for the count that divides the loss.
 AGGREGATION_MODES = {
     "token-mean": ("token_mean_global", "batch_num_tokens"),
     "token-sum": ("token_mean_global", None),
@@ -37,11 +37,24 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 def normaliser(
     loss_agg_mode: str, mask: Tensor, info: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """verl's `agg_loss`: one of our aggregations, and its total as a keyword of `grpo_loss`."""
+    """Translate verl's `agg_loss` into our arguments.
+
+    Args:
+        loss_agg_mode: A key of `AGGREGATION_MODES`.
+        mask: Response mask, shape (B, L).
+        info: verl's `global_batch_info`, with the counts of the batch of all ranks.
+
+    Returns:
+        Our aggregation, and the divisor as a keyword argument of `grpo_loss`.
+
+    Raises:
+        ValueError: `info` has an unknown key, or lacks the count that several ranks need.
+    """
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
     aggregation, name = AGGREGATION_MODES[loss_agg_mode]
-    by_token, ranks = aggregation == "token_mean_global", info.get("dp_size", 1)
+    by_token = aggregation == "token_mean_global"
+    ranks = info.get("dp_size", 1)
     count = 1.0 if name is None else info.get(name)
     if count is None:
         expected = f"the count of the whole batch for dp_size = {ranks}"
@@ -55,15 +68,18 @@ def normaliser(
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
-    """verl's policy loss of this name by `grpo_loss`; to be registered, or called as verl's.
+    """Return verl's policy loss of this name, computed by `grpo_loss`.
 
     Args:
-        loss_mode: a name of `LOSSES`. Not clip_cov and kl_cov (they choose tokens by the batch's
-            covariance, and at random), nor bypass_mode (it calls others by name).
+        loss_mode: A name in `LOSSES`. Not supported are clip_cov and kl_cov, which choose tokens by
+            the covariance of the batch, and bypass_mode, which calls other losses by name.
 
     Returns:
-        A function of verl's arguments, tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a
-        gradient to log_prob, and floats by verl's names.
+        A function with verl's arguments, whose tensors have shape (B, L). It returns the loss, a
+        0-d tensor with a gradient to log_prob, and verl's metrics as floats.
+
+    Raises:
+        ValueError: `loss_mode` is not in `LOSSES`.
     """
     require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
     recipe = LOSSES[loss_mode]
@@ -98,7 +114,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        # One copy from the device for all of them.
+        # Copy all metrics from the device at once: each copy waits for the device.
         values = torch.stack([*metrics.values()]).tolist() if metrics else []
         return output.loss, dict(zip(metrics, values, strict=True))
 
@@ -107,15 +123,19 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered(FastHead):
-    """The handle of `register`: `undo()` it, or leave its `with` block; the latest one first."""
+    """Handle that `register` returns. Undo several handles in reverse order."""
 
-    names: list[str]
+    names: list[str]  # the registered names
 
 
 def register(prefix: str = "fast_") -> Registered:
-    """Register every loss of `LOSSES` in this process as `prefix` + its name.
+    """Register every loss of `LOSSES` with verl in this process.
 
-    With `prefix=""` they stand in the place of verl's own until `undo()`.
+    Args:
+        prefix: Added before each name. With "", our losses replace verl's until `undo()`.
+
+    Returns:
+        A handle with the registered names. Its `undo()` restores verl's registry.
     """
     require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
@@ -123,7 +143,7 @@ def register(prefix: str = "fast_") -> Registered:
     handle = Registered()
     handle.names = [prefix + name for name in LOSSES]
     before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
-    # Undone in reverse: our losses go first, then verl's own of the same names come back.
+    # Callbacks run in reverse order: remove our losses, then restore verl's of the same names.
     handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
         handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)

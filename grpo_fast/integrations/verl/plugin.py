@@ -1,7 +1,7 @@
-"""The module for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
+"""Plugin for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
 
-Importing it registers our losses as `fast_<name>` in this process; with `GRPO_FAST_VERL_HEAD=1` the
-head of verl's `use_fused_kernels` is ours, too.
+The import registers our losses as `fast_<name>` in this process. With `GRPO_FAST_VERL_HEAD=1`, our
+kernels also compute the LM head of verl's `use_fused_kernels`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
+"""Table of verl's policy losses: our objective for each, and verl's metrics.
 
-Every objective here is homogeneous in the advantage: what verl multiplies a token's loss by goes
-into its advantage, exactly.
+The loss of a token scales with its advantage in every objective here. A factor that verl multiplies
+the loss of a token by is therefore multiplied into the advantage; the result is the same.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from grpo_fast.errors import conflict, require
 
-LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
-GSPO_BOUND = 10.0  # and the one of a sequence here
-DPPO_RATIO_CAP = 20.0  # of our dppo objectives
+LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio of a token to this bound
+GSPO_BOUND = 10.0  # verl clamps the log ratio of a sequence to this bound
+DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
 
-Metrics = dict[str, Tensor]  # by verl's names, 0-d each
+Metrics = dict[str, Tensor]  # 0-d tensors by verl's names
 
 
 class Batch(NamedTuple):
-    """The arguments of a policy loss, all (B, L), without gradient."""
+    """Arguments of a policy loss, shape (B, L) each, without gradient."""
 
     old_log_prob: Tensor
     log_prob: Tensor
@@ -30,20 +30,29 @@ class Batch(NamedTuple):
     mask: Tensor  # bool
     rollout_is_weights: Tensor | None
 
-    # `where` and not a product: a masked slot may hold NaN.
     def mean(self, x: Tensor) -> Tensor:  # 0-d
+        """Return the mean over active tokens."""
+        # Not a product with the mask: masked tokens may hold NaN.
         return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
+        """Return the mean over the active tokens of each completion."""
         counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
 
     def metrics(
         self, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
     ) -> Metrics:
-        """Fractions of clipped tokens (0 for None), and the mean of -log r."""
+        """Return verl's metrics of a clipped loss.
+
+        Args:
+            log_ratio: Log of the importance ratio, shape (B, L).
+            above: Tokens that the clip range stops, shape (B, L), bool. None: no token.
+            below: Tokens that the lower bound stops, shape (B, L), bool. None: no token.
+        """
         nothing = log_ratio.new_zeros(())
-        high, low = (nothing if x is None else self.mean(x) for x in (above, below))
+        high = nothing if above is None else self.mean(above)
+        low = nothing if below is None else self.mean(below)
         kl = -self.mean(log_ratio)
         return {"actor/pg_clipfrac": high, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": low}
 
@@ -57,14 +66,14 @@ class Batch(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """One of verl's losses.
+    """Functions that compute one of verl's losses.
 
     Attributes:
-        options: verl's actor config → fields of `LossConfig`.
-        metrics: (batch, config) → verl's metrics of it.
-        advantages: (batch, config) → the advantages for `grpo_loss`.
-        aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
-        has_old: whether the objective reads old_log_prob.
+        options: Function from verl's actor config to fields of `LossConfig`.
+        metrics: Function from (batch, config) to verl's metrics.
+        advantages: Function from (batch, config) to the advantages for `grpo_loss`.
+        aggregation: The loss_agg_mode that verl always uses for this loss. None: the config's.
+        has_old: True if the objective reads old_log_prob.
     """
 
     options: Callable[[Any], dict[str, Any]]
@@ -74,17 +83,16 @@ class Recipe(NamedTuple):
     has_old: bool = True
 
 
-# ---- options
-
-
 def option(config: Any, name: str, default: Any = None) -> Any:
+    """Return an option of verl's config; the default if it is missing or None."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
     return default if value is None else value
 
 
 def clip_range(config: Any) -> dict[str, Any]:
-    """epsilon_low and epsilon_high: verl's clip_ratio_low and clip_ratio_high, else clip_ratio."""
-    both, bounds = option(config, "clip_ratio"), {}
+    """Return epsilon_low and epsilon_high from clip_ratio_low, clip_ratio_high or clip_ratio."""
+    both = option(config, "clip_ratio")
+    bounds = {}
     for side in ("low", "high"):
         value = option(config, f"clip_ratio_{side}", both)
         fits = value is not None and value >= 0
@@ -94,41 +102,44 @@ def clip_range(config: Any) -> dict[str, Any]:
 
 
 def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
+    """Return clip_ratio_c, which must exceed `least`."""
     cap = float(option(config, "clip_ratio_c", default))
     require(cap > least, "clip_ratio_c", f"a number > {least:g}", f"{cap:g}")
     return cap
 
 
 def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return a function from verl's config to the options of this loss type with a clip range."""
     return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
 def vanilla(config: Any) -> dict[str, Any]:
+    """Return the options of PPO with dual clip."""
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
 def sapo(config: Any) -> dict[str, Any]:
+    """Return the options of SAPO."""
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
 def dro(config: Any) -> dict[str, Any]:
+    """Return the options of DRO."""
     beta = option(option(config, "policy_loss"), "dro_beta")
     fits = beta is not None and beta > 0
     require(fits, "policy_loss.dro_beta", "a number > 0", beta)
     return {"loss_type": "dro", "beta": float(beta)}
 
 
-# ---- advantages
-
-
 def weighted(batch: Batch, config: Any) -> Tensor:
+    """Return the advantages times the importance weights of the rollout."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
-    """Advantages times the geometric mean of a completion's importance weights (geo_mean)."""
+    """Return the advantages times the geometric mean of each completion's importance weights."""
     a = batch.advantages
     has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()
     expected = "one for a completion (geo_mean)"
@@ -139,53 +150,66 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """Advantages times importance weights, with verl's cap of the ratio in the place of ours."""
+    """Return the weighted advantages, scaled so that verl's cap of the ratio replaces ours."""
     ratio = batch.log_ratio.exp()
-    theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
+    theirs = ratio.clamp(max=ratio_cap(config, 20.0))
+    ours = ratio.clamp(max=DPPO_RATIO_CAP)
     return weighted(batch, config) * (theirs / ours)
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
+    """Return the advantages; refuse importance weights."""
     if batch.rollout_is_weights is not None:
         raise conflict("rollout_is_weights", "dro", "its quadratic term has one weight; pass None")
     return batch.advantages
 
 
-# ---- the tokens that are clipped, for verl's metrics
-
-
 def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Whether the ratio has left the clip range on the side that the advantage pushes it to."""
+    """Return tokens whose ratio has left the clip range in the direction of the advantage."""
     low, high = clip_range(config).values()
     a = batch.advantages
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
 def clipped_twice(batch: Batch, config: Any) -> Metrics:
-    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    """Return the metrics of PPO's dual clip."""
+    ratio = batch.log_ratio.exp()
+    low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
     return batch.metrics(batch.log_ratio, outside_clip(ratio, batch, config), lower)
 
 
 def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
+    """Return the metrics of GSPO, whose ratio is the geometric mean over a completion."""
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
     return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
 def clipped_by_token(batch: Batch, config: Any) -> Metrics:
-    log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
+    """Return the metrics of geo_mean, which clips log ratios."""
+    log_ratio = batch.raw_log_ratio
+    low, high = clip_range(config).values()
+    a = batch.advantages
     clipped = (log_ratio < -low) | (log_ratio > high)
     return batch.metrics(log_ratio, clipped & (a > 0), clipped & (a < 0))
 
 
 def clipped_weight(batch: Batch, config: Any) -> Metrics:
-    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    """Return the metrics of CISPO, which clips the weight of a token on both sides."""
+    ratio = batch.log_ratio.exp()
+    low, high = clip_range(config).values()
     return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
 def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
-    """Of dppo: the tokens too far from the old policy that move on, and the capped ones."""
+    """Return a function for the metrics of dppo.
+
+    dppo stops tokens whose probability is far from the old policy's and still moves away.
+
+    Args:
+        distance: Function from the new and the old probability to their distance.
+    """
 
     def metrics(batch: Batch, config: Any) -> Metrics:
         low, high = clip_range(config).values()
@@ -199,6 +223,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
+    """Return the KL of two distributions over {this token, any other token}."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

@@ -1,0 +1,76 @@
+"""Options that save activation memory: offloaded checkpoints and tiled MLPs. Results do not change.
+
+The trainer applies them by configuration, and `FastGRPOTrainer` by its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Tiled MLPs have no dropout, so the recomputation needs no state of the random generator.
+RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def offload_checkpoints(model: Any) -> None:
+    """Keep the inputs of checkpointed layers in host memory until the backward pass.
+
+    transformers has such an option, but its version requires pinned memory and thus a GPU. A second
+    call changes nothing.
+
+    Args:
+        model: A transformers model whose gradient checkpointing is enabled.
+    """
+    for module in model.modules():
+        recompute = getattr(module, "_gradient_checkpointing_func", None)
+        if recompute is not None and getattr(recompute, "func", None) is not _offloaded:
+            module._gradient_checkpointing_func = functools.partial(_offloaded, recompute)
+
+
+def _offloaded(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return recompute(*args, **kwargs)
+
+
+def tile_mlps(model: nn.Module, rows: int) -> None:
+    """Let every dense MLP compute a limited number of rows at a time.
+
+    Each tile is computed again in the backward pass.
+
+    Args:
+        model: A transformers model.
+        rows: Largest number of rows in a tile.
+
+    Raises:
+        ValueError: The model has no dense MLP named `mlp` or `feed_forward`.
+    """
+    named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
+    mlps = [module for module in named if _is_dense(module)]
+    if not mlps:
+        kind = type(model).__name__
+        raise ValueError(f"tiled_mlp: {kind} has no dense MLP that could be tiled")
+    for module in mlps:
+        # The reference is a deep copy. Copying a bound method binds the copied module.
+        tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
+        module.forward = tiled
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Return True if all weights of an MLP belong to its linear layers."""
+    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    return linear >= 2 and not any(list(child.parameters()) for child in others)
+
+
+def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) → (…, T, h)
+    plain = functools.partial(type(module).forward, module)
+    if x.shape[-2] <= rows:
+        return plain(x)
+    tiles = x.split(rows, dim=-2)
+    return torch.cat([checkpoint(plain, tile, **RECOMPUTE) for tile in tiles], dim=-2)

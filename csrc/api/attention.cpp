@@ -4,10 +4,10 @@
 //
 // Layout: q, k, v are (T, heads, D) with any row and head stride. A group of `repeats` query heads
 // shares one key-value head, and the kernels process them as extra rows of the same span. Keys are
-// repacked into tiles (products.h) so that the lanes of a vector are tokens. Rounding: all sums are
-// fp32, in an order that depends on the span only. Parallel: forward tasks are blocks of
-// kForwardRows rows of one span and head; backward tasks are whole spans of one head, because a
-// task must own its dK and dV.
+// repacked into tiles (products.h) so that the lanes of a vector are tokens.
+// Rounding: all sums are fp32, in an order that depends on the span only.
+// Parallel: forward tasks are blocks of kForwardRows rows of one span and head; backward tasks are
+// whole spans of one head, because a task must own its dK and dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

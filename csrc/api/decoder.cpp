@@ -6,8 +6,9 @@
 //
 // Layout: activations are (B, columns), contiguous. Weights are packed once into panels
 // (gemm/pack.h), because packing would take a third of a product's time if there are few rows.
-// Rounding: fp32; the bits of a row do not depend on the batch or the threads. Parallel: with
-// enough rows per thread, each thread runs its rows through the whole layer without
+//
+// Rounding: fp32; the bits of a row do not depend on the batch or the threads.
+// Parallel: with enough rows per thread, each thread runs its rows through the whole layer without
 // synchronisation. With few rows, all threads share each product.
 #include <torch/csrc/stable/library.h>
 

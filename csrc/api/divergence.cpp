@@ -1,8 +1,11 @@
 // Operator row_divergence_: divergences of rows of logits from a teacher, with gradient.
 //
 // grpo_fast/kernels/divergence_reference.py documents the results, rows/divergence.h the algorithm.
+//
 // Layout: both sides are (C, V) fp32 with any row stride, or ragged rows in (1, nnz) with offsets.
-// Rounding: fp32 in runs of columns, fp64 across runs; the outputs are fp64. Parallel: over rows.
+//
+// Rounding: fp32 in runs of columns, fp64 across runs; the outputs are fp64.
+// Parallel: over rows.
 #include <torch/csrc/stable/library.h>
 
 #include "api/chunk.h"

@@ -1,8 +1,8 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
 //
-// Each reads and writes its tensors once. rows/layers.h has the formulas. Layout: fp32 rows with
-// any row stride; outputs are contiguous. Parallel: over rows. dw of RMSNorm is summed in kBlocks
-// fixed blocks of rows.
+// Each reads and writes its tensors once. rows/layers.h has the formulas.
+// Layout: fp32 rows with any row stride; outputs are contiguous.
+// Parallel: over rows. dw of RMSNorm is summed in kBlocks fixed blocks of rows.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

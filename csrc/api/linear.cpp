@@ -1,7 +1,9 @@
 // Operator linear_rows: LM head fused with log-softmax, optionally with raw logits or exponentials.
 //
 // rows/sweep.h has the algorithm, and grpo_fast/kernels/gpu/exponentials.py the derivation of
-// exponentials. Layout: hidden (T, H) and weight (V, H) in fp32 or bf16 with contiguous rows.
+// exponentials.
+// Layout: hidden (T, H) and weight (V, H) in fp32 or bf16 with contiguous rows.
+//
 // Memory traffic: 0 bytes per logit without output, 4 bytes for fp32 and 2 bytes for Positive16
 // exponentials.
 #include <torch/csrc/stable/library.h>

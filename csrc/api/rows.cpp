@@ -5,8 +5,9 @@
 //   row_loss_    both and the loss between them while the row is in cache: one read, one write
 //
 // Layout: (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with offsets.
-// Rounding: statistics as in rows/sums.h; a 16-bit gradient is rounded once. Parallel: over rows; a
-// row's bits depend on that row only.
+//
+// Rounding: statistics as in rows/sums.h; a 16-bit gradient is rounded once.
+// Parallel: over rows; a row's bits depend on that row only.
 //
 // The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
 // Python.
@@ -160,7 +161,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   return {found.lse, found.logps, found.entropy, losses, grad_logps};
 }
 
-// Checks the arguments of loss_pass.
+// Checks the arguments and runs loss_pass.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
                     Tensor policy_weights, std::optional<Tensor> kl_weights,
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,

@@ -1,9 +1,11 @@
 // LM head restricted to token sets: hidden -> logits, statistics and slopes; d-logits -> dH and dW.
 //
-// grpo_fast/kernels/support_reference.py documents the results. Layout: the sets of all rows are
-// concatenated in ids (nnz,), with offsets (R + 1,). Rounding: dot products and sums in fp32 runs,
-// totals in fp64 or fp32; a 16-bit dW is rounded once. Parallel: over rows for logits and dH, over
-// blocks of vocabulary rows for dW, so that no thread writes to a row of a different thread.
+// grpo_fast/kernels/support_reference.py documents the results.
+// Layout: the sets of all rows are concatenated in ids (nnz,), with offsets (R + 1,).
+// Rounding: dot products and sums in fp32 runs, totals in fp64 or fp32; a 16-bit dW is rounded
+// once.
+// Parallel: over rows for logits and dH, over blocks of vocabulary rows for dW, so that no thread
+// writes to a row of a different thread.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -3,9 +3,10 @@
 //
 // Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
 // tokens. Values are in rows, (kTile, D). grpo_fast/rollout/own/cache.py has the torch
-// implementation. Rounding: fp32, in an order that depends on the row only. Parallel: over (share,
-// head); a share is at most kRowsTogether completions of one prompt, which read the prompt's keys
-// together.
+// implementation.
+// Rounding: fp32, in an order that depends on the row only.
+// Parallel: over (share, head); a share is at most kRowsTogether completions of one prompt, which
+// read the prompt's keys together.
 #pragma once
 
 #include <vector>

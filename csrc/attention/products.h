@@ -1,7 +1,8 @@
 // Small matrix products of attention, 1, 2 or 4 rows at a time, in fp32.
 //
 // Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
-// tokens. Rounding: dot products are fp32 in runs of kTermsTogether terms, added in order.
+// tokens.
+// Rounding: dot products are fp32 in runs of kTermsTogether terms, added in order.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // Dot products and sums with matrix rows that are selected by index.
 //
 // The hardware prefetcher cannot predict the address of the next row. Every function therefore
-// prefetches the next row while it reads the current one. Rounding: fp32 in runs of kRunTerms
-// terms, added in order; a 16-bit result is rounded once.
+// prefetches the next row while it reads the current one.
+// Rounding: fp32 in runs of kRunTerms terms, added in order; a 16-bit result is rounded once.
 #pragma once
 
 #include <algorithm>

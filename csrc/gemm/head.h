@@ -26,7 +26,7 @@ struct Head {
           : run<Bfloat16, Vectors>(rows, count, block_columns, finish);
   }
 
-  // Returns one logit. It is close to the product's logit, but not bit for bit equal.
+  // Returns one logit, close to the value in the product but not bit for bit equal to it.
   float logit(int64_t row, int64_t column) const {
     const float product =
         is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);

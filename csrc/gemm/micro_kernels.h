@@ -4,8 +4,9 @@
 // AVX-512 on AMD: it reaches half the speed on a Zen 5, and up to nine tenths on a Zen 4. bf16 with
 // fp32 sums uses the same kernel with AVX512_BF16, or the AMX product inside torch,
 // at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
-// the loaded libtorch_cpu and may be missing. Layout: a word is an fp32, or a pair of bf16 with
-// neighbouring k; a panel has one word per lane and step of k.
+// the loaded libtorch_cpu and may be missing.
+// Layout: a word is an fp32, or a pair of bf16 with neighbouring k; a panel has one word per lane
+// and step of k.
 #pragma once
 
 #include <dlfcn.h>

@@ -3,10 +3,11 @@
 //
 // Blocking: threads take blocks of the result. A block loops over k in slices of kSliceWords words,
 // and over panels of b that are kPanel columns wide. A panel is packed, then multiplied by all rows
-// of the block. Layout: see micro_kernels.h for words and panels, pack.h for the packing. Rounding:
-// fp32. One thread sums an element, in an order that depends on K only. Its bits do not depend on
-// M, N, the block size or the number of threads. Parallel: over blocks of the result, through an
-// atomic counter.
+// of the block.
+// Layout: see micro_kernels.h for words and panels, pack.h for the packing.
+// Rounding: fp32. One thread sums an element, in an order that depends on K only. Its bits do not
+// depend on M, N, the block size or the number of threads.
+// Parallel: over blocks of the result, through an atomic counter.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

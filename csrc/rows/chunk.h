@@ -35,12 +35,12 @@ struct Chunk {
   }
 
   template <class T>
-  // The first number of a row.
+  // Returns a pointer to the first number of a row.
   T* start(const Matrix<T>& numbers, int64_t row) const {
     return offsets ? numbers.data + offsets[row] : numbers.row(row);
   }
 
-  // The columns of a row and its target.
+  // Returns the columns of a row and its target.
   template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
     return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};

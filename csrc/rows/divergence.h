@@ -7,8 +7,8 @@
 // stored where the gradient will be; slope - center p. The rows stay in L2, so memory sees one read
 // of each side and one write, 12 bytes per logit pair. For the student's most likely logit the
 // gradient is (1 - p) slope - p (center - slope), where center - slope is summed without it. slope
-// - center p would cancel if the student is certain. Rounding: fp32 in runs of kRun columns, fp64
-// across runs.
+// - center p would cancel if the student is certain.
+// Rounding: fp32 in runs of kRun columns, fp64 across runs.
 #pragma once
 
 #include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
@@ -107,7 +107,7 @@ class DivergenceRow {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Before the loop may write over the teacher's row.
+    // Read the top logit first, because the loop may overwrite the teacher's row.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];

@@ -33,9 +33,8 @@ struct WriteExponentials : SumExponentials {
 
   explicit WriteExponentials(Out* out) : out(out) {}
 
-  // max drops a NaN.
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    // max drops a NaN.
+    // e * slope may be NaN; max replaces it by 0.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };

@@ -4,8 +4,8 @@
 //   d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw
 //
 // The columns may be one vocabulary shard. Then lse, logp and entropy are those of the full row,
-// and the target may be outside the columns. Rounding: fp32 per element, fp64 for the target; a
-// 16-bit gradient is rounded once.
+// and the target may be outside the columns.
+// Rounding: fp32 per element, fp64 for the target; a 16-bit gradient is rounded once.
 #pragma once
 
 #include "rows/chunk.h"

@@ -1,7 +1,8 @@
 // lse, log-probability of the target and entropy of one row.
 //
 // All are computed from sums over the columns except the target. If p -> 1, log1p(rest / e_y) keeps
-// digits that 1 + rest would round away. Rounding: sums as in sums.h, results in fp64.
+// digits that 1 + rest would round away.
+// Rounding: sums as in sums.h, results in fp64.
 #pragma once
 
 #include <cmath>

@@ -1,8 +1,8 @@
 // Softmax sums over a run of columns: sum e^t and sum e^t * t, t = z - shift.
 //
-// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap. Rounding: fp32 in a run of
-// columns, fp64 across runs. The order of additions depends on V and the target only, not on the
-// thread or other rows.
+// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap.
+// Rounding: fp32 in a run of columns, fp64 across runs. The order of additions depends on V and the
+// target only, not on the thread or other rows.
 #pragma once
 
 #include <algorithm>

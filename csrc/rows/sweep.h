@@ -12,8 +12,10 @@
 // again with s = lse.
 //
 // Layout: a row is divided into slices of kSliceColumns columns, whose sums are joined in order.
+//
 // Rounding: as in sums.h. A row's bits do not depend on other rows, on the threads, or on what is
-// stored. Parallel: over blocks of the product (gemm/multiply.h).
+// stored.
+// Parallel: over blocks of the product (gemm/multiply.h).
 #pragma once
 
 #include <numeric>

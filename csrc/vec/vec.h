@@ -2,6 +2,7 @@
 //
 // The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4). It splits vectors
 // that are wider than the machine's registers, so the 16-lane code is also tested on AVX2.
+//
 // Rounding: built with -ffp-contract=off. A multiply-add with one rounding is written as fma(), so
 // all instances of a template agree bit for bit.
 #pragma once

@@ -56,10 +56,12 @@ def row_divergence_(
         logits = logits[0]
         teacher = teacher[0]
         out = None if out is None else out[0]
+    # fp64: a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
         z, chain = final_logits(logits[at], transform.rows(rows))
         y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
+        # A shard uses the lse of full rows, because its columns alone do not sum to 1.
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -68,6 +70,7 @@ def row_divergence_(
         if out is not None:
             center = here.centers if here else center
             w = weights[rows, None].to(z.dtype)
+            # A select, because 0·NaN is NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
             out[at] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
@@ -108,6 +111,7 @@ def row_topk_divergence_(
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
+        # Unused entries (-inf) must not match any id.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
@@ -144,6 +148,7 @@ def row_lse(z: Tensor) -> Tensor:
 
     The largest term is excluded from the sum and added by log1p.
     """
+    # A row of -inf has the maximum -inf; subtracting it would give NaN.
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
@@ -151,6 +156,7 @@ def row_lse(z: Tensor) -> Tensor:
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of rows, and their index in the matrix."""
+    # At least one row per block.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
@@ -165,6 +171,7 @@ def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
     """Return z - lse as two differences, so that a log-probability near 0 keeps its digits."""
+    # lse in fp64 is split into its fp32 value and the remainder.
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
@@ -179,6 +186,7 @@ def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tens
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
     """Return slope - center·p, with a form that does not cancel for the most likely logit."""
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
+    # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.
     top = lp.argmax(-1, keepdim=True)
     of_top, lp_top = (x.gather(-1, top).double() for x in (slope, lp))
     at_top = -torch.expm1(lp_top) * of_top - lp_top.exp() * (center[:, None] - of_top)

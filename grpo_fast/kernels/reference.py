@@ -26,6 +26,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
         tanh = torch.tanh(z / transform.softcap)
         z = tanh * transform.softcap
         slope = (1 - tanh * tanh) * slope
+    # One temperature per row broadcasts over the vocabulary.
     if isinstance(transform.temperature, Tensor):
         temperature = transform.temperature.to(z.dtype)[:, None]
         return z / temperature, slope / temperature
@@ -83,6 +84,7 @@ def row_statistics(
     """
     columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
+    # The target is excluded from the sum and added by softplus below.
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
     # logp = -softplus(x), written with functions whose bits do not depend on an element's position
@@ -90,13 +92,16 @@ def row_statistics(
     # precision.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
+    # A target at -inf contributes nothing, and z_target - logp would be NaN.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
+    # A row with +inf has no distribution: report NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
+        # p·log p → 0 as p → 0, but 0·(-inf) is NaN.
         entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
     return lse, logps, entropy
 
@@ -108,6 +113,7 @@ def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows of each length k, (n,), and the positions of their elements, (n, k)."""
+    # One dense (n, k) block per length replaces a loop over rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -163,12 +169,15 @@ def row_grad_(
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
     columns = target_columns(target_ids, logits)[:, None]
+    # 1 - p = -expm1(logp) keeps its digits as p → 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
+    # A clamped column is not the target's.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. The gradient of the entropy: -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
+        # A column with p = 0 has the limit 0; its log p is -inf.
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
@@ -208,6 +217,7 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
+    # A select, because excluded rows may contain NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

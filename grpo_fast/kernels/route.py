@@ -35,6 +35,7 @@ PREFERRED = {"cpu": "cpu", "cuda": "triton"}
 # kernels that start from hidden states, and they need fewer Python calls.
 FROM_HIDDEN = 2048
 
+# basicConfig does nothing if the application has configured logging.
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
@@ -108,6 +109,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
+    # bf16 exponentials are as precise as bf16 d-logits. For fp32 and fp16 the kernels store logits
+    # instead.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -124,6 +127,7 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
     also used if the C++ library is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
+    # The libraries build separately, so one may be missing while the row kernels exist.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: rows with a %s: kernels.%s", rows, name)
@@ -142,6 +146,7 @@ def uses_csrc_gemm(x: Tensor) -> bool:
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
+    # On Intel CPUs MKL uses AVX-512, so auto keeps torch's fp32 product.
     is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
     return not is_vendors or gemm.vendor_rounds()
 
@@ -161,6 +166,7 @@ def _resolved(backend: str, x: Tensor) -> str:
     "auto" selects csrc on the CPU if it can be built, Triton on a GPU, and torch otherwise and for
     fp64.
     """
+    # fp64 is for reference results; no kernel supports it.
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
             raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
@@ -202,6 +208,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
         return loader.unavailable()
+    # Import Triton modules only here: the package need not be installed.
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"

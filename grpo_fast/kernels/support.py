@@ -53,6 +53,7 @@ class Support(NamedTuple):
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
+        # A completion without sets gets empty sets.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)
@@ -86,6 +87,7 @@ class SupportRows(NamedTuple):
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
+        # index_copy_ writes every row once: the two index sets partition the T rows.
         merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 

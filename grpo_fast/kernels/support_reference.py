@@ -34,6 +34,7 @@ def target_places(
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     places = torch.where(ids == target_ids[rows], places, -1)
     of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
+    # Equal (row, id) pairs become neighbours in the sorted keys.
     keys = (rows * vocab_size + ids).sort().values
     again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
     return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
@@ -62,6 +63,7 @@ def head_rows(
         raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
     )
     if return_slopes:
+        # row_grad_ works in place, and raw is returned.
         own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
         slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
@@ -76,6 +78,7 @@ def _logits(
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
+        # A batched dot product; the bits of a row do not depend on the block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 

@@ -34,7 +34,7 @@ class TeacherHead(NamedTuple):
         return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
-        """Select rows of the teacher's hidden states."""
+        """Return the teacher with the given rows of hidden states only."""
         return self._replace(hidden=self.hidden[rows])
 
 
@@ -58,7 +58,7 @@ class TeacherTopK(NamedTuple):
     floor: float = 1e-7
 
     def rows(self, rows: Tensor | slice) -> TeacherTopK:
-        """Select rows."""
+        """Return the teacher with the given rows only."""
         return self._replace(ids=self.ids[rows], logps=self.logps[rows])
 
 

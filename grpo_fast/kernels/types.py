@@ -58,6 +58,7 @@ class ActiveRows(NamedTuple):
         if index is None:
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
+        # None means "all rows in order", so its selection is the index itself.
         active, hidden = (index if x is None else x[index] for x in whole)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
@@ -157,11 +158,13 @@ class Dominant(NamedTuple):
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
         """Return the errors of rounding `matrix` to bf16 at these elements."""
+        # The product rounds the stored element to bf16.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
         """Keep the elements of the given rows (of `count` in all) and renumber the rows."""
+        # places maps an old row number to its new one, or -1 if the row was dropped.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
@@ -271,6 +274,7 @@ def vector(x: Tensor | None) -> Tensor | None:
 
 def dense_vector(x: Tensor) -> Tensor:
     """Return per-row values as the kernels read them: fp32, unit stride, detached."""
+    # The common case avoids three Python calls per argument.
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
@@ -283,6 +287,7 @@ def transform_arguments(
     scale = float(transform.logit_scale)
     softcap = None if transform.softcap is None else float(transform.softcap)
     if isinstance(transform.temperature, Tensor):
+        # Kernels ignore the scalar if a temperature tensor is given.
         return scale, softcap, 1.0, vector(transform.temperature)
     return scale, softcap, float(transform.temperature), None
 
@@ -296,6 +301,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert 16-bit numbers, POSITIVE16 included, to fp32; return others unchanged."""
     if x.dtype == POSITIVE16:
+        # int16 is sign-extended, so mask the upper half.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

@@ -105,6 +105,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
     one.
     """
     spare = None
+    # GPU memory is cached by torch's allocator.
     if _spare and like.is_cpu:
         try:
             spare = _spare.pop()
@@ -112,13 +113,16 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
             pass  # another thread took it first
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
+    # A smaller workspace is a view of the spare one.
     return spare.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
     """Keep a workspace for the next call. The caller must not use it any more."""
+    # An inference tensor cannot be written outside inference mode.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
+    # Keep the full allocation, not a view of it.
     whole = workspace if workspace._base is None else workspace._base
     if whole.nbytes <= KEPT_BYTES:
         _spare[:] = [whole]

@@ -58,6 +58,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         OSError: the folder cannot be created, read or written.
         ValueError: the folder belongs to another user, whose code would then run in this process.
     """
+    # Mode 0700: code in this folder is executed.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
@@ -72,7 +73,9 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         output = Path(scratch) / f"{stem}.so"
         build(output)
         target = folder / _name(output, stem)
+        # Atomic: other processes see either no file or the complete file.
         os.replace(output, target)
+    # Remove damaged files only after the new one exists.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):
@@ -102,4 +105,5 @@ def _name(path: Path, stem: str) -> str:
 
 
 def _is_trusted(path: Path) -> bool:
+    # Files of root and of this user are trusted.
     return path.stat().st_uid in (0, os.geteuid())

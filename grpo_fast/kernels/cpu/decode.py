@@ -31,6 +31,7 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
     """Convert keys and values, (N, H_kv, L, D) each, to tiles. The last tile is padded with
     zeros.
     """
+    # Pad the token dimension to full tiles.
     k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)).unflatten(2, (-1, TILE)) for x in (k, v))
     return k.mT.contiguous(), v.contiguous()
 
@@ -83,6 +84,7 @@ def decode_(
     Returns:
         (B, H, D) fp32 attention outputs.
     """
+    # The kernel needs a contiguous D only; other strides are free.
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.operator("decode", "decode_")(
         q, k, v, *prompts, *completions, lengths, counts, time, scale, window

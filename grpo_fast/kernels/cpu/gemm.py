@@ -28,11 +28,13 @@ def unavailable(dtype: torch.dtype) -> str | None:
     reason = loader.unavailable("gemm")
     if reason:
         return reason
+    # What the compiler enabled, which may differ from what the CPU has.
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
+    # The caller's autocast or default device must not influence the verdict, which is cached.
     is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
@@ -102,7 +104,9 @@ def mm_(
     Returns:
         `out`.
     """
+    # A one-row matrix is its own transpose in memory; `scales` need the transposed reading.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
+    # Heavy elements add rows of b, so b's rows must be contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4
@@ -110,6 +114,7 @@ def mm_(
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
+    # The operator takes the matrices as they are stored, with flags.
     layout = a_transposed, b_transposed, add, uses_tiles(b)
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra

@@ -43,6 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not route.uses_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
+    # Without gradients, skip the overhead of an autograd Function.
     needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
     return (_Linear.apply if needs_grad else _product)(x, weight, bias)
 
@@ -123,6 +124,7 @@ def _in_transform(grad: Tensor | None = None) -> bool:
     Args:
         grad: gradient in a backward pass. `is_grads_batched` batches it without `torch.func`.
     """
+    # These transforms wrap tensors in levels that custom operators cannot see.
     in_func: bool = torch._C._are_functorch_transforms_active()
     if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
         return True
@@ -169,6 +171,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
+    # The kernel wants the heads of a token next to each other, which is how models project them.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
@@ -182,6 +185,7 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The transpose of the rotation.
     low, high = (grad * sin).chunk(2, -1)
     return grad * cos + torch.cat([high, -low], -1)
 

@@ -81,6 +81,7 @@ def _unavailable_once(library: str) -> str | None:
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
         if level == logging.WARNING:
             _warned.append(library)
+        # Not part of the condition above, so that every missing library is at least at INFO level.
         text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, slower: %s"
         logger.log(level, text, library, one_line(reason))
     return reason
@@ -113,6 +114,7 @@ def _load(library: str) -> str | None:
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
     if wanted not in _INSTRUCTION_SETS:
         return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, got {wanted!r}"
+    # Without this check the process would die of SIGILL.
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
     if missing:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
@@ -209,6 +211,7 @@ def compile_library(
             tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
+        # repr separates the parts unambiguously.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
@@ -256,6 +259,7 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]
     line += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     try:
+        # No shell: CXX is a list of words, so it cannot inject commands.
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S
         )
@@ -264,6 +268,7 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     if done.returncode == 0 and output.is_file():
         return None
     said = done.stderr.strip()
+    # The first line with "error" is the most useful line of a compiler's output.
     errors = [text for text in said.splitlines() if "error" in text.lower()]
     outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
     return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"

@@ -95,6 +95,7 @@ def print_header(
         table("kl_estimator", ("d",), estimators),
         vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
+    # repr() of a float is exact.
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
@@ -105,6 +106,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> st
     """
     cases = []
     for index, formula in enumerate(formulas):
+        # Arguments beyond the common ones are hyperparameters.
         extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
@@ -164,6 +166,7 @@ def body(
             return function(words[word])
 
     own = {name: function(word) for name, word in helpers.items()}
+    # bind() replaces the module `tl` and the helpers in a copy of the formula.
     printed = bind(formula, Vocabulary(), words=own)
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
@@ -194,6 +197,7 @@ def _operator(sign: str) -> tuple[Operator, Operator]:
     return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
 
 
+# Define __add__, __radd__ and so on, each of which emits one C++ statement.
 for _word, _sign in OPERATORS.items():
     _forward, _reflected = _operator(_sign)
     setattr(Variable, f"__{_word}__", _forward)

@@ -42,6 +42,8 @@ def fast_layers(model: nn.Module) -> None:
     """Replace a CPU model's layers by fast ones. A `forward` patched by the user is kept."""
     for module in model.modules():
         first = next(module.parameters(), None)
+        # An instance attribute is a patch by the user. Meta devices are replaced before weights are
+        # loaded.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
@@ -54,6 +56,7 @@ def is_untouched(module: nn.Module) -> bool:
     hooks.
     """
     forward = vars(module).get("forward")
+    # Hooks of submodules would be bypassed by a fused layer.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -72,6 +75,7 @@ def settings_of(module: nn.Module) -> Hashable:
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
     """Return the fast forward for a module's class, or None."""
     kind = type(module)
+    # Exact type: a subclass may override forward.
     if kind is nn.Linear:
         return _linear_layer
     if kind.__name__.endswith("RMSNorm") and getattr(module, "weight", torch.empty(())).dim() == 1:
@@ -116,6 +120,7 @@ def _agree(
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves, *rest)
         outputs = [out] if isinstance(out, Tensor) else list(out)
+        # A random upstream gradient reaches every element.
         ups = [_draw(*x.shape, seed=7) for x in outputs]
         gradients = torch.autograd.grad(outputs, leaves, ups)
         # Rows of a gradient may cancel to almost 0, so a gradient is compared as a whole.
@@ -148,6 +153,7 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
     is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
     if rest or options or not isinstance(eps, float) or not is_plain:
         return type(module).forward(module, x, *rest, **options)
+    # Settings are part of the key, so changing eps starts a new trial.
     key = settings_of(module)
     if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
         return type(module).forward(module, x)
@@ -156,6 +162,7 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     """Run the trial of a norm."""
+    # A shallow copy without hooks; the original's parameters are not touched.
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
@@ -164,6 +171,7 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
+    # Different scales distinguish eps inside and outside of the square root.
     x = torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
 
     def theirs(x: Tensor, weight: Tensor) -> Any:
@@ -247,6 +255,7 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)
 
+    # The copied code object looks up the rotary function in these globals.
     names = {**forward.__globals__, ROTARY: rotate}
     ours = types.FunctionType(code, names, code.co_name, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__

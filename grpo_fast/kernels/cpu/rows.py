@@ -61,6 +61,7 @@ def row_grad_(
     """Compute reference.row_grad_."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
+    # Without a coefficient the kernel does not read the entropies.
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
@@ -77,6 +78,7 @@ def loss_arguments(key: str) -> tuple[float, ...]:
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].leaf)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
+    # The operator has a fixed number of parameters.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]
     return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
 

@@ -37,6 +37,7 @@ def call_objective(
     logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
+    # Triton cannot unpack arguments, so each count is a branch at compile time.
     if N_PARAMS == 0:
         loss, slope = OBJECTIVE(lp, lr, advantage)
     elif N_PARAMS == 1:
@@ -62,6 +63,7 @@ def loss_and_slope(
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
         lr = lp - tl.load(old_logps_ptr + at, mask=mask, other=0.0)
+        # Limit the log ratio, so that the ratio is finite.
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
@@ -75,6 +77,7 @@ def loss_and_slope(
         kl, kl_slope = KL(d, kl_most, kl_reach)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
+            # Product rule: d(KL·ratio) = (KL' + KL)·ratio.
             kl_slope = (kl_slope + kl) * ratio
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)

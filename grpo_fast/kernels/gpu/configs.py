@@ -137,6 +137,7 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
     flight per multiprocessor. Unaligned weights use a quarter, because every element needs its own
     address.
     """
+    # Triton needs a power of two that covers H.
     block_h = max(1 << (width - 1).bit_length(), 128)
     num_warps = min(max(block_h // 512, 4), 16)
     numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)

@@ -35,6 +35,7 @@ BLOCK_V, WARPS = 256, 4
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
     """Load columns and return z (-inf beyond V) and dz/draw."""
+    # evict_last: the row is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
@@ -51,6 +52,8 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        # Strictly larger: the first of several equal columns is kept, so the choice is
+        # deterministic.
         is_larger = z > best
         best = tl.where(is_larger, z, best)
         place = tl.where(is_larger, cols, place)
@@ -89,6 +92,7 @@ def row_divergence_kernel(
     inv_other = inverse_temperature(None, teacher_temperature, row)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
+    # known is (4, C): values, centers, lse, teacher_lse.
     if known_ptr is None:
         unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
@@ -125,6 +129,7 @@ def row_divergence_kernel(
         )
         lp = (z - lse_high_p) - lse_low_p
         lq = (y - lse_high_q) - lse_low_q
+        # Both may be -inf, and -inf - -inf is NaN.
         d = tl.where(lp == lq, 0.0, lp - lq)
         value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
@@ -155,6 +160,7 @@ def row_divergence_kernel(
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
             p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
+            # A select: a row with weight 0 may contain NaN.
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
 

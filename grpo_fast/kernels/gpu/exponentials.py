@@ -79,6 +79,7 @@ def units_kernel(
     in_rows = rows < n_rows
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+    # div_rn rounds correctly on every architecture, so all kernels use the same factor.
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
@@ -126,17 +127,22 @@ def head_exponentials(
     unit, target_unit = (
         torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
     )
+    # A grid of 0 programs is invalid.
     if not rows:
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
         )
+    # 1. The shift of every row.
     raw_target = target_logits(p)
+    # 2. Statistics and exponentials in one pass, or the statistics of an earlier pass.
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
         stats = dense_vector(lse), dense_vector(logps), entropy
+    # 3. Exponentials of rows that need s = lse; of all rows if only the statistics were known.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
+    # 4. The factors that turn exponentials into d-logits.
     *scalars, temperature_ptr = transform_arguments(transform)
     launch(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,

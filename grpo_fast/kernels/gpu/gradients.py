@@ -36,6 +36,7 @@ def times_kernel(
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
     unit = tl.load(unit_ptr + rows, mask=in_rows, other=0.0)
     target_unit = tl.load(target_unit_ptr + rows, mask=in_rows, other=0.0)
+    # Padding rows get coefficients of 0, because their exponentials are undefined.
     inside = rows < n_padded
     tl.store(by_row_ptr + rows, tl.where(g == 0.0, 0.0, g * unit), mask=inside)
     tl.store(by_target_ptr + rows, tl.where(g == 0.0, 0.0, g * target_unit), mask=inside)
@@ -58,6 +59,7 @@ def write_hidden_kernel(
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
+        # A select: x may be NaN in an inactive row.
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
         to = out_ptr + row * stride_out_t + cols

@@ -16,6 +16,7 @@ def launch(kernel: Any, programs: int, *args: object, **options: object) -> None
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
+        # enable_fp_fusion=False: see the note on bits in rows.py.
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 

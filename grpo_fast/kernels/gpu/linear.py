@@ -70,11 +70,11 @@ def slice_kernel(
     BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
+    row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     # 1. Select the rows and the slice of this program. Programs with neighbouring ids share a slice
     # of W, so all but the first read its tiles from L2. They read their rows of hidden once per
     # tile; a group of row blocks small enough for L2 therefore processes all slices before the next
     # group starts.
-    row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
     blocks = tl.minimum(row_blocks - first_block, group_blocks)
@@ -104,7 +104,9 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+        # s = z[target], the shift of the exponentials.
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
+        # The second pass uses s = lse where z[target] is far below.
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
@@ -123,6 +125,7 @@ def slice_kernel(
             b = load_tile(
                 weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA
             )
+            # "ieee" disables TF32 for fp32 operands; 16-bit operands accumulate in fp32 anyway.
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         row_max, exp_sum, exp_z_sum, z_target = fold_tile(
             raw, start, (row_max, exp_sum, exp_z_sum, z_target),
@@ -152,6 +155,7 @@ def join_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    # A target outside the vocabulary was never summed.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
@@ -167,6 +171,7 @@ def join_kernel(
     exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
+        # Masked slices must not contribute: their maximum is FLOOR and their sum 0.
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         max_s = tl.load(here, mask=mask, other=FLOOR)
         exp_sum_s = tl.load(here + plane, mask=mask, other=0.0)
@@ -212,6 +217,7 @@ def head_inputs(
         raise ValueError(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
+    # Only hidden is copied; it is small compared with W.
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -241,6 +247,7 @@ def sweep(
         lse: (T,) shift of rows with a large -logp.
         only_high_nll: compute only the row blocks that contain such rows.
     """
+    # 1. Choose the tile. It must not depend on the batch.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
@@ -251,16 +258,19 @@ def sweep(
         aligned=is_aligned(p.weight),
         light=raw_target is None or not is_heavy,
     )
+    # 2. Choose how to store and whether the epilogue has a short path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # The short code path of the epilogue needs registers. It is used without options and with
     # 16-bit operands only. For exponentials from known statistics, Triton 3.6 spills on sm_100.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
+    # 3. Row blocks whose hidden states fit into L2 together.
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )
     hidden, weight, destination = p.hidden, p.weight, out
-    if config.use_tma:  # by tensor descriptors
+    # Tensor descriptors replace pointers in the kernel's arguments.
+    if config.use_tma:
         hidden = tiles(hidden, config.block_t, config.block_h)
         weight = tiles(weight, config.block_v, config.block_h)
     if store_tma and out is not None:

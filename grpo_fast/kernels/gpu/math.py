@@ -24,6 +24,7 @@ def expm1_minus(x):
     """Return e^x - 1 - x. For |x| < 1 use the series x²/2·(1 + x/3·(1 + …)), because the difference
     cancels.
     """
+    # Out-of-range lanes evaluate the series at 0, so that it cannot overflow.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -40,6 +41,7 @@ def expm1(x):
 @triton.jit
 def log1p(x):
     """Return log(1 + x) for x > -1. The quotient corrects the rounding error of 1 + x."""
+    # If 1 + x rounds to 1, log(1 + x) = x in fp32.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -52,6 +54,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
+    # An invalid target contributes nothing.
     e_target = tl.where(inside, exp_fp32(shifted), 0.0)
     total = exp_sum + e_target
     log_total = tl.log(total)
@@ -64,6 +67,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 def softcapped(x, softcap):
     """Return softcap·tanh(x/softcap) and 1 - tanh²."""
     u = x / softcap
+    # The negative exponent cannot overflow.
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
     # For a small u, 1 - t loses its digits. Use a least-squares fit of tanh with a relative error

@@ -71,6 +71,7 @@ def statistics(
         z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
         # The target is excluded from the sum; `finish` adds it.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
+        # The running maximum is a scalar for the row, so one rescale serves all lanes.
         new_max = tl.maximum(row_max, tl.max(z, 0))
         rescale = exp_fp32(row_max - new_max)
         shifted = z - new_max
@@ -125,6 +126,7 @@ def row_logps_kernel(
     # int64: row · stride may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
+    # Ragged rows: start and length come from the offsets.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first
@@ -173,6 +175,7 @@ def row_loss_kernel(
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    # 1. First pass: statistics.
     row_ptr = logits_ptr + row * stride_logits_t
     target = tl.load(target_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
@@ -184,8 +187,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # Excluded rows may contain NaN anywhere, so their loss and coefficient are selected, not
-    # multiplied.
+    # 2. The loss and its slope. Excluded rows may contain NaN anywhere, so their results are
+    # selected, not multiplied by 0.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -195,6 +198,7 @@ def row_loss_kernel(
     g = tl.where(counts, g, 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
+    # 3. Second pass: the gradient, from L2.
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
         g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
@@ -270,6 +274,7 @@ def row_loss_(
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
+    # A grid of 0 programs is invalid.
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)

@@ -25,6 +25,7 @@ PROGRAMS = 2048
 def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
+        # A grid-stride loop: the number of programs is bounded.
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, tl.cast(size, tl.int64), step):

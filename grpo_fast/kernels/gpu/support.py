@@ -65,6 +65,7 @@ def support_head_kernel(
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute one row. BLOCK_H covers all of H."""
+    # 1. Find the row's set and its row of hidden.
     row = tl.program_id(0).to(tl.int64)
     # The row's start is int64. Positions inside the row are int32, which needs fewer registers.
     first = tl.load(offset_ptr + row)
@@ -74,6 +75,8 @@ def support_head_kernel(
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
+    # 2. Initialise the online softmax. `others` accumulates Σ e_j·f_j·W[id_j] over all ids but the
+    # target.
     row_max = tl.full([], FLOOR, tl.float32)
     exp_sum = tl.zeros([], tl.float32)
     exp_z_sum = tl.zeros([], tl.float32)
@@ -82,6 +85,7 @@ def support_head_kernel(
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
     h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
+    # 3. Loop over BLOCK_K ids at a time: logits, then statistics, then the slope's sum.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -116,16 +120,18 @@ def support_head_kernel(
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
-    # Add the target to the sums.
+    # 4. Add the target, which may raise the maximum.
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
+    # 5. Statistics.
     lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if slope_ptr is not None:
+        # 6. The slope.
         at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
         by_target = -expm1(lp)
         if softcap is not None:
@@ -151,6 +157,7 @@ def sums_kernel(
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
     first = tl.load(offset_ptr + segment)
+    # An id without terms has count 0, and its row of dW is written as zeros.
     count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, count, BLOCK_R):
@@ -184,6 +191,7 @@ def head_rows(
     is used.
     """
     count, width = len(rows.places), weight.shape[1]
+    # A program keeps a full row of hidden in registers.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
@@ -226,6 +234,7 @@ def head_weight(
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
+    # searchsorted of every id in the sorted ids gives the segment bounds without a histogram.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

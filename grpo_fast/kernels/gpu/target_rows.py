@@ -39,6 +39,7 @@ def add_targets_kernel(
     """Process BLOCK_H columns of one id. With products, only the ids at `place_ptr`, followed by
     -1.
     """
+    # 1. Select the id and the columns of this program.
     blocks = tl.cdiv(H, BLOCK_H)
     slot = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -51,6 +52,7 @@ def add_targets_kernel(
     cancels = tl.full([], 0, tl.int32)
     # Only the first program of a run of equal ids continues, so no other program writes this row.
     if before != vocab_row:
+        # 2. Start from dW, or from the recomputed product.
         to = out_ptr + vocab_row * stride_out_v + cols
         if product_ptr is None:
             start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
@@ -58,6 +60,7 @@ def add_targets_kernel(
             start = tl.load(product_ptr + slot * H + cols, mask=inside, other=0.0)
         total = start
         end = tl.load(end_ptr + place).to(tl.int32)
+        # 3. Add the hidden rows of this id in order.
         for first in range(place.to(tl.int32), end, ROWS):
             places = first + tl.arange(0, ROWS)
             row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
@@ -69,6 +72,7 @@ def add_targets_kernel(
             total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
         tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
         if flag_ptr is not None:
+            # 4. Flag the row if the product and the added rows nearly cancel.
             size = tl.sum(start * start, 0)
             cancels = (size > CANCELS * tl.sum(total * total, 0)).to(tl.int32)
     if flag_ptr is not None:

@@ -25,11 +25,13 @@ class Activity:
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active = active
         self.chunk_rows = chunk_rows
+        # During capture the counts cannot reach the host.
         if active is None or is_capturing(active):
             self.active = None
             return
         missing = -active.shape[0] % chunk_rows
         padded = torch.nn.functional.pad(active, (0, missing)) if missing else active
+        # Start the copy now. Its latency overlaps with the first chunk's GEMM.
         self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
 
     def keep(self, chunk: slice) -> Tensor | None:
@@ -50,6 +52,7 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
         (T,) bool, False where the coefficient is 0 or NaN for any logp; None if this is unknown for
         all rows.
     """
+    # A KL or an entropy term gives rows without advantage a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
         return None
@@ -67,6 +70,7 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
     """
     if not x.is_cuda:
         return x.tolist
+    # A blocking copy would wait for all queued kernels.
     host, arrived = copy_to_host_async(x)
 
     def read() -> list[int]:

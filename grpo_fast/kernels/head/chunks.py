@@ -72,6 +72,7 @@ class LogitChunks:
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """Return a buffer of logits, (rows, V)."""
         if self._workspace is None:
+            # Allocate once for the largest chunk.
             count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
         return self._workspace[buffer * self.max_rows :][:rows]
@@ -109,6 +110,7 @@ class LogitChunks:
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
+            # Padding rows take part in the GEMM only.
             z = self.raw_logits(h)[:count]
             return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
         return self.kernels.head_logps(
@@ -136,6 +138,7 @@ class LogitChunks:
                 return_entropy=has_entropy,
             )
             return ChunkGradients(d), part
+        # Two kernels with the loss between them.
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
@@ -179,6 +182,7 @@ class ExponentialChunks(LogitChunks):
         """Return the buffer of exponentials, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
+            # Aligned rows allow TMA stores and vector loads.
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
             self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
@@ -211,6 +215,7 @@ class ExponentialChunks(LogitChunks):
         assert self._filled is not None
         _, *units, dominant = self._filled
         matrix = self.workspace(at.hidden.shape[0])
+        # On a CPU the coefficients are computed with torch; the padding must be 0.
         if self.kernels.gradients is None:
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:

@@ -76,6 +76,8 @@ class DivergenceHead(LinearHead):
         self.divergence = divergence
         self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
+        # The teacher's logits need a second buffer, and so does a top-k gradient next to a policy
+        # loss.
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
         self.at: slice | None = None  # the chunk whose divergences are computed with its logits
@@ -138,6 +140,7 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
+            # 1. Compute logits and divergences: raw_logits calls back into _form.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
@@ -147,7 +150,9 @@ class DivergenceHead(LinearHead):
                 # Do not wait for the GPU: rows without a coefficient are multiplied as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
+            # 2. Select the active rows.
             self.at = None
+            # 3. Add both gradients and accumulate dH, dW, db.
             if not self.has_gradient:
                 continue
             d = self._written(at.hidden.shape[0])
@@ -185,6 +190,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
+            # A top-k teacher has no logits; one function serves all backends.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -194,6 +200,7 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
+        # The teacher may have a different dtype than the student.
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:

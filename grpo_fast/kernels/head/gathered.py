@@ -71,6 +71,7 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
+                # With an entropy gradient, dH is not a multiple of the slopes.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
@@ -93,6 +94,7 @@ class GatheredHead:
     def _new_weight(self) -> tuple[Tensor, bool]:
         """Allocate dW. Also return True if it is zeroed and must be added to."""
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
+        # Fresh pages are zeros already; the kernel then writes only the listed rows.
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
@@ -100,6 +102,7 @@ class GatheredHead:
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """Scatter g·slopes into (N, H), added to `total` if given."""
         if total is not None or self.repeats:
+            # Several rows may share a row of hidden, so the gradients must be added.
             assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total
             add_rows_(total, self.index, scaled_rows(slopes, g))

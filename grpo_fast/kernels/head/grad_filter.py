@@ -54,12 +54,14 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
         block = widened(d[start : start + ROWS]).abs()
         if scale is not None:
             block = block * scale[start : start + ROWS, None].abs()
+        # fp32 within a block, fp64 across blocks.
         masses += block.sum(0, dtype=torch.float32)
     return masses
 
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the remaining columns in ascending order, the skipped mass and the total mass."""
+    # NaN sorts last and makes the total NaN, so nothing is skipped and the NaN stays visible.
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

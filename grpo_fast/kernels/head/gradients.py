@@ -125,6 +125,7 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and gathers(keep, count):
+            # 1. Drop inactive rows if that is worth a copy.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
@@ -132,6 +133,7 @@ class GradientSums:
         elif count < d.shape[0]:
             # Padding rows contain old workspace data. 0·NaN from them would reach all of dW.
             d[count:].zero_()
+        # 2. Accumulate, depending on the representation of the chunk.
         if by is None:
             self._add_products(d, h, count, index)
         else:
@@ -154,6 +156,7 @@ class GradientSums:
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
+        # The fused kernels need all columns.
         fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
@@ -190,6 +193,7 @@ class GradientSums:
             )
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
+            # Stable: equal ids stay in row order, which makes the sum reproducible.
             ids, order = by.target_ids.sort(stable=True)
             total = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
@@ -210,8 +214,10 @@ class GradientSums:
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
+            # The target's column is not in the matrix of exponentials.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
+        # Too few columns would be saved.
         if kept >= WORTH_BELOW * vocab:
             kept = vocab
             dropped = torch.zeros_like(total)
@@ -222,6 +228,7 @@ class GradientSums:
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         """Store or add the dH of some rows."""
+        # All rows in one chunk: no scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -286,6 +293,7 @@ class GradientSums:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
             if self.skipped_nan is not None:
+                # 0 changes nothing; NaN makes the gradient's norm NaN.
                 results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 

@@ -38,10 +38,12 @@ def largest_exponent(x: Tensor) -> Tensor:
     """Return e, 0-d, with 2^(e-1) <= max |x| < 2^e, clamped so that 2^±e is normal; 0 for zeros."""
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
+    # One pass without a temporary |x|.
     low, high = x.aminmax()
     return torch.frexp(torch.maximum(-low, high)).exponent.clamp(-100, 100)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent in fp32 for int32 -126 to 127. torch.ldexp is not exact on a GPU."""
+    # Build the bits of the float directly.
     return ((exponent + 127) << 23).view(torch.float32)

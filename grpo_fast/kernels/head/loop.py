@@ -118,10 +118,12 @@ class LinearHead:
         # The filter accumulates its columns of dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
+        # A single chunk does not need the fp32 dW, so its memory may go to logits.
         spared = 4 * self.weight.numel() if single_16_bit else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
+        # Equal chunks avoid a small last one.
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
@@ -176,12 +178,14 @@ class LinearHead:
             # Without storage, `head_logps` needs no chunks.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
+            # 1. Chunks that are not cached need statistics only.
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
                 targets = self.rows.target_ids[chunk]
                 transform = self.rows.transform.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
                 stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
+                # 2. The last chunk also stores its logits or exponentials.
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
                 self.cached = chunk
             parts.append(stats)
@@ -205,12 +209,15 @@ class LinearHead:
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             here = terms.rows(chunk)
+            # 1. Logits, statistics, loss and d-logits of the chunk.
             d_logits, part = self.chunk.row_loss(at, here, config)
+            # 2. Select the rows that take part in the GEMMs.
             if self.on_gpu:
                 keep = activity.keep(chunk)
                 sums.propagate_nan(part.grad_logps, keep)
             else:
                 keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
+            # 3. dH, dW and db.
             sums.add(chunk, at.hidden, d_logits, len(at.target_ids), keep)
             parts.append(part)
         return RowLoss(*concat_chunks(parts, self.hidden)), self._finished(sums)
@@ -227,8 +234,10 @@ class LinearHead:
         chunks = list(self.chunks()) if any(wanted) else []
         activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
         index: slice | Tensor
+        # The cached chunk is the last one.
         for chunk in reversed(chunks):
             keep = activity.keep(chunk)
+            # 1. Skip chunks without active rows.
             if keep is not None and keep.shape[0] == 0:
                 continue
             at = self._rows_of(chunk)
@@ -243,6 +252,7 @@ class LinearHead:
                 )
                 index = keep + chunk.start
                 keep = None
+            # 2. Compute the d-logits from the known statistics, and accumulate.
             stats = pick(index, *known)
             here = pick(index, g, g_entropy)
             d_logits = self.chunk.gradients(at, stats, *here, cached=is_cached)

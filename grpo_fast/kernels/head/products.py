@@ -114,6 +114,7 @@ def accumulate_outer(
         h = scaled_rows(h, scales).to(h.dtype)
         scales = None
     if is_own:
+        # The first chunk overwrites, so `total` need not be cleared.
         is_new = total is None
         if total is None:
             is_rounded_once = is_single_chunk and weight.dtype == torch.bfloat16
@@ -135,6 +136,7 @@ def _accumulate_outer(
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
+        # One GEMM rounds its fp32 accumulators once.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
@@ -146,6 +148,7 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
+    # A single chunk: each block is complete, and rounded when it is copied.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]

@@ -73,6 +73,7 @@ def supported_head(
     """Return the cheaper source of logits in the token sets of these rows."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
+    # Compare Σ|S| gathered logits with R·V dense ones.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
     return form(tensors, rows, route, keep_fp32=keep_fp32)
@@ -122,6 +123,7 @@ class SupportSweep:
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows; with `keep`, cache the logits."""
+        # Slopes replace a second pass over the weight rows, unless the entropy needs one.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -194,6 +196,7 @@ class DenseHead(GatheredHead):
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
                 workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
+            # This synchronises, but the number of ids per chunk determines shapes.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
@@ -220,9 +223,11 @@ class DenseHead(GatheredHead):
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
+            # Continue the sums of the rows without a set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
+            # d-logits are 0 outside the sets.
             z.zero_()[at] = of_rows.d_logits[places]
             sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
         return self._narrowed(*sums.finish())
@@ -245,6 +250,7 @@ class GivenLogits:
         self.support = rows.support
         self.kernels = route.kernels
         index = rows.active_index
+        # Positions of the active rows in the given logits.
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
         self.at = self.support.select(index)[self.support.rows], self.support.ids
 

@@ -70,12 +70,14 @@ class VocabularyShard(NamedTuple):
 
     def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
         """Join the statistics of all shards into fp32 statistics over the full vocabulary."""
+        # fp64: the join must not lose digits that a full row would keep.
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
         owner = self.owners(target_ids)[None]
         own = lse.gather(0, owner)[0]
         logp = logps.gather(0, owner)[0]
+        # logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o)).
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
         # -inf - -inf is NaN, but a target with probability 0 must have logp -inf.
@@ -83,6 +85,7 @@ class VocabularyShard(NamedTuple):
         if not entropies:
             return total.float(), logp.float(), None
         share = (lse - total).exp()
+        # An empty shard has lse -inf and would give 0·(-inf).
         terms = torch.where(share == 0, 0.0, share * (entropies[0] + (total - lse)))
         return total.float(), logp.float(), terms.sum(0).float()
 
@@ -120,6 +123,7 @@ class VocabularyChunks(LogitChunks):
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
         else:
+            # A shard without columns contributes the sum 0, so its lse is -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.join_ranks(stats, target_ids)

@@ -34,14 +34,14 @@ void check(const Product& p) {
   check_operand(p.b, "b"), check_operand(p.out, "out");
   const int64_t b_k = p.b.size(p.b_transposed ? 1 : 0);
   STD_TORCH_CHECK(is_fp32(p.a) || !is_fp32(p.b),
-                  "b: expected bfloat16 beside an a of 16 bits, got float32");
+                  "b: expected bfloat16 if a has 16 bits, got float32");
   STD_TORCH_CHECK(b_k == p.k(), "b: expected K = ", p.k(), " as in a, got ", b_k);
   STD_TORCH_CHECK(p.out.size(0) == p.m() && p.out.size(1) == p.n(), "out: expected (", p.m(), ", ",
                   p.n(), ")");
   STD_TORCH_CHECK(!p.tiles || (!is_fp32(p.b) && torch_kernel().brgemm),
                   "tiles: expected a bfloat16 b and a torch with brgemm");
   STD_TORCH_CHECK(!p.is_positive() || !p.a_transposed || !p.b_transposed,
-                  "b: expected as it is beside a transposed a of int16");
+                  "b: expected contiguous rows if a is a transposed int16 matrix");
 }
 
 // Checks the rows to add, and sorts them by id so that a block finds its rows by binary search.

@@ -51,7 +51,7 @@ Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransf
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
   if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, transform);
-  STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) beside offsets");
+  STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) with offsets");
   return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 

@@ -181,11 +181,10 @@ class Dominant(NamedTuple):
         """
         assert targets.rows is not None
         return AddedRows(
-            torch.cat([targets.coefficients, scales[self.rows] * self.values]),
-            targets.values,
+            torch.cat([targets.coefficients, scales[self.rows] * self.values]), targets.values,
             ids=torch.cat([torch.arange(len(targets.coefficients)), self.rows]),
             rows=torch.cat([targets.rows, self.columns]),
-        )
+        )  # fmt: skip
 
     def _where(self, mask: Tensor) -> Dominant:
         return Dominant(*(x[mask] for x in self))

@@ -1,6 +1,4 @@
-"""The library of the C++ kernels: how it is found and built, the loss leaves printed into it, and
-its numbers under other instruction sets.
-"""
+"""The library of the C++ kernels: loading, building, generated loss functions, instruction sets."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ needs_library = pytest.mark.skipif(
 
 
 def a_new_loss(logp, log_ratio, advantage, low, high):
-    """Every statement and every word that a leaf may use."""
+    """Use every statement and every operation that a loss function may contain."""
     new = tl.minimum(tl.exp(log_ratio), high) - tl.maximum(-tl.abs(logp), low)  # noqa: F821
     near = (new > low) & (new <= high) | (advantage == LIMIT)
     new = tl.where(near, new, tl.sigmoid(new) / 2 + tl.log(high))  # noqa: F821
@@ -59,8 +57,8 @@ tl = torch
 
 @pytest.mark.skipif(csrc_loader.compiler() is None, reason="no C++ compiler")
 def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
-    """Printed, compiled and called: the C++ leaves give what the Python leaves give in fp64, the
-    new one included.
+    """Generated and compiled C++ functions equal the Python functions in fp64, for all losses and a
+    new one.
     """
     leaves = [*loss_codegen.objective_functions(), a_new_loss]
     text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
@@ -143,13 +141,16 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Stands in for the compiler."""
+    """Replace the compiler."""
     output.write_text("x")
 
 
 @needs_library
 def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
-    """`_open` stands in for dlopen: a library cannot be loaded twice in a process."""
+    """A library that does not load is compiled again.
+
+    `_open` replaces dlopen, because a library cannot be loaded twice in a process.
+    """
     opened = []
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path))
     monkeypatch.delenv("GRPO_FAST_CPU", raising=False)
@@ -198,8 +199,11 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Rows and products again, for the baseline with 4 lanes and for AVX2: 8 lanes where the native
-    build has AVX-512, else 16 (the AVX-512 source, split)."""
+    """Rows and products pass their tests with the 4-lane baseline and with AVX2.
+
+    AVX2 runs with 8 lanes where the native build has AVX-512, else with 16 (the AVX-512 source,
+    split).
+    """
     command = csrc_loader.compiler()
     assert command is not None
     variants = [("generic", 4), ("avx2", 8 if "avx512f" in csrc_loader.cpu_flags() else 16)]

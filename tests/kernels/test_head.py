@@ -1,5 +1,6 @@
-"""hidden → logps and weights: values against fp64, bits that depend on the row alone, odd rows. By
-C++, and by Triton in its interpreter (test_triton_interpreter.py).
+"""Head kernels (hidden → logps and exponentials): fp64 values, bit invariance, unusual rows.
+
+They run in C++ here, and in Triton's interpreter in test_triton_interpreter.py.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ else:
         logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials
     )
     HEAD_KERNELS = [pytest.param(head_kernels, id="cpu", marks=[NO_CPP])]
-# What a weight is stored in, and the relative error of that rounding.
+# Storage dtype of exponentials, and the relative error of its rounding.
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# Rows below, at and off a tile of 64; hidden sizes and vocabularies below, at and off their tiles,
-# vectors and slices.
+# Rows around a tile of 64; hidden sizes and vocabularies around their tiles, vectors and slices.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
 TRANSFORMS = {
@@ -54,7 +54,7 @@ def head(request):
 
 
 def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
-    """hidden, weight, bias, targets; raw logits are about as large as 2."""
+    """Return hidden, weight, bias and targets. Raw logits are about as large as 2."""
     g = torch.Generator().manual_seed(rows + width + vocab)
     hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
     bias, weight = torch.randn(vocab, generator=g), weight * 2 / width**0.5
@@ -71,7 +71,9 @@ def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
-    """(statistics, units (2, T), weights), the weights in a view beside which nothing is."""
+    """Return statistics, units (2, T) and exponentials, which are written to a view inside a NaN
+    buffer.
+    """
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
     known = options.get("known") or ()
@@ -90,8 +92,10 @@ def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
 
 
 def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
-    """The d-logits against fp64, element by element and all together: a rounding at the store, in
-    the target's column none, and the fp32 error of the logit.
+    """Compare d-logits with fp64, by element and in total.
+
+    The bound allows one rounding at the store (none in the target's column) and the fp32 error of
+    the logit.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
     z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
@@ -105,8 +109,8 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
 
 @pairs(shape=SHAPES, name=TRANSFORMS, dtype=[torch.float32, torch.bfloat16])
 def test_values_against_fp64(head, shape, name, dtype) -> None:
-    """Of logps, with and without an entropy; of raw logits and weights that are stored, which moves
-    no bit of the others.
+    """Logps with and without entropy are exact, and storing logits or exponentials changes no bit
+    of them.
     """
     transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
@@ -135,7 +139,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # From known statistics, for some rows only: the same bits.
+    # Some rows computed from known statistics have the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -144,7 +148,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """Bitwise: neighbours, their number and order, NaN in them, strides, threads, programs."""
+    """Neighbours, their number, order and NaN, strides, threads and program order change no bit."""
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
 
@@ -172,7 +176,7 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 
 
 def test_any_strides_of_the_weight(head) -> None:
-    """Not bit for bit: rows off the 16-byte grid may take a smaller tile."""
+    """Not bit for bit: unaligned rows may use a smaller tile."""
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
     expected = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
@@ -184,14 +188,17 @@ def test_any_strides_of_the_weight(head) -> None:
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
-    """Such a row is weighed against its lse; d-logits and statistics stay those of fp64, weights
-    finite. A row beside it keeps its bits.
+    """A row with an unlikely target uses its lse as shift.
+
+    d-logits and statistics equal fp64, exponentials are finite, and neighbours keep their bits.
     """
     vocab, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
     weight[:, 0] = torch.linspace(-1, 1, vocab)
     hidden[:, :2] = 1.0
-    weight[ids[3::2], 1] = -nats  # every other row: what is weighed again goes back to its place
+    weight[
+        ids[3::2], 1
+    ] = -nats  # every second row, to check that recomputed rows return to their positions
     tensors = hidden.bfloat16(), weight.bfloat16(), None, ids
     transform = LogitTransform(1.0, softcap, 1.0)
     stats, units, out = weigh(head, *tensors, transform)
@@ -208,7 +215,7 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
 
 
 def test_confident_tokens(head) -> None:
-    """p up to 1 - 1e-7: 1 - p keeps its digits (z[target] - lse would have lost them)."""
+    """For p up to 1 - 1e-7, 1 - p keeps its digits. z[target] - lse would lose them."""
     margins = torch.linspace(5, 16, 12)
     hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
     weight, ids = torch.zeros(64, 2), torch.full((12,), 9)
@@ -249,7 +256,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 
 @pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
 def test_a_row_without_a_target(head, level: float) -> None:
-    """Its lse is right, though there is no target's logit to sum relative to."""
+    """The lse is correct, although no target's logit is available as shift."""
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
@@ -268,7 +275,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     bias = torch.zeros(700)
     closed = torch.arange(700) % 3 == 0
     closed[ids] = False
-    bias[closed] = bias[256:512] = -math.inf  # a whole slice
+    bias[closed] = bias[256:512] = -math.inf  # including a full slice
     bias, transform = bias.bfloat16(), LogitTransform()
     stats, units, out = weigh(head, hidden, weight, bias, ids, transform)
     z = raw_of(hidden, weight, bias)
@@ -278,7 +285,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     )
     check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
-    ids[3] = -100  # each of its slices is summed relative to the slice's own maximum
+    ids[3] = -100  # summed relative to each slice's maximum
     lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
@@ -312,8 +319,8 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 @NO_CPP
 @pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """Those of more than a 16th of the row's sum, and only those; also in rows whose target is far
-    below the rest.
+    """Exactly the exponentials above 1/16 of their row's sum are returned, also if the target is
+    unlikely.
     """
     V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
@@ -336,7 +343,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
 
 @NO_CPP
 def test_more_rows_than_a_group() -> None:
-    """Rows are taken a thousand at a time; nothing is lost at the seam."""
+    """Rows are processed in groups of 1024, and none is lost between groups."""
     hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
     given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
     found = linear_cpu.head_logps(*given, return_entropy=False)
@@ -381,7 +388,7 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vocabularies from 2048 on, where the product is ours."""
+    """Vocabularies of at least 2048 columns, if products use csrc."""
     monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
         found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps

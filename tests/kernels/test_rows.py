@@ -1,7 +1,7 @@
-"""The row kernels against formulas in fp64 and the oracle of losses: C++, and Triton in its
-interpreter (test_triton_interpreter.py). The loss's own tests hold torch.
+"""Row kernels against fp64 formulas and the loss oracle: C++, and Triton in its interpreter.
 
-The tests named *numerics* run again under other instruction sets (test_csrc.py).
+The torch backend is covered by the tests of the loss. Tests named *numerics* run again with other
+instruction sets (test_csrc.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.kernels.formulas import only_memory_of
 from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
-# 1, 2: smaller than a vector; 127, 129: a tail beside a power of two; 512, 2048 + 3: a whole run, a
-# block and a tail; 5000: several blocks; 151936: a real vocabulary.
+# 1, 2: smaller than a vector; 127, 129: a tail around a power of two; 512, 2051: a full run, and a
+# block with a tail; 5000: several blocks; 151936: a real vocabulary.
 SIZES = [1, 127, 2051, 5000, *([] if IS_INTERPRETER else [2, 129, 512, 151936])]
 ROWS, MANY = (5, 12) if IS_INTERPRETER else (33, 64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,7 +33,8 @@ TRANSFORMS = {
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
     "per_row": (1.0, None, "rows"), "per_row_softcap": (1.5, 25.0, "rows"),
 }  # fmt: skip
-# Losses that share a leaf differ in how tokens are averaged, which is not the kernel's matter.
+# Losses that share a function differ only in how tokens are averaged, which happens outside the
+# kernels.
 LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
 LEAVES = list({OBJECTIVES[name].leaf: name for name in LOCAL}.values())
 OPTIONS: dict[str, dict] = {
@@ -58,8 +59,9 @@ def make_transform(name: str, count: int) -> LogitTransform:
 
 
 def make_rows(count: int, columns: int, dtype=torch.float32):
-    """Logits inside a larger buffer of NaN (an odd row stride, an odd offset), and targets: in the
-    first run, the tail, the middle, anywhere.
+    """Return logits inside a larger buffer of NaN (odd row stride and offset), and targets.
+
+    The targets are in the first run, the tail, the middle, and at random.
     """
     logits = torch.full((count, columns + 3), math.nan, dtype=dtype)[:, 1 : columns + 1]
     logits.copy_(torch.randn(count, columns) * 4)
@@ -78,8 +80,8 @@ def check_statistics(stats, logits, targets, transform) -> None:
 
 
 def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
-    """Each row's error in the L2 norm, against its two terms (they may cancel) and fp32's spacing
-    of z and log p.
+    """Compare each row's error in the L2 norm with its two terms, which may cancel, and fp32's
+    spacing.
     """
     ge = torch.zeros_like(g) if ge is None else ge
     z, slope = formulas.final(logits, *transform)
@@ -87,15 +89,17 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
     size = terms[0].norm(dim=1) + terms[1].norm(dim=1)
     error = (gradient.double() - terms[0] - terms[1]).norm(dim=1)
     bound = 1e-6 + 2e-7 * (z.abs().amax(1) + z.amax(1) - z.amin(1))
-    # Triton's log p + H is a difference of fp32 numbers of the size of z.
+    # Triton's log p + H is a difference of fp32 numbers as large as z.
     least = 6e-8 * z.abs().amax(1) * ge.abs() if IS_INTERPRETER else 1e-15
     assert (error <= bound * size + least).all(), (error / size).max()
 
 
 @pairs(columns=SIZES, transform_name=TRANSFORMS, dtype=DTYPES)
 def test_numerics(rows, columns, transform_name, dtype) -> None:
-    """Exact on the given logits; a gradient in 16 bits is rounded once, to nearest even. Asking for
-    the entropy, or a coefficient of 0, moves no bit; nothing beside the view is touched.
+    """Results are exact for the given logits. A 16-bit gradient is rounded once, to nearest even.
+
+    Requesting the entropy, or a coefficient of 0, changes no bit. Memory around the views is
+    untouched.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
@@ -124,7 +128,7 @@ def test_numerics(rows, columns, transform_name, dtype) -> None:
 
 
 def test_numerics_store_rounds_like_torch(rows) -> None:
-    """Gradients over 40 orders of magnitude, subnormals and overflow included, in every tail
+    """Gradients over 40 orders of magnitude, with subnormals and overflow, in every tail
     position.
     """
     for dtype in DTYPES[1:]:
@@ -140,14 +144,14 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
 
 @pytest.mark.parametrize("transform_name", ["plain", "temperature", "negative_scale"])
 def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None:
-    """-inf columns (in z) contribute exactly 0; the gradient equals, bit for bit, that of columns
-    far below.
+    """Columns at -inf contribute exactly 0. The gradient equals that of very small columns bit for
+    bit.
     """
     logits, targets = make_rows(6, 4096)
     transform = make_transform(transform_name, 6)
     hole = -math.inf * math.copysign(1.0, transform.logit_scale)
     logits[:, ::3] = hole
-    logits[0, :2048] = hole  # a first block with nothing in it
+    logits[0, :2048] = hole  # the first block contains only -inf
     targets[:] = 4093
     stats = rows.row_logps(logits, targets, transform, return_entropy=True)
     check_statistics(stats, logits, targets, transform)
@@ -161,7 +165,7 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
 def test_numerics_confident_tokens(rows, gap: float) -> None:
-    """p -> 1: the target's gradient g(1 - p) keeps its digits, and logp never exceeds 0."""
+    """The target's gradient g(1 - p) keeps its digits as p → 1, and logp never exceeds 0."""
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
     logits[every, targets] += gap + math.log(999)
@@ -176,7 +180,7 @@ def test_numerics_confident_tokens(rows, gap: float) -> None:
 
 
 def test_numerics_large_offsets_and_ranges(rows) -> None:
-    """Logits of 1e4 and differences beyond exp's range neither overflow nor lose the
+    """Logits of 1e4 and differences beyond the range of exp neither overflow nor lose the
     distribution.
     """
     logits, targets = make_rows(4, 3000)
@@ -191,7 +195,7 @@ def test_numerics_large_offsets_and_ranges(rows) -> None:
 
 
 def test_numerics_not_a_number_shows(rows) -> None:
-    """A NaN anywhere makes its row NaN, in every output, and no other row."""
+    """A NaN makes its row NaN in every output, and no other row."""
     for column, value in itertools.product([0, 700, 2500, 2999], [math.nan, math.inf]):
         logits, targets = make_rows(3, 3000)
         logits[1, column] = value
@@ -206,7 +210,7 @@ def test_numerics_not_a_number_shows(rows) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool) -> None:
-    """Rows without coefficients may hold anything, invalid targets included."""
+    """Rows without coefficients may contain anything, including invalid targets."""
     logits, targets = make_rows(9, 1000)
     logits[[1, 8]] = math.nan  # row 8 has a target
     logits[3] = math.inf
@@ -221,7 +225,7 @@ def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool)
     rows.row_grad_(logits, targets, stats, g, ge, LogitTransform(), out=out)
     assert out.isfinite().all() and (out[[1, 3, 5, 8]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
-    assert logits[1].isnan().all()  # the input stays as it was when `out` is given
+    assert logits[1].isnan().all()  # the input is unchanged if `out` is given
 
 
 def test_empty(rows) -> None:
@@ -241,7 +245,7 @@ def test_empty(rows) -> None:
 
 
 def make_loss(count: int = MANY, columns: int = 131, dtype=torch.float32) -> dict:
-    """Rows whose log ratios lie on all sides of the clip ranges, with advantages of both signs and
+    """Return rows with log ratios on all sides of the clip ranges, and advantages of both signs and
     0.
     """
     logits, targets = torch.randn(count, columns) * 3, torch.randint(0, columns, (count,))
@@ -263,7 +267,7 @@ def terms_of(x: dict) -> RowTerms:
 def call(
     rows, x: dict, config: LossConfig, transform: LogitTransform | None = None, out=None, **options
 ):
-    """(RowLoss, d-logits), from a copy of the logits unless `out` is given."""
+    """Return (RowLoss, d-logits), computed on a copy of the logits unless `out` is given."""
     logits = x["logits"].clone() if out is None else x["logits"]
     out = logits if out is None else out
     options.setdefault("return_entropy", x["grad_entropy"] is not None)
@@ -283,7 +287,7 @@ OF_LOSS = ("old_logps", "ref_logps", "advantages", "policy_weights", "kl_weights
 
 
 def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | None = None) -> None:
-    """Losses, coefficients and d-logits against the oracle."""
+    """Compare losses, coefficients and d-logits with the oracle."""
     z, slope = formulas.final(x["logits"], *(transform or LogitTransform()))
     lp = formulas.statistics(z, x["target_ids"])[1]
     losses, g = formulas.loss_and_slope(lp, *(x[name] for name in OF_LOSS), config)
@@ -298,7 +302,7 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """With every transform, without old_logps, without a reference; weights of 0."""
+    """With every transform, without old_logps, without a reference, and with weights of 0."""
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
     transforms = [LogitTransform(), LogitTransform(0.5, 20.0, 0.9)]
@@ -344,7 +348,7 @@ def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int)
 
 @pytest.mark.parametrize("transform_name", ["plain", "per_row", "all"])
 def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
-    """Bitwise: order, neighbours, chunk size, thread count, the order of programs do not matter."""
+    """Order, neighbours, chunk size, threads and program order do not change a bit."""
     x, config = make_loss(ROWS, 4500), LossConfig(loss_type="dapo", beta=0.1)
     transform = make_transform(transform_name, ROWS)
 
@@ -367,15 +371,15 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
-    """Poison in everything that a row without a target holds: zero row, loss 0, coefficient 0,
-    neighbours untouched.
+    """A row without a target may contain NaN anywhere: its outputs are 0 and its neighbours are
+    unchanged.
     """
     x = make_loss(8)
     config = config_of(loss_type, kl_times_ratio=OBJECTIVES[loss_type].reference)
     clean, d_clean = call(rows, x, config)
     dead, live = torch.tensor([1, 4, 6]), torch.tensor([0, 2, 3, 5, 7])
     bad_ids = torch.tensor([-100, 131, 2**40])
-    # Without a target no weight has to be 0.
+    # Weights need not be 0 without a target.
     for weights in ((), ("policy_weights", "kl_weights", "grad_entropy")):
         y = {name: value.clone() for name, value in x.items()}
         y["target_ids"][dead] = bad_ids
@@ -387,7 +391,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
         for value, expected in ((d, d_clean), (result.losses, clean.losses),
                                 (result.grad_logps, clean.grad_logps)):  # fmt: skip
             assert (value[dead] == 0).all() and torch.equal(value[live], expected[live])
-    # Each weight guards its own term only.
+    # Each weight protects only its term.
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan
     x["kl_weights"][3], x["ref_logps"][3] = 0.0, math.nan
     result, d = call(rows, x, config)
@@ -396,9 +400,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
 
 
 def test_on_policy_is_exact(rows) -> None:
-    """old_logps from `row_logps`, or none: the ratio is exactly 1 and the slope exactly -A,
-    whatever the clip range.
-    """
+    """With old_logps from `row_logps`, or none, the ratio is exactly 1 and the slope exactly -A."""
     x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
     config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
     x["policy_weights"].fill_(1.0)
@@ -410,7 +412,7 @@ def test_on_policy_is_exact(rows) -> None:
 
 
 def test_far_ratios_stay_finite(rows) -> None:
-    """The ratio is e^20, not inf, and a clipped row's gradient exactly 0, not 0·inf."""
+    """The ratio is limited to e^20, and a clipped row's gradient is exactly 0, not 0·inf."""
     x = {**make_loss(4), "grad_entropy": None}
     x["old_logps"] = torch.tensor([-1e4, -200.0, -1e30, 1e4])
     for loss_type, sign in itertools.product(("unclipped", "grpo"), (-1.0, 1.0)):
@@ -422,9 +424,7 @@ def test_far_ratios_stay_finite(rows) -> None:
 
 
 def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
-    """Log ratios a few ulps around 1±ε: where the two readers disagree, the ratio is within two
-    ulps of the bound.
-    """
+    """Around 1±ε, kernels and torch disagree only if the ratio is within two ulps of the bound."""
     config, count = LossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2), 20 * ROWS
     x = {**make_loss(count, 3), "kl_weights": None, "grad_entropy": None}
     x["policy_weights"].fill_(1.0)

@@ -1,6 +1,7 @@
-"""The support_kernels of rows with a support, of every engine, against fp64: sizes at the edges of tiles,
-vectors and runs, the order of sums, factors of 0 beside NaN, rows that nobody wrote. Triton's in
-its interpreter (test_triton_interpreter.py).
+"""The kernels for token sets of every engine, against fp64.
+
+Covers sizes around tiles, vectors and runs, the order of sums, factors of 0 with NaN, and
+uninitialised memory. Runs again in Triton's interpreter (test_triton_interpreter.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# One id alone, fewer than a tile, a tile exactly, one more, several tiles, all of the vocabulary.
+# One id, less than a tile, exactly a tile, one more, several tiles, the full vocabulary.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -32,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=ENGINES)
 def support_kernels(request):
-    if request.param == "cpu":  # never torch in its place, when it does not build
+    if request.param == "cpu":  # must not silently fall back to torch
         assert loader.unavailable("support") is None
     return route.kernel_module("support", request.param)
 
@@ -47,7 +48,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows() -> SupportRows:
-    """Sets in no order, the targets at their begin, end and between."""
+    """Return sets in random order, with targets at the start, the end and in between."""
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -59,13 +60,15 @@ TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
 def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """hidden, which of its rows, weight, bias."""
+    """Return hidden, the index of its rows, weight and bias."""
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
 
 
 def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
-    """(raw, stats, d-logits, slopes) in fp64 from masked logits, the first and third (nnz,)."""
+    """Return (raw, stats, d-logits, slopes) in fp64 from masked logits; raw and d-logits are
+    (nnz,).
+    """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
     z, slope = formulas.final(full, *transform)
@@ -87,11 +90,11 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
         )
 
 
-# Widths around vectors and blocks; 300 columns where a program of Triton holds 128.
+# Widths around vectors and blocks. With 300 columns a Triton program is limited to 128.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Logits, statistics and slopes, which change no bit of the others. 16 bits are summed in
-    fp32.
+    """Logits, statistics and slopes. Slopes change no bit of the others, and 16-bit inputs are
+    summed in fp32.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
@@ -107,7 +110,7 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """A transposed weight, as a tied embedding may be, and columns of a wider hidden."""
+    """A transposed weight, as in tied embeddings, and columns of a wider hidden."""
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
     wide[:, ::2] = hidden
@@ -120,7 +123,7 @@ def test_any_strides(support_kernels):
 
 
 def test_a_certain_token_keeps_its_digits(support_kernels):
-    """log p near 0 and 1 - p near 0 are no differences; one id alone has a slope of exactly 0."""
+    """log p near 0 and 1 - p near 0 keep their digits. A single id has a slope of exactly 0."""
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
     tensors = hidden, index, weight * 0.01, bias
@@ -146,7 +149,7 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
-    """The row kernels on rows of unequal length, one after another."""
+    """The row kernels on rows of unequal length, stored one after another."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
@@ -171,7 +174,7 @@ def test_ragged_rows(kernels, transform, has_entropy):
 
 @pytest.mark.parametrize("width", [20, 1030])
 def test_dh_from_d_logits(support_kernels, width):
-    """A factor of 0 adds nothing, beside NaN either; one of NaN is seen."""
+    """A factor of 0 contributes nothing, even for NaN; a NaN factor is visible."""
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
@@ -185,8 +188,9 @@ def test_dh_from_d_logits(support_kernels, width):
 
 @pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
 def test_dw(support_kernels, width, dtype, indexed):
-    """Some ids by many rows, some by none; NaN and inf where the coefficient is 0; what is there
-    stays below what is added; the order of the programs changes nothing.
+    """Ids that occur often or never, and NaN or inf with factor 0.
+
+    With `add`, the previous values remain. Program order changes nothing.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -215,7 +219,9 @@ def test_dw(support_kernels, width, dtype, indexed):
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
 def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
-    """1 + 1e8 - 1e8 is 0 in fp32; from the last to the first it is 1. Torch takes blocks of one."""
+    """1 + 1e8 - 1e8 is 0 in fp32, but 1 in the opposite order. Torch uses blocks of one row
+    here.
+    """
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
     out = torch.full((6, 2), torch.nan)
@@ -225,7 +231,7 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 
 
 def test_many_rows_may_have_one_id(support_kernels):
-    """More terms than a run holds: sums of whole numbers are exact."""
+    """More terms than a run of sums. Sums of whole numbers are exact."""
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)
@@ -258,7 +264,7 @@ def test_where_targets_stand(engine):
     ],
 )
 def test_the_kernels_read_nothing_outside(name, change):
-    """Whatever the checks above them let through."""
+    """Invalid ids and offsets are refused, even if earlier checks missed them."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
         route.kernel_module("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))

@@ -23,7 +23,7 @@ SUITES = {
     "divergence_term": "loss/test_divergence_term.py",
     "csrc": "kernels/test_rows.py",
     "csrc_gemm": "kernels/test_gemm_cpu.py",
-    "csrc_layers": "kernels/test_layers_cpu.py",
+    "csrc_layers": "kernels/test_layers_cpu.py kernels/test_modules_cpu.py",
     "csrc_linear": "kernels/test_head.py",
     "csrc_nan": "loss/test_nan_is_seen.py -k cpu",
     "triton_nan": "loss/test_nan_is_seen.py -k 'triton and every_loss and (grpo or dro)'",

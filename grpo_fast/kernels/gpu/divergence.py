@@ -179,15 +179,9 @@ def row_divergence_(
     """Compute divergence_reference.row_divergence_. `out` must not be the student's logits."""
     if offsets is not None:
         return divergence_reference.row_divergence_(
-            logits,
-            teacher,
-            weights,
-            divergence,
-            transform,
-            teacher_transform,
-            out=out,
+            logits, teacher, weights, divergence, transform, teacher_transform, out=out,
             offsets=offsets,
-        )
+        )  # fmt: skip
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:

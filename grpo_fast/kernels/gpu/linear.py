@@ -53,10 +53,9 @@ def load_tile(
         )
         inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < n_cols - col_start)[None, :]
         tile = tl.load(
-            corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col,
-            mask=inside,
+            corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col, mask=inside,
             other=0.0,
-        )
+        )  # fmt: skip
     return tile
 
 
@@ -253,11 +252,9 @@ def sweep(
     *scalars, temperature_ptr = transform_arguments(p.transform)
     is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
-        p.hidden.dtype,
-        architecture(p.hidden.device),
-        aligned=is_aligned(p.weight),
+        p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
         light=raw_target is None or not is_heavy,
-    )
+    )  # fmt: skip
     # 2. Choose how to store and whether the epilogue has a short path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # The short code path of the epilogue needs registers. It is used without options and with
@@ -335,10 +332,9 @@ def head_logps(
         ValueError: hidden and weight have different dtypes.
     """
     return statistics(
-        head_inputs(hidden, weight, bias, target_ids, transform),
-        return_entropy=return_entropy,
+        head_inputs(hidden, weight, bias, target_ids, transform), return_entropy=return_entropy,
         out=logits_out,
-    )
+    )  # fmt: skip
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:

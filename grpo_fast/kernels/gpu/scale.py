@@ -32,10 +32,9 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
             at = start + tl.arange(0, BLOCK)
             values = tl.load(gradient_ptr + at, mask=at < size, other=0.0).to(tl.float32)
             tl.store(
-                gradient_ptr + at,
-                (values * factor).to(gradient_ptr.dtype.element_ty),
-                mask=at < size,
-            )
+                gradient_ptr + at, (values * factor).to(gradient_ptr.dtype.element_ty), mask=at <
+                size,
+            )  # fmt: skip
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:

@@ -129,14 +129,9 @@ class LogitChunks:
             d = self._gradient(h.shape[0])
             z = self.raw_logits(h)
             part = self.kernels.row_loss_(
-                z[:count],
-                d[:count],
-                target_ids,
-                terms,
-                config,
-                transform,
+                z[:count], d[:count], target_ids, terms, config, transform,
                 return_entropy=has_entropy,
-            )
+            )  # fmt: skip
             return ChunkGradients(d), part
         # Two kernels with the loss between them.
         stats = self.logps(at, return_entropy=has_entropy)

@@ -253,14 +253,9 @@ class GradientSums:
             return
         if columns is None:
             self.d_weight = accumulate_outer(
-                self.d_weight,
-                d,
-                h,
-                self.weight,
-                is_single_chunk=self.is_single_chunk,
-                scales=scales,
-                added=added,
-            )
+                self.d_weight, d, h, self.weight, is_single_chunk=self.is_single_chunk,
+                scales=scales, added=added,
+            )  # fmt: skip
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)

@@ -18,14 +18,14 @@ namespace {
 // The number of partial sums of dw is fixed, so the bits do not depend on the number of threads.
 constexpr int64_t kBlocks = 64;
 
-// Checks an fp32 matrix.
+// Checks that x is an fp32 matrix, and returns its rows.
 Matrix<const float> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);
   STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
   return {data<const float>(x), x.stride(0)};
 }
 
-// Checks an fp32 matrix of a given shape.
+// Checks that x is an fp32 matrix of this shape, and returns its rows.
 Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
   const Matrix<const float> numbers = rows_of(x, name);
   STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",

@@ -111,7 +111,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
-  // 3. One softmax over both.
+  // 3. One softmax over prompt and completion.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
@@ -138,7 +138,7 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
-// Checks a contiguous fp32 tensor.
+// Checks that x is a contiguous fp32 tensor of this shape.
 inline void check_contiguous(const Tensor& x, const char* name,
                              std::initializer_list<int64_t> shape) {
   check(x, name, shape);

@@ -52,7 +52,7 @@ inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   return static_cast<float>(total);
 }
 
-// sums += factor * x.
+// Adds factor * x to sums, and prefetches the row `next`.
 template <class T>
 inline void add_row(const T* x, float factor, int64_t columns, float* sums, const T* next) {
   const auto add = [&](int64_t at, int64_t count) GRPO_FAST_BODY {

@@ -158,7 +158,7 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // The limits of the next block need all slices of its rows, so those are prefetched.
+    // The limits of the next block need all slices of its rows, so all of them are prefetched.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);

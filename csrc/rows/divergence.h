@@ -1,14 +1,20 @@
 // Divergences of rows of logits from a teacher.
 //
-// A generated function gives value and slope of one logit: D = sum_j value_j, and dD/dz_j = slope_j
-// - p_j sum_k slope_k.
+// A generated function gives value and slope of one logit:
 //
-// One thread takes a row through three passes: lse of both sides; values and slopes, which are
-// stored where the gradient will be; slope - center p. The rows stay in L2, so memory sees one read
-// of each side and one write, 12 bytes per logit pair. For the student's most likely logit the
-// gradient is (1 - p) slope - p (center - slope), where center - slope is summed without it. slope
-// - center p would cancel if the student is certain.
+//   D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
+//
+// One thread takes a row through three passes. The first computes lse of both sides. The second
+// computes values and slopes, and stores the slopes where the gradient will be. The third computes
+// slope - center p. The row stays in L2, so memory traffic is 12 bytes per logit pair: one read of
+// each side and one write.
+//
+// For the student's most likely logit, the gradient is (1 - p) slope - p (center - slope), where
+// center - slope is summed without this logit. slope - center p would cancel for a certain student.
+//
+// Layout: two rows of fp32 logits.
 // Rounding: fp32 in runs of kRun columns, fp64 across runs.
+// Parallel: the caller distributes rows.
 #pragma once
 
 #include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py

@@ -165,7 +165,7 @@ GRPO_FAST_INLINE void by_vectors(int64_t columns, const Body& body) {
   if (column < columns) body(column, columns - column);
 }
 
-// sums += factor * x.
+// Adds factor * x to sums.
 template <class T>
 void add_scaled(const T* x, float factor, int64_t columns, float* sums) {
   by_vectors(columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {

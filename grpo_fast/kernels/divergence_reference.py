@@ -70,7 +70,7 @@ def row_divergence_(
         if out is not None:
             center = here.centers if here else center
             w = weights[rows, None].to(z.dtype)
-            # A select, because 0·NaN is NaN.
+            # Use a select instead of a product, because 0·NaN is NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
             out[at] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):

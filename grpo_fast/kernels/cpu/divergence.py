@@ -23,7 +23,10 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
-    """Compute divergence_reference.row_divergence_. `out` must not be the student's logits."""
+    """Implement `divergence_reference.row_divergence_` in C++.
+
+    `out` must not be the student's logits.
+    """
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(divergence.kind)
     sums = loader.operator("divergence", "row_divergence_")(

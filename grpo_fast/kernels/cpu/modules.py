@@ -67,7 +67,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return class, forward and settings of a module, the key of its trial's verdict."""
+    """Return class, forward and settings of a module. They identify the verdict of its trial."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 

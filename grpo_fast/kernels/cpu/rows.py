@@ -34,8 +34,9 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Compute reference.row_logps. A target id outside [0, V) is never read, and its logp
-    is NaN.
+    """Implement `reference.row_logps` in C++.
+
+    A target id outside [0, V) is never read, and its logp is NaN.
     """
     lse, logps, entropy = loader.operator("rows", "row_logps")(
         detached(logits),
@@ -58,7 +59,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """Compute reference.row_grad_."""
+    """Implement `reference.row_grad_` in C++."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     # Without a coefficient the kernel does not read the entropies.
@@ -93,7 +94,7 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Compute reference.row_loss_ in one pass over each row while it is in cache.
+    """Implement `reference.row_loss_` in C++ in one pass over each row while it is in cache.
 
     The results equal those of `row_logps`, the loss function and `row_grad_`, bit for bit. The loss
     function is generated C++ and runs in double precision.

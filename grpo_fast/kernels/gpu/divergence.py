@@ -3,11 +3,13 @@
     z = transform(logits), y = transform(teacher); lp = z - lse(z), lq = y - lse(y)
     D = Σ_j value_j(p_j, q_j),    dD/dz_j = slope_j - p_j·Σ_k slope_k
 
-HBM traffic of `row_divergence_`: 12 bytes per logit pair (fp32: one read of each side, one write).
-Later passes over the row hit L2. The four passes are: find each side's largest logit; sum both lse
-without it; compute values and slopes, stored where the gradient will be; subtract center·p. The
-most likely logit of the student uses (1 - p)·slope - p·(center - slope), which does not cancel if
-the row is certain. The functions come from objective/divergences.py. Sums are fp32 per lane,
+The kernel makes four passes over a row. The first finds each side's largest logit. The second sums
+both lse without it. The third computes values and slopes, and stores the slopes where the gradient
+will be. The fourth subtracts center·p. HBM traffic is 12 bytes per logit pair: one fp32 read of
+each side in the first pass, and one write. Later passes hit L2.
+
+The student's most likely logit uses (1 - p)·slope - p·(center - slope), which does not cancel if
+the student is certain. value and slope come from objective/divergences.py. Sums are fp32 per lane,
 reduced in a fixed order. Rows of unequal length use divergence_reference.py.
 """
 
@@ -160,7 +162,7 @@ def row_divergence_kernel(
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
             p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
-            # A select: a row with weight 0 may contain NaN.
+            # Use a select instead of a product: a row with weight 0 may contain NaN.
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
 
@@ -176,7 +178,10 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
-    """Compute divergence_reference.row_divergence_. `out` must not be the student's logits."""
+    """Implement `divergence_reference.row_divergence_` in Triton.
+
+    `out` must not be the student's logits.
+    """
     if offsets is not None:
         return divergence_reference.row_divergence_(
             logits, teacher, weights, divergence, transform, teacher_transform, out=out,

@@ -114,7 +114,7 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """Compute cpu/linear.head_exponentials for bf16 inputs.
+    """Implement `cpu/linear.head_exponentials` in Triton for bf16 inputs.
 
     A target id outside [0, V) has no column and counts as a logit of 0. `dominant` is always None:
     the GEMM takes bf16, so there are no rounding errors to restore.
@@ -127,7 +127,7 @@ def head_exponentials(
     unit, target_unit = (
         torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
     )
-    # A grid of 0 programs is invalid.
+    # Return early, because a launch needs at least one program.
     if not rows:
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None

@@ -59,7 +59,7 @@ def write_hidden_kernel(
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
-        # A select: x may be NaN in an inactive row.
+        # Use a select instead of a product: x may be NaN in an inactive row.
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
         to = out_ptr + row * stride_out_t + cols

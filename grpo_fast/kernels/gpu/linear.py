@@ -323,10 +323,11 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """Compute cpu/linear.head_logps. Logits stay in registers unless `logits_out` is given.
+    """Implement `cpu/linear.head_logps` in Triton.
 
-    The inputs are fp32, bf16 or fp16 with any strides. The last dimension of `logits_out` is
-    contiguous. A target id outside [0, V) counts as a logit of 0.
+    Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
+    any strides. The last dimension of `logits_out` is contiguous. A target id outside [0, V) counts
+    as a logit of 0.
 
     Raises:
         ValueError: hidden and weight have different dtypes.

@@ -216,7 +216,7 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Compute reference.row_logps on fp32, bf16 or fp16 logits with any row stride.
+    """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
 
     The last dimension is contiguous. A target id outside [0, V) is never read, and its row gets the
     logp of a raw logit of 0.
@@ -244,7 +244,10 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """Compute reference.row_grad_. `out` is `logits`, or memory that does not overlap it."""
+    """Implement `reference.row_grad_` in Triton.
+
+    `out` is `logits`, or memory that does not overlap it.
+    """
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
@@ -269,12 +272,13 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Compute reference.row_loss_. lse, logps and entropy equal those of `row_logps` bit
-    for bit.
+    """Implement `reference.row_loss_` in Triton.
+
+    lse, logps and entropy equal those of `row_logps` bit for bit.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
-    # A grid of 0 programs is invalid.
+    # Return early, because a launch needs at least one program.
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)

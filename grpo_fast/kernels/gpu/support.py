@@ -185,7 +185,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Compute support_reference.head_rows in fp32.
+    """Implement `support_reference.head_rows` in Triton in fp32.
 
     Slopes do not change the bits of the other results. If H exceeds SUPPORT_COLUMNS, the reference
     is used.
@@ -213,7 +213,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Compute support_reference.head_hidden, (R, H) fp32."""
+    """Implement `support_reference.head_hidden` in Triton, (R, H) fp32."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
@@ -229,7 +229,10 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Compute support_reference.head_weight. Each element of `out` is written once."""
+    """Implement `support_reference.head_weight` in Triton.
+
+    Each element of `out` is written once.
+    """
     # A stable sort keeps the rows of one id in order, so every run gives the same bits.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows

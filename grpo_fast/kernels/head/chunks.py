@@ -133,7 +133,7 @@ class LogitChunks:
                 return_entropy=has_entropy,
             )  # fmt: skip
             return ChunkGradients(d), part
-        # Two kernels with the loss between them.
+        # Statistics and gradient come from two kernels, and the loss is computed in between.
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)

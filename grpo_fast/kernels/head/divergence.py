@@ -140,7 +140,8 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute logits and divergences: raw_logits calls back into _form.
+            # 1. Compute the chunk's logits. raw_logits then calls _form, which computes the
+            # divergences.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)

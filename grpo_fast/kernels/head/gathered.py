@@ -92,7 +92,7 @@ class GatheredHead:
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """Allocate dW. Also return True if it is zeroed and must be added to."""
+        """Allocate dW, and return whether it is zeroed so that the kernel must add to it."""
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
         # Fresh pages are zeros already; the kernel then writes only the listed rows.
         if self.weight.is_cpu:

@@ -227,7 +227,7 @@ class GradientSums:
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
-        """Store or add the dH of some rows."""
+        """Write the dH of some rows into the full dH, or add it if rows repeat."""
         # All rows in one chunk: no scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)

@@ -234,7 +234,7 @@ class LinearHead:
         chunks = list(self.chunks()) if any(wanted) else []
         activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
         index: slice | Tensor
-        # The cached chunk is the last one.
+        # Start with the last chunk, which may be cached.
         for chunk in reversed(chunks):
             keep = activity.keep(chunk)
             # 1. Skip chunks without active rows.

@@ -70,7 +70,7 @@ def linear_sweep(
 def supported_head(
     tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
-    """Return the cheaper source of logits in the token sets of these rows."""
+    """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
     # Compare Σ|S| gathered logits with R·V dense ones.
@@ -268,7 +268,9 @@ class GivenLogits:
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Return (d-logits,), which also contain the gradients `others` of rows without a set."""
+        """Return (d-logits,). If given, `others` already contains the d-logits of rows without a
+        set.
+        """
         if others is not None:
             out = others[0]
         elif self.out is not None:

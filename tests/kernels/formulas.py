@@ -7,6 +7,7 @@ Elsewhere they do nothing.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ else:
 
     reversed_programs = only_memory_of
 __all__ = ["only_memory_of", "reversed_programs"]
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch's threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def final(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels.cpu import decode, loader
+from tests.kernels.formulas import torch_threads
 
 REASON = loader.unavailable("decode")
 pytestmark = [
@@ -88,13 +89,9 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
     alone = Rollout([60, 33], [7, 5], 2, 2, 32, most=3)
     alone.lengths, alone.counts, keep = [33], [2], [8, 11]
     alone.tiles = decode.tiles_of(*alone.prompts[:, 1:, :, :33])
-    threads = torch.get_num_threads()
     for time in range(3):
-        torch.set_num_threads(3)
-        try:
+        with torch_threads(3):
             together = whole.step(time, 0.2)
-        finally:
-            torch.set_num_threads(threads)
         assert torch.equal(together[keep], alone.step(time, 0.2, rows=keep))
 
 

@@ -16,6 +16,7 @@ from grpo_fast.kernels.cpu import gemm as gemm_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.types import AddedRows, widened
+from tests.kernels.formulas import torch_threads
 from tests.pairs import pairs
 
 REASON = csrc_loader.unavailable("gemm")
@@ -117,18 +118,14 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
 ) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(301, 777).to(dtype), torch.randn(777, 1111).to(dtype)
-    threads = torch.get_num_threads()
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return multiply(a, b, torch.empty(a.shape[0], b.shape[1]), tiles=tiles)
 
     results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
+    for count in (1, 2, 5):
+        with torch_threads(count):
             results.append(product(a, b))
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
     for rows, columns in some:

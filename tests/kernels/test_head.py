@@ -18,7 +18,7 @@ from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, LogitTransform, widened
 from tests.kernels import formulas
-from tests.kernels.formulas import only_memory_of, reversed_programs
+from tests.kernels.formulas import only_memory_of, reversed_programs, torch_threads
 from tests.loss_cases import IS_INTERPRETER
 from tests.pairs import pairs
 
@@ -153,15 +153,10 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
 
     def run(rows: slice | Tensor, threads: int = 1, strided: bool = False) -> list[Tensor]:
-        before, h = torch.get_num_threads(), hidden[rows]
-        torch.set_num_threads(threads)
-        try:
-            h = h.T.contiguous().T if strided else h
-            stats, units, out = weigh(
-                head, h, weight, bias, ids[rows], transform.rows(rows), return_entropy=True
-            )
-        finally:
-            torch.set_num_threads(before)
+        h = hidden[rows].T.contiguous().T if strided else hidden[rows]
+        given = h, weight, bias, ids[rows], transform.rows(rows)
+        with torch_threads(threads):
+            stats, units, out = weigh(head, *given, return_entropy=True)
         return [out, *stats, *units]
 
     whole = run(slice(None))

@@ -12,6 +12,7 @@ from torch import nn
 from grpo_fast.kernels.cpu import layers
 from grpo_fast.kernels.cpu.layers import linear, rms_norm, rotary, swiglu
 from grpo_fast.kernels.cpu.modules import fast_layers
+from tests.kernels.formulas import torch_threads
 from tests.kernels.layer_cases import NEEDS_KERNELS, TinyRMSNorm, draw, logits_of, pair_of
 from tests.pairs import pairs
 
@@ -96,10 +97,9 @@ def test_a_norms_gradient_does_not_depend_on_threads():
     weight, x, up = (draw(*s, seed=i) for i, s in enumerate([(96,), (3000, 96), (3000, 96)]))
     found = []
     for threads in (1, 3):
-        torch.set_num_threads(threads)
         given = [t.clone().requires_grad_() for t in (x, weight)]
-        found.append(torch.autograd.grad(rms_norm(*given, 1e-6), given, up))
-    torch.set_num_threads(1)
+        with torch_threads(threads):
+            found.append(torch.autograd.grad(rms_norm(*given, 1e-6), given, up))
     assert all(map(torch.equal, *found))
 
 

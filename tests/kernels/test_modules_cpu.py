@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.kernels.cpu import modules
@@ -237,7 +238,7 @@ CHANGES = {
     "patch norm": lambda m: setattr(m.model.norm, "forward", torch.tanh),
     "replace norm": lambda m: setattr(m.model, "norm", nn.LayerNorm(32)),
     "parametrize": parametrize,
-    "prune": lambda m: torch.nn.utils.prune.l1_unstructured(mlp(m).down_proj, "weight", 0.5),
+    "prune": lambda m: prune.l1_unstructured(mlp(m).down_proj, "weight", 0.5),
     "weight norm": weight_norm, "lora": lora, "replace mlp": replace_mlp,
     "change epsilon": lambda m: setattr(m.model.norm, "variance_epsilon", 0.7),
     "chain act": lambda m: setattr(mlp(m), "act_fn", nn.Sequential(nn.SiLU(), nn.Tanh())),

@@ -353,13 +353,9 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
     transform = make_transform(transform_name, ROWS)
 
     def run(index, threads: int = 1) -> list[torch.Tensor]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            part = {name: value[index] for name, value in x.items()}
+        part = {name: value[index] for name, value in x.items()}
+        with formulas.torch_threads(threads):
             result, d = call(rows, part, config, transform.rows(index))
-        finally:
-            torch.set_num_threads(before)
         return [*result[:5], d]
 
     whole, order = run(slice(None)), torch.randperm(ROWS)

@@ -78,10 +78,10 @@ def unavailable(library: str = "rows") -> str | None:
 def _unavailable_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
+        # One warning is enough: all libraries usually fail for the same reason.
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
         if level == logging.WARNING:
             _warned.append(library)
-        # Not part of the condition above, so that every missing library is at least at INFO level.
         text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, slower: %s"
         logger.log(level, text, library, one_line(reason))
     return reason

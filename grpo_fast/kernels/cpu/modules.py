@@ -184,10 +184,10 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     return _agree(ours, theirs, [x, _draw(width, seed=9)])
 
 
-# ---- MLPs: a trial of one would call its submodules, with their hooks, so its bytecode is compared
+# ---- MLPs
 
 
-# ---- MLPs. A trial would call the submodules and their hooks, so the bytecode is compared instead.
+# A trial would call the submodules and their hooks, so the bytecode is compared instead.
 def _plain_mlp(self: Any, x: Any) -> Any:
     # Copied from transformers' LlamaMLP. Different names of local variables would change the
     # bytecode.

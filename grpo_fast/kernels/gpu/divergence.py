@@ -50,7 +50,7 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
     """
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    place = offs_v
+    best_col = offs_v
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
@@ -58,16 +58,16 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
         # deterministic.
         is_larger = z > best
         best = tl.where(is_larger, z, best)
-        place = tl.where(is_larger, cols, place)
-    high = tl.max(best, 0)
-    top = tl.min(tl.where((best == high) & (place < V), place, V - 1), 0)
-    shift = tl.where(high == float("-inf"), 0.0, high)
-    rest = tl.zeros([BLOCK_V], tl.float32)
+        best_col = tl.where(is_larger, cols, best_col)
+    row_max = tl.max(best, 0)
+    top = tl.min(tl.where((best == row_max) & (best_col < V), best_col, V - 1), 0)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    exp_sum = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
-        rest += tl.where(cols == top, 0.0, exp_fp32(z - shift))
-    return top, high, log1p(tl.sum(rest, 0))
+        exp_sum += tl.where(cols == top, 0.0, exp_fp32(z - shift))
+    return top, row_max, log1p(tl.sum(exp_sum, 0))
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def row_divergence_kernel(
         lse_high_q, lse_low_q = split_lse(lse_q)
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
-    others = tl.zeros([BLOCK_V], tl.float32)
+    slope_sum = tl.zeros([BLOCK_V], tl.float32)
     # 2. Terms of the student's most likely logit. They are loaded here, because pass 3 may
     # overwrite the teacher's row.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
@@ -135,17 +135,17 @@ def row_divergence_kernel(
         d = tl.where(lp == lq, 0.0, lp - lq)
         value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
-        others += tl.where((cols < V) & (cols != top), slope, 0.0)
+        slope_sum += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
     # 4. Sums of the row. The barriers of these reductions order the stores of the slopes before the
     # loads in step 5, which run on other threads.
-    rest = tl.sum(others, 0).to(tl.float64)
-    center = rest + slope_top.to(tl.float64)
+    center_others = tl.sum(slope_sum, 0).to(tl.float64)
+    center = center_others + slope_top.to(tl.float64)
     if known_ptr is not None:
         if out_ptr is not None:
             center = tl.load(known_ptr + C + row)
-            rest = center - slope_top.to(tl.float64)
+            center_others = center - slope_top.to(tl.float64)
     tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
     tl.store(sums_ptr + C + row, center)
     tl.store(sums_ptr + 2 * C + row, lse_p)
@@ -153,7 +153,7 @@ def row_divergence_kernel(
     if out_ptr is not None:
         # 5. The gradient.
         weight = tl.load(weights_ptr + row)
-        d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * rest.to(tl.float32)
+        d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * center_others.to(tl.float32)
         c = center.to(tl.float32)
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v

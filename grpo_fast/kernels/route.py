@@ -52,12 +52,9 @@ class Kernels(NamedTuple):
     row_loss_: Callable[..., RowLoss]
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
     head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
-    head_exponentials: Callable[..., Exponentials] | None = (  # the same for exponentials
-        None  # computes exponentials from hidden states
-    )
-    gradients: ModuleType | None = (
-        None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
-    )
+    head_exponentials: Callable[..., Exponentials] | None = None  # the same for exponentials
+    # The module gpu/gradients.py, or None if torch computes these steps.
+    gradients: ModuleType | None = None
 
 
 class Route(NamedTuple):

@@ -204,11 +204,8 @@ class Coefficients(NamedTuple):
     def select(self, rows: Tensor) -> Coefficients:
         """Select rows, padded to a multiple of ROW_MULTIPLE."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
-        errors = (
-            None
-            if self.rounding_errors is None
-            else self.rounding_errors.of_rows(rows, len(self.target_ids))
-        )
+        errors = self.rounding_errors
+        errors = None if errors is None else errors.of_rows(rows, len(self.target_ids))
         return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), errors)
 
 

@@ -3,7 +3,7 @@
 # Each plant: (name, suite of suites.SUITES, what is wrong, the text, its replacement).
 PLANTS = {
     "grpo_fast/kernels/cpu/decode.py": [
-        ("tiles-growth-forgets", "csrc_decode", "when the room grows the past is skipped_nan",
+        ("tiles-growth-forgets", "csrc_decode", "when the room grows the past is lost",
          "        new[:, :, : before.shape[2]] = before\n", "        pass\n"),
     ],
     "grpo_fast/kernels/cpu/gemm.py": [
@@ -31,7 +31,7 @@ PLANTS = {
          "_agree(F.silu, act.forward, [3 * _draw(8, 16)])", "True"),
         ("layers-any-rotary", "csrc_layers", "a model that turns neighbours turns halves",
          "    if not _verdict(theirs, lambda: _rotates_halves(theirs)):\n        return None\n", ""),
-        ("layers-overwritten-forward", "csrc_layers", "the forward that somebody else gave a module is skipped_nan",
+        ("layers-overwritten-forward", "csrc_layers", "the forward that somebody else gave a module is lost",
          'if "forward" in vars(module) or first is None', "if first is None"),
     ],
     "grpo_fast/kernels/head/activity.py": [
@@ -99,7 +99,7 @@ PLANTS = {
          "d[count:].zero_()", "pass"),
         ("head-padded-bias", "chunks", "db of the last chunk only",
          "self.d_bias + db", "db"),
-        ("loop-skipped_nan-nan", "triton_gradients", "a NaN in a row without advantage is in the loss alone",
+        ("loop-lost-nan", "triton_gradients", "a NaN in a row without advantage is in the loss alone",
          "results[-1].view(-1)[:1] += self.skipped_nan", "pass"),
         ("fused-order", "triton_gradients", "a target's row of dW gets another token's hidden",
          "fused_kernels.add_targets_(total, ids, order,", "fused_kernels.add_targets_(total, ids, ids,"),

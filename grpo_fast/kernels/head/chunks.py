@@ -59,9 +59,8 @@ class LogitChunks:
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
-        self.on_logits: Callable[[Tensor], None] | None = (  # sees logits first
-            None  # called with the logits before a kernel overwrites them
-        )
+        # Called with the logits before a kernel overwrites them.
+        self.on_logits: Callable[[Tensor], None] | None = None
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 

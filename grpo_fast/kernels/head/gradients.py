@@ -86,9 +86,8 @@ class GradientSums:
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.skipped_nan: Tensor | None = (  # 0-d: 0, or NaN if a skipped row has a NaN coefficient
-            None  # 0-d: 0, or NaN where a row that was left out has one
-        )
+        # 0-d: 0, or NaN if a skipped row has a NaN coefficient.
+        self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
         """Remember whether a skipped row has a NaN coefficient, so that the gradients become NaN.
@@ -96,10 +95,8 @@ class GradientSums:
         A skipped row has coefficient 0 unless its inputs were NaN.
         """
         if keep is not None:
-            skipped_nan = (0 * grad_logps).sum()
-            self.skipped_nan = (
-                skipped_nan if self.skipped_nan is None else self.skipped_nan + skipped_nan
-            )
+            nan = (0 * grad_logps).sum()
+            self.skipped_nan = nan if self.skipped_nan is None else self.skipped_nan + nan
 
     def add(
         self,
@@ -163,11 +160,9 @@ class GradientSums:
         if self.wanted.hidden and not fused:
             added = AddedRows(target, self.weight, rows=by.target_ids)
             if by.rounding_errors is not None:
-                errors = (
-                    by.rounding_errors
-                    if columns is None
-                    else by.rounding_errors.of_columns(columns)
-                )
+                errors = by.rounding_errors
+                # A filtered column is not in the product, so its error must not be added.
+                errors = errors if columns is None else errors.of_columns(columns)
                 added = errors.added_to(added, by.by_row)
             self._keep_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
@@ -188,9 +183,8 @@ class GradientSums:
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
-            self._keep_hidden(
-                self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight), index
-            )
+            self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight)
+            self._keep_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Stable: equal ids stay in row order, which makes the sum reproducible.

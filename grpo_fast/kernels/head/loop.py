@@ -83,11 +83,8 @@ class LinearHead:
         self.keep_fp32 = keep_fp32
         self.num_rows = rows.target_ids.shape[0]
         self.chunk = self._chunks_of(route, entropy_gradient)
-        self.d_weight_16_bit = (
-            self.on_gpu
-            and not keep_fp32
-            and self.chunk.allows_16_bit_d_weight(padded(self.num_rows))
-        )
+        allowed = self.chunk.allows_16_bit_d_weight(padded(self.num_rows))
+        self.d_weight_16_bit = self.on_gpu and not keep_fp32 and allowed
         self.chunk_rows = self._chunk_rows(needs_d_weight)
         self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
         # The chunk whose logits or exponentials `logps` left in the workspace.

@@ -11,7 +11,7 @@ PLANTS = {
          "if dtype not in DTYPES:", "if dtype not in (torch.float32, torch.bfloat16):"),
     ],
     "grpo_fast/kernels/cpu/layers.py": [
-        ("layers-frozen-weight", "csrc_layers", "below a frozen layer nothing needs_grad",
+        ("layers-frozen-weight", "csrc_layers", "below a frozen layer nothing learns",
          "needs_grad = _needs_grad(x, weight)", "needs_grad = _needs_grad(weight)"),
         ("layers-autocast", "csrc_layers", "autocast's layers run in fp32",
          '        or torch.is_autocast_enabled("cpu")\n', ""),

@@ -217,7 +217,7 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Use a select instead of a product, because excluded rows may contain NaN.
+    # Excluded rows are set to 0 by a select, because they may contain NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

@@ -78,7 +78,7 @@ def _logits(
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
-        # A batched dot product; the bits of a row do not depend on the block.
+        # A batched dot product, so the bits of a row do not depend on its block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 

@@ -86,7 +86,10 @@ def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_every_objective(loss_type, dtype):
-    """With a KL if the objective has a reference. In kimi, beta weighs the squared log ratio."""
+    """Every objective agrees with torch, with a KL term if it has a reference.
+
+    In kimi, beta weighs the squared log ratio.
+    """
     positional, keywords = make_batch(64, 1024, dtype)
     has_reference = OBJECTIVES[loss_type].reference
     if not has_reference:
@@ -143,7 +146,7 @@ def problem(n: int, h: int, v: int) -> tuple:
     workspace=["1024", "0"],
 )  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
-    """The bf16 path with exponentials, in one chunk and in chunks of 32 rows."""
+    """The bf16 path with exponentials agrees with fp64, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     inputs = problem(n, h, v)
     exact = linear_gradients(*wide(inputs, torch.float64), "torch", softcap=softcap)

@@ -97,7 +97,7 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("workspace", ["1024", "0"])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay(name, workspace, monkeypatch):
-    """In one chunk and in chunks of 32 rows."""
+    """A replay equals a call bit for bit, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
     graph, results = recorded(step, static)

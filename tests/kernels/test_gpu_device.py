@@ -77,7 +77,7 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 2982), (79.25, 1690), (48.5, 1034), (48, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """At least 1 GiB, also if torch sees no GPU."""
+    """The workspace is at least 1 GiB, also if torch sees no GPU."""
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -89,7 +89,9 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 
 
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
-    """dH = d·W: a GPU that writes 16 bits may round parts of the sum."""
+    """The product dH = d·W returns fp32, because a GPU that writes 16 bits may round parts of the
+    sum.
+    """
     with OnGpu():
         d, weight = (
             torch.empty(x, dtype=torch.bfloat16, device="meta") for x in ((32, 999), (999, 8))
@@ -99,7 +101,7 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
 
 
 def test_powers_of_two_are_exact(monkeypatch):
-    """Also where `pow`, on which torch.ldexp is based, is not exact."""
+    """Powers of two are exact even where `pow`, on which torch.ldexp is based, is not."""
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])

@@ -171,7 +171,7 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 
 
 def test_any_strides_of_the_weight(head) -> None:
-    """Not bit for bit: unaligned rows may use a smaller tile."""
+    """Results agree for any strides, but not bit for bit: unaligned rows may use a smaller tile."""
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
     expected = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
@@ -383,7 +383,7 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vocabularies of at least 2048 columns, if products use csrc."""
+    """The kernels are used for vocabularies of at least 2048 columns, if products use csrc."""
     monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
         found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps

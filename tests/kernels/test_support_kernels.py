@@ -93,8 +93,9 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
 # Widths around vectors and blocks. With 300 columns a Triton program is limited to 128.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Logits, statistics and slopes. Slopes change no bit of the others, and 16-bit inputs are
-    summed in fp32.
+    """Logits, statistics and slopes are exact, and slopes change no bit of the others.
+
+    16-bit inputs are summed in fp32.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
@@ -110,7 +111,9 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """A transposed weight, as in tied embeddings, and columns of a wider hidden."""
+    """The kernels accept a transposed weight, as in tied embeddings, and columns of a wider
+    hidden.
+    """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
     wide[:, ::2] = hidden
@@ -149,7 +152,7 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
-    """The row kernels on rows of unequal length, stored one after another."""
+    """The row kernels accept rows of unequal length, stored one after another."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
@@ -188,9 +191,9 @@ def test_dh_from_d_logits(support_kernels, width):
 
 @pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
 def test_dw(support_kernels, width, dtype, indexed):
-    """Ids that occur often or never, and NaN or inf with factor 0.
+    """dW is exact for ids that occur often or never, and for factors of 0 with NaN or inf.
 
-    With `add`, the previous values remain. Program order changes nothing.
+    With `add`, existing values are kept. The program order changes no bit.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -231,7 +234,7 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 
 
 def test_many_rows_may_have_one_id(support_kernels):
-    """More terms than a run of sums. Sums of whole numbers are exact."""
+    """An id with more terms than a run of sums is exact, because sums of whole numbers are."""
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)

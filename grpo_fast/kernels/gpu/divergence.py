@@ -37,7 +37,7 @@ BLOCK_V, WARPS = 256, 4
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
     """Load columns and return z (-inf beyond V) and dz/draw."""
-    # evict_last: the row is read four times.
+    # evict_last keeps the row in L2, because it is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope

@@ -282,7 +282,7 @@ class GradientSums:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
             if self.skipped_nan is not None:
-                # 0 changes nothing; NaN makes the gradient's norm NaN.
+                # Adding 0 changes nothing. Adding NaN makes the gradient visibly NaN.
                 results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 

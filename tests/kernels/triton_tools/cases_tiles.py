@@ -38,7 +38,7 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 
 @pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
-    """TMA loads and stores on rows, columns and depth that do not fill the last tile.
+    """TMA loads and stores are correct on rows, columns and depth that do not fill the last tile.
 
     Tiles with one and with several pieces give the same bits.
     """
@@ -79,7 +79,7 @@ def test_several_slices(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """The short path of the epilogue: targets at both ends of a tile of 64, and outside the
+    """The short path of the epilogue is exact for targets at both ends of a tile and outside the
     vocabulary.
     """
     blocks(32, 64, 16, 4, 2, 32)
@@ -96,9 +96,7 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """Five row blocks in groups of two and in one group: the program order changes, the bits do
-    not.
-    """
+    """Row blocks in groups of two run in a different order, but give the same bits as one group."""
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
     given = *problem(130, 16, 300, torch.float32), TRANSFORM
@@ -108,7 +106,9 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """70 slices of 32 columns, joined in blocks of 32 slices, against one slice and fp64."""
+    """70 slices, which the join processes in blocks of 32, give the result of one slice and of
+    fp64.
+    """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)
     hidden, weight, bias, _ = problem(40, 24, slices * 32, torch.float32)

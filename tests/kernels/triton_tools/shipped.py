@@ -140,7 +140,7 @@ def loss(config: LossConfig) -> None:
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
-    """Return a call and its name."""
+    """Return a name for a call, and the call."""
     options = [f"{name}={x}" for name, x in more.items()]
     words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
     name = " ".join(map(str, (function.__name__, *words, *options)))

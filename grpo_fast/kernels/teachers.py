@@ -17,8 +17,17 @@ class TeacherHead(NamedTuple):
     """A teacher given by hidden states for the student's rows and an LM head over the same
     vocabulary.
 
-    The teacher receives no gradient. H' may differ from the student's H, and the dtypes may differ.
-    If the two vocabularies differ only in padding, slice both heads to their common ids.
+    The teacher receives no gradient. If the two vocabularies differ only in padding, slice both
+    heads to their common ids.
+
+    Attributes:
+        hidden: (N, H') hidden states for the student's rows. H' and the dtype may differ from the
+            student's.
+        weight: (V, H') weight of the teacher's LM head.
+        bias: (V,) bias of the LM head, or None.
+        temperature: temperature of the teacher's distribution.
+        softcap: soft cap of the teacher's logits, or None.
+        logit_scale: factor of the teacher's raw logits.
     """
 
     hidden: Tensor  # (N, H')
@@ -41,15 +50,17 @@ class TeacherHead(NamedTuple):
 class TeacherTopK(NamedTuple):
     """A teacher given by K ids and log-probabilities per row, as inference servers return them.
 
-    With `has_tail`, all other ids form one more category. Its mass is 1 minus the sum of the K
-    probabilities, but at least `floor`, the precision of a sum of the server's numbers. Without
-    `has_tail`, the logps must be renormalised over the K ids, and the student is renormalised too.
     The logps must be computed at the student's temperature: a server at 1.0 with a student at 0.7
-    adds a spurious 0.1 to 0.2 nats.
+    adds a spurious 0.1 to 0.2 nats. A row that consists of -inf only carries no information and
+    contributes 0, for example at a masked token. In every other row the largest log-probability is
+    at least -1000, and the probabilities sum to 1 if K = V.
 
-    A row that consists of -inf only carries no information and contributes 0, for example at a
-    masked token. In every other row the largest log-probability is at least -1000, and the
-    probabilities sum to 1 if K = V.
+    Attributes:
+        ids: (N, K) int64 token ids, unique in a row except where the logp is -inf.
+        logps: (N, K) log-probabilities; -inf marks an unused entry.
+        has_tail: if True, all other ids form one more category with the remaining mass. If False,
+            the logps must be renormalised over the K ids, and the student is renormalised as well.
+        floor: lower limit of the tail's mass, the precision of a sum of the server's numbers.
     """
 
     ids: Tensor  # (N, K) int64; unique in a row, except where the logp is -inf
@@ -69,8 +80,13 @@ Teacher = TeacherHead | TeacherTopK
 class DivergenceTerm(NamedTuple):
     """The distillation term of `linear_grpo_loss(divergence=)`: coef·Σ_t w_t·D_t.
 
-    The weights w_t are the token weights of the loss. The teacher has one row for each target, in
-    the layout of target_ids. `coef` must be non-negative.
+    The weights w_t are the token weights of the loss.
+
+    Attributes:
+        teacher: a teacher with one row for each target, in the layout of target_ids.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        coef: coefficient of the term, non-negative.
+        beta: the teacher's share in the mixture of "jsd".
     """
 
     teacher: Teacher
@@ -80,7 +96,12 @@ class DivergenceTerm(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A divergence of `DIVERGENCES`, with the teacher's share `beta` in the mixture of "jsd"."""
+    """A divergence of `DIVERGENCES`, with its parameter.
+
+    Attributes:
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: the teacher's share in the mixture of "jsd".
+    """
 
     kind: str
     beta: float = 0.5

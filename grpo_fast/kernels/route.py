@@ -127,7 +127,7 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
     # The libraries build separately, so one may be missing while the row kernels exist.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
-    logger.info("grpo_fast: rows with a %s: kernels.%s", rows, name)
+    logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
     return _module(name)
 
 

@@ -24,7 +24,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     it can.
     """
     if dtype not in DTYPES:
-        return f"it multiplies float32 and bfloat16, not {dtype}"
+        return f"the csrc product takes float32 and bfloat16, not {dtype}"
     reason = loader.unavailable("gemm")
     if reason:
         return reason

@@ -1,8 +1,16 @@
-// The operators of stored logits: row_logps (one read of the logits), row_grad_ (one read, one
-// write) and row_loss_ (both, with the loss between them, while the row is in cache: one read, one
-// write). What they compute is said in grpo_fast/kernels/reference.py.
+// Operators on stored logits, documented in grpo_fast/kernels/reference.py:
 //
-// Built against torch's stable ABI, so one library serves every torch >= 2.11 and every Python.
+//   row_logps    one read of the logits
+//   row_grad_    one read, one write
+//   row_loss_    both and the loss between them while the row is in cache: one read, one write
+//
+// Layout: (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with offsets.
+//
+// Rounding: statistics as in rows/sums.h; a 16-bit gradient is rounded once.
+// Parallel: over rows; a row's bits depend on that row only.
+//
+// The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
+// Python.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -14,14 +22,15 @@
 namespace grpo_fast {
 namespace {
 
+// Compile-time parameters of the row functions.
 template <class E, bool kCapped, bool kMean>
 struct Variant {
   using Element = E;
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// run(Variant{}). Only plain fp32 rows have one without entropy: elsewhere it is lost among the
-// other operations, and every variant costs compile time.
+// Calls run(Variant{}). Only plain fp32 rows have a variant without entropy. In other variants the
+// cost of the entropy is hidden by other operations, and every variant costs compile time.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -37,15 +46,16 @@ void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const 
   pick(Float16{});
 }
 
-// With offsets the logits are (1, V): rows of unequal length, one after another.
-Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const Rule& rule,
+// Checks logits and targets. With offsets the logits are (1, V) with rows of unequal length.
+Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransform& transform,
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
-  if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, rule);
-  STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) beside offsets");
-  return checked_ragged(logits.size(1), *offsets, target_ids, rule);
+  if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, transform);
+  STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) with offsets");
+  return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 
+// Checks shape and dtype of the gradient's destination.
 void check_out(const Tensor& logits, const Tensor& out) {
   check_rows(out, "out");
   const int64_t rows = logits.size(0), columns = logits.size(1);
@@ -55,14 +65,15 @@ void check_out(const Tensor& logits, const Tensor& out) {
                   "out: expected the dtype of the logits");
 }
 
+// Computes and stores the statistics of one row.
 template <class V>
 void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
                       const RowOutputs& to) {
   const auto columns = chunk.row_of(logits, row);
-  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.rule(row)));
+  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
-// Tensors for what is known of every row, (C,); entropy (0,) unless wanted.
+// Output tensors for the statistics of all rows, (C,) each; entropy is (0,) unless requested.
 struct Statistics {
   Tensor lse, logps, entropy;
   RowOutputs to;
@@ -73,13 +84,13 @@ struct Statistics {
         to{data<float>(lse), data<float>(logps), has_entropy ? data<float>(entropy) : nullptr} {}
 };
 
-// -> lse, logps, entropy. A target outside [0, V) has logp NaN and is never read.
+// Returns lse, logps and entropy. A target outside [0, V) is never read, and its logp is NaN.
 std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
                                              bool return_entropy, std::optional<Tensor> offsets) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
   with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
     using V = decltype(variant);
@@ -89,12 +100,13 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
   return {found.lse, found.logps, found.entropy};
 }
 
+// Writes d raw-logits to out, which may be the logits.
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
                std::optional<Tensor> temperatures, std::optional<Tensor> offsets) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   check_out(logits, out);
   STD_TORCH_CHECK(!grad_entropy || entropy,
                   "entropy: expected the rows' entropies, as grad_entropy is given, got None");
@@ -110,20 +122,22 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
   });
 }
 
-void check_leaf(const Leaf& leaf) {
+// Checks the numbers of loss function and KL estimator.
+void check_function(const LossFunction& function) {
   const auto check = [](const char* name, int64_t number, int64_t count) {
     STD_TORCH_CHECK(number >= 0 && number < count, name, ": expected a number below ", count,
                     ", got ", number);
   };
-  check("objective", leaf.objective, k_objective_count);
-  check("kl", leaf.kl, k_kl_estimator_count);
+  check("objective", function.objective, k_objective_count);
+  check("kl", function.kl, k_kl_estimator_count);
 }
 
-// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,).
+// lse, logps, entropy ((0,) unless requested), losses and grad_logps, (C,) each.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// Computes statistics, loss and gradient of one row after the other.
 RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
-                    const RowTerms& terms, const Leaf& leaf, bool return_entropy) {
+                    const RowTerms& terms, const LossFunction& function, bool return_entropy) {
   const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
   const Statistics found(logits, chunk.rows, return_entropy || terms.grad_entropy);
   const RowOutputs& to = found.to;
@@ -134,10 +148,10 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // A row without a target does not count, whatever its terms hold.
+      // A row without a target is excluded, even if its terms contain NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
-      if (counts) loss = row_loss(leaf, terms, row, to.logps[row]);
+      if (counts) loss = row_loss(function, terms, row, to.logps[row]);
       losses_to[row] = static_cast<float>(loss.value);
       grad_to[row] = static_cast<float>(loss.slope);
       if (!counts) return write_zeros(chunk.start(d, row), chunk.columns);
@@ -147,6 +161,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   return {found.lse, found.logps, found.entropy, losses, grad_logps};
 }
 
+// Checks the arguments and runs loss_pass.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
                     Tensor policy_weights, std::optional<Tensor> kl_weights,
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
@@ -155,8 +170,8 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     double kl_most, double kl_reach,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform);
   check_out(logits, out);
   const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
                        checked_vector<float>(policy_weights, chunk.rows, "policy_weights"),
@@ -164,9 +179,9 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                        checked_vector(old_logps, chunk.rows, "old_logps"),
                        checked_vector(ref_logps, chunk.rows, "ref_logps"),
                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  const Leaf leaf{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
-  check_leaf(leaf);
-  return loss_pass(logits, out, chunk, terms, leaf, return_entropy);
+  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
+  check_function(function);
+  return loss_pass(logits, out, chunk, terms, function, return_entropy);
 }
 
 }  // namespace
@@ -185,8 +200,9 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
-      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap, float temperature,"
-      " Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap,"
+      " float temperature, Tensor? temperatures, bool return_entropy)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {

@@ -1,7 +1,12 @@
-// Attention while sampling: one new token of each of B completions looks on the prompt that it
-// shares with its group and on its own tokens. Keys lie in tiles of kTile tokens, (D, kTile) each,
-// so that neighbours in a register are tokens; values in rows. The torch form is in
-// grpo_fast/rollout/own/cache.py.
+// Decoding attention: one new token of each of B completions attends to the prompt that it shares
+// with its group, and to the earlier tokens of its completion.
+//
+// Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
+// tokens. Values are in rows, (kTile, D). grpo_fast/rollout/own/cache.py has the torch
+// implementation.
+// Rounding: fp32, in an order that depends on the row only.
+// Parallel: over (share, head); a share is at most kRowsTogether completions of one prompt, which
+// read the prompt's keys together.
 #pragma once
 
 #include <vector>
@@ -12,7 +17,7 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRowsTogether = 4;  // completions of a group that one thread takes at a time
+constexpr int64_t kRowsTogether = 4;  // completions of a group per task
 
 // Tokens [first, end) of a prompt or a completion, in one head.
 struct Tokens {
@@ -20,90 +25,103 @@ struct Tokens {
   int64_t first, end;
 };
 
-// Some completions of prompt n, from row `first` on.
+// Completions of prompt n that one task processes, from row `first` on.
 struct Share {
   int64_t prompt, first, rows;
 };
 
 // Keys and values of N prompts and of their B completions.
-struct Held {
+struct KvCache {
   const float *prompt_k, *prompt_v;  // (N, H_kv, tiles, D, kTile) and (N, H_kv, tiles, kTile, D)
-  float *own_k, *own_v;              // the same of B completions
-  const int64_t* lengths;            // (N,) of the prompts
+  float *completion_k, *completion_v;  // the same for B completions
+  const int64_t* lengths;  // (N,) prompt lengths
   int64_t heads, depth;              // H_kv, D
-  int64_t longest, room, time;       // tokens that the tiles of each hold; those kept so far
-  int64_t window;                    // tokens that are seen, itself included
+  int64_t longest, room, time;  // capacity of prompt and completion tiles; index of the new token
+  int64_t window;  // number of visible tokens, including the new one
   std::vector<Share> shares;
 };
 
-struct Attention : Held {
-  const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): of the new tokens
+// A decoding step: the cache, the new tokens and the output.
+struct Attention : KvCache {
+  const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): the new tokens
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
   int64_t repeats;                                      // H/H_kv
   float scale;
   float* out;  // (B, H, D)
 };
 
-inline void keep(const Attention& p, int64_t row, int64_t head) {
+// Writes key and value of a new token into the tiles. The key becomes one lane of its tile.
+inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
-  float* keys = p.own_k + at + (p.time - lane) * p.depth + lane;
-  float* values = p.own_v + at + p.time * p.depth;
+  float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
+  float* values = p.completion_v + at + p.time * p.depth;
   const float* k = p.k + head * p.k_head + row * p.k_row;
   for (int64_t d = 0; d < p.depth; ++d) keys[d * kTile] = k[d];
   std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
 }
 
-inline Tokens prompt_of(const Attention& p, const Share& share, int64_t head) {
+// The prompt tokens inside the window.
+inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head) {
   const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
   const int64_t end = p.lengths[share.prompt];
   const int64_t first = std::max<int64_t>(0, end + p.time + 1 - p.window);
   return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
 }
 
-inline Tokens own_of(const Attention& p, int64_t row, int64_t head) {
+// The completion tokens inside the window.
+inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
-  return {p.own_k + at, p.own_v + at, std::max<int64_t>(0, end - p.window), end};
+  return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// The attention of one key-value head of a share: its queries are (row, repeat), row by row.
+// Computes one key-value head of a share. Queries are (row, repeat) pairs, ordered by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
-  const int64_t split = whole_tiles(p.lengths[share.prompt]);
-  const int64_t width = split + whole_tiles(p.time + 1), queries = share.rows * p.repeats;
+  const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
+  const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
+  // Tiles outside the window are never scored, so their scores must be -inf, not values of an
+  // earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // body(what some queries see, the first, how many, their scores of it)
+  // Calls body(visible tokens, first query, number of queries, their scores): for all queries on
+  // the prompt, then for each row on its completion.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
-      body(prompt_of(p, share, head), i, count, Matrix<float>{buffer.data() + i * width, width});
+      body(prompt_tokens(p, share, head), i, count,
+           Matrix<float>{buffer.data() + i * width, width});
     });
     for (int64_t r = 0; r < share.rows; ++r)
       by_rows(r * p.repeats, (r + 1) * p.repeats, [&](int64_t i, auto count) {
-        body(own_of(p, share.first + r, head), i, count,
+        body(completion_tokens(p, share.first + r, head), i, count,
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
+  // 1. Append the new keys and values; gather the scaled queries.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
-    keep(p, row, head);
+    append_kv(p, row, head);
     for (int64_t j = 0; j < p.repeats; ++j)
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
+  // 2. Scores of prompt and completion, next to each other in one row.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
+  // 3. One softmax over prompt and completion.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
+  // 4. The weighted sum of values.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
                       {sums.data() + i * p.depth, p.depth});
   });
+  // 5. Divide by the sum of exponentials.
   for (int64_t i = 0; i < queries; ++i) {
     const int64_t row = share.first + i / p.repeats, of = head_of_q + i % p.repeats;
     write_scaled(sums.data() + i * p.depth, 1 / totals[i], p.depth,
@@ -111,8 +129,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Keeps the new keys and values of the shares [from, to) as token `time`, and writes what every
-// query finds.
+// Appends the new keys and values of the shares [from, to) as token `time`, and writes their
+// outputs.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {
@@ -120,22 +138,27 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
-inline void check_lying(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+// Checks that x is a contiguous fp32 tensor of this shape.
+inline void check_contiguous(const Tensor& x, const char* name,
+                             std::initializer_list<int64_t> shape) {
   check(x, name, shape);
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-inline Held checked_held(const Tensor& prompt_k, const Tensor& prompt_v, const Tensor& own_k,
-                         const Tensor& own_v, const Tensor& lengths, const Tensor& counts,
-                         int64_t rows, int64_t time, std::optional<int64_t> window) {
-  STD_TORCH_CHECK(prompt_k.dim() == 5 && own_k.dim() == 5, "prompt_k and own_k: expected 5 axes");
+// Checks the cache tensors and divides the completions into shares.
+inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
+                             const Tensor& completion_k, const Tensor& completion_v,
+                             const Tensor& lengths, const Tensor& counts, int64_t rows,
+                             int64_t time, std::optional<int64_t> window) {
+  STD_TORCH_CHECK(prompt_k.dim() == 5 && completion_k.dim() == 5,
+                  "prompt_k and completion_k: expected 5 axes");
   const int64_t prompts = prompt_k.size(0), heads = prompt_k.size(1), depth = prompt_k.size(3);
-  const int64_t longest = prompt_k.size(2) * kTile, room = own_k.size(2) * kTile;
+  const int64_t longest = prompt_k.size(2) * kTile, room = completion_k.size(2) * kTile;
   STD_TORCH_CHECK(heads > 0, "prompt_k: expected at least one head");
-  check_lying(prompt_k, "prompt_k", {prompts, heads, longest / kTile, depth, kTile});
-  check_lying(prompt_v, "prompt_v", {prompts, heads, longest / kTile, kTile, depth});
-  check_lying(own_k, "own_k", {rows, heads, room / kTile, depth, kTile});
-  check_lying(own_v, "own_v", {rows, heads, room / kTile, kTile, depth});
+  check_contiguous(prompt_k, "prompt_k", {prompts, heads, longest / kTile, depth, kTile});
+  check_contiguous(prompt_v, "prompt_v", {prompts, heads, longest / kTile, kTile, depth});
+  check_contiguous(completion_k, "completion_k", {rows, heads, room / kTile, depth, kTile});
+  check_contiguous(completion_v, "completion_v", {rows, heads, room / kTile, kTile, depth});
   STD_TORCH_CHECK(time >= 0 && time < room, "time: expected less than ", room, ", got ", time);
   STD_TORCH_CHECK(!window || *window > 0, "window: expected at least 1");
   const int64_t* ends = checked_vector<int64_t>(lengths, prompts, "lengths");
@@ -149,9 +172,9 @@ inline Held checked_held(const Tensor& prompt_k, const Tensor& prompt_v, const T
       shares.push_back({n, row, std::min(kRowsTogether, end - row)});
   }
   STD_TORCH_CHECK(row == rows, "counts: expected ", rows, " rows in all, got ", row);
-  return {data<float>(prompt_k), data<float>(prompt_v), data<float>(own_k), data<float>(own_v),
-          ends, heads, depth, longest, room, time, window.value_or(longest + room),
-          std::move(shares)};
+  return {data<float>(prompt_k), data<float>(prompt_v), data<float>(completion_k),
+          data<float>(completion_v), ends, heads, depth, longest, room, time,
+          window.value_or(longest + room), std::move(shares)};
 }
 
 }  // namespace grpo_fast

@@ -1,46 +1,62 @@
-// Divergences of rows of logits from a teacher's, by the leaves that the package prints: value and
-// slope of a logit, D = sum value_j, dD/dz_j = slope_j - p_j sum_k slope_k.
+// Divergences of rows of logits from a teacher.
 //
-// One thread takes a row through three loops: lse of both sides; values and slopes, which are left
-// where the gradient goes; slope - center p. The rows stay in L2. Of the student's likeliest logit
-// the gradient is (1 - p) slope - p (center - slope), with center - slope summed without it: where
-// the student is certain, slope - center p would cancel.
+// A generated function gives value and slope of one logit:
+//
+//   D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
+//
+// One thread takes a row through three passes. The first computes lse of both sides. The second
+// computes values and slopes, and stores the slopes where the gradient will be. The third computes
+// slope - center p. The row stays in L2, so memory traffic is 12 bytes per logit pair: one read of
+// each side and one write.
+//
+// For the student's most likely logit, the gradient is (1 - p) slope - p (center - slope), where
+// center - slope is summed without this logit. slope - center p would cancel for a certain student.
+//
+// Layout: two rows of fp32 logits.
+// Rounding: fp32 in runs of kRun columns, fp64 across runs.
+// Parallel: the caller distributes rows.
 #pragma once
 
-#include "leaves.h"  // printed off objective/divergences.py by kernels/cpu/leaves.py
+#include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
 #include "rows/gradient.h"
 
 namespace grpo_fast {
 
-// One row of one side: raw logits, and their log-probabilities z - lse.
+// One row of one side: raw logits, from which log-probabilities z - lse are computed.
 struct DivergenceSide {
   const float* x;
   int64_t count;
-  RowRule rule;
+  RowTransform transform;
   bool is_capped;
-  int64_t top = 0;  // where the largest is
-  float shift = 0, rest = 0;  // lse = shift + rest: a log-probability near 0 keeps its digits
+  int64_t top = 0;  // column of the largest logit
+  float shift = 0, rest = 0;  // lse = shift + rest, so a log-probability near 0 keeps its digits
 
+  // z - shift.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
-    return is_capped ? exponent<true>(raw, rule, shift).t : exponent<false>(raw, rule, shift).t;
+    return is_capped ? exponent<true>(raw, transform, shift).t
+                     : exponent<false>(raw, transform, shift).t;
   }
+  // z - lse.
   GRPO_FAST_INLINE Floats logp(Floats raw) const { return below(raw) - rest; }
 
-  // dz/draw without the rule's chain.
-  GRPO_FAST_INLINE Floats bend(Floats raw) const {
-    return is_capped ? tanh_and_slope(raw * rule.inner).slope : splat(1.0f);
+  // 1 - tanh^2 under a soft cap, else 1.
+  GRPO_FAST_INLINE Floats tanh_slope(Floats raw) const {
+    return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
+  // Splits lse into shift and rest.
   void set(double lse) {
     const bool is_empty = lse == -std::numeric_limits<double>::infinity();
     shift = is_empty ? 0 : static_cast<float>(lse);
     rest = is_empty ? 0 : static_cast<float>(lse - shift);
   }
 
+  // Finds the first column with the largest logit.
   void find_top() {
-    const float largest = largest_of(Columns<float>{x, count, -1}, rule.inner);
+    const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
-      const uint32_t hits = bits_of(load_up_to(x + c, count - c) * rule.inner == splat(largest));
+      const Floats scaled = load_up_to(x + c, count - c) * transform.inner;
+      const uint32_t hits = bits_of(scaled == splat(largest));
       if (hits) {
         top = c + __builtin_ctz(hits);
         return;
@@ -48,13 +64,14 @@ struct DivergenceSide {
     }
   }
 
-  // Over all columns; the largest stays out of the sum, whose digits it would take.
+  // Computes lse. The largest term is excluded from the sum and added by log1p, where it keeps the
+  // digits of small terms.
   double lse() {
     shift = 0;
     const float high = below(splat(x[top]))[0];
     if (high == -kInfinity) return high;
     shift = high;
-    const Floats own = below(splat(x[top]));  // what the FMA leaves of it
+    const Floats own = below(splat(x[top]));  // the rounding error of the FMA
     double sum = 0;
     const Ints lanes = lane_numbers();
     for (int64_t start = 0; start < count; start += kRun) {
@@ -72,11 +89,12 @@ struct DivergenceSide {
   }
 };
 
-// Of a row: D, sum of the slopes, and both lse.
+// Sums of a row: D, the sum of the slopes, and both lse.
 struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };
 
+// One row of both sides, for one kind of divergence.
 template <int kKind>
 class DivergenceRow {
  public:
@@ -89,12 +107,13 @@ class DivergenceRow {
   double lse() { return p_.lse(); }
   double teacher_lse() { return q_.lse(); }
 
-  // Slopes go to `slopes`, which may be the teacher's logits, unless it is null.
+  // Computes the sums. Slopes are written to `slopes` unless it is null; it may be the teacher's
+  // row.
   DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Before the loop may write over the teacher's row.
+    // Read the top logit first, because the loop may overwrite the teacher's row.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];
@@ -116,25 +135,26 @@ class DivergenceRow {
     return {value, others + of_top_, lse, teacher_lse};
   }
 
-  // The gradient of weight D over the slopes.
+  // Overwrites the slopes by the gradient of weight * D.
   void write(float* out, double center, double weight) const {
-    const double factor = weight * p_.rule.chain;
+    const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);
     by_vectors(p_.count, [&](int64_t column, int64_t n) GRPO_FAST_BODY {
       const Floats raw = load_up_to(p_.x + column, n);
       const Floats p = exp_floored(floor_exponent(p_.logp(raw)));
       const Floats d = fma(p, -c, load_up_to(out + column, n)) * scale;
-      store_up_to(out + column, d * p_.bend(raw), n);
+      store_up_to(out + column, d * p_.tanh_slope(raw), n);
     });
-    const double lp = lp_top_, bend = p_.bend(splat(raw_top_))[0];
+    const double lp = lp_top_, tanh_slope = p_.tanh_slope(splat(raw_top_))[0];
     const double d = -std::expm1(lp) * of_top_ - std::exp(lp) * (center - of_top_);
-    out[p_.top] = static_cast<float>(d * factor * bend);
+    out[p_.top] = static_cast<float>(d * factor * tanh_slope);
   }
 
  private:
+  // Value and slope of some logits. Both log-probabilities may be -inf; their difference is then 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
-    const Floats d = keep_where(lp != lq, lp - lq);  // both may be -inf
+    const Floats d = keep_where(lp != lq, lp - lq);
     return divergence<kKind>(exp_floored(floor_exponent(lp)), exp_floored(floor_exponent(lq)), d,
                              expm1_floored(floor_exponent(-magnitude(d))), beta_);
   }

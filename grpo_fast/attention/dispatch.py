@@ -21,7 +21,7 @@ from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.self_test import apart
+from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
 
@@ -95,14 +95,14 @@ def choose(kind: Kind) -> Provider:
 def _tested(attention: Attention, kind: Kind) -> float:
     """`self_test` on the GPU of the caller's tensors: a new thread starts on GPU 0."""
     if kind.device != "cuda":
-        return apart(lambda: self_test(attention, kind))
+        return in_fresh_thread(lambda: self_test(attention, kind))
     index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
 
     def run() -> float:
         with torch.cuda.device(index):
             return self_test(attention, kind)
 
-    return apart(run)
+    return in_fresh_thread(run)
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:

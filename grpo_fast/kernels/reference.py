@@ -1,4 +1,4 @@
-"""Row kernels in plain torch on chunks (C, V) of raw logits: the readable reference."""
+"""Reference implementation of the row kernels, in plain torch on chunks (C, V) of raw logits."""
 
 from __future__ import annotations
 
@@ -7,53 +7,67 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, pick
+from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, pick
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
 
-def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
-    """z (C, V) in fp32 (fp64 stays fp64) and dz/draw, a float or (C, 1) or (C, V)."""
+def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
+    """Apply the logit transform.
+
+    Returns:
+        z, (C, V) in fp32 (fp64 for fp64 inputs), and dz/draw as a float, (C, 1) or (C, V).
+    """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    slope: Tensor | float = rule.logit_scale
-    if rule.logit_scale != 1:
-        z = z * rule.logit_scale
-    if rule.softcap is not None:
-        bent = torch.tanh(z / rule.softcap)
-        z = bent * rule.softcap
-        slope = (1 - bent * bent) * slope
-    if isinstance(rule.temperature, Tensor):
-        temperature = rule.temperature.to(z.dtype)[:, None]
+    slope: Tensor | float = transform.logit_scale
+    if transform.logit_scale != 1:
+        z = z * transform.logit_scale
+    if transform.softcap is not None:
+        tanh = torch.tanh(z / transform.softcap)
+        z = tanh * transform.softcap
+        slope = (1 - tanh * tanh) * slope
+    # One temperature per row broadcasts over the vocabulary.
+    if isinstance(transform.temperature, Tensor):
+        temperature = transform.temperature.to(z.dtype)[:, None]
         return z / temperature, slope / temperature
-    if rule.temperature != 1:
-        return z / rule.temperature, slope / rule.temperature
+    if transform.temperature != 1:
+        return z / transform.temperature, slope / transform.temperature
     return z, slope
 
 
 def row_logps(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,) int64
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
+    """Compute lse, log-probability of the target and entropy of every row.
 
-    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row
-    with a NaN or +inf among its logits has lse and logp NaN. With `offsets` the target ids are
-    places within the rows.
+    logp = -log(1 + Σ_{j≠target} e^z_j / e^z_target), so nothing cancels when the model is certain.
+    Columns at -inf contribute exactly 0. If a row contains NaN or +inf, its lse and logp are NaN.
+
+    Args:
+        logits: (C, V) raw logits.
+        target_ids: (C,) int64. With `offsets`, positions within the rows.
+        transform: the logit transform.
+        return_entropy: also compute the entropy.
+        offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
+
+    Returns:
+        lse, logps and entropy (or None), fp32 (C,) each.
     """
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
-        for here, at in by_length(offsets):
-            own = target_ids[here], rule.rows(here)
+        for here, at in rows_by_length(offsets):
+            own = target_ids[here], transform.rows(here)
             stats = row_logps(logits[0, at], *own, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
         return sums[0], sums[1], sums[2] if return_entropy else None
-    z, _ = final_logits(logits, rule)
+    z, _ = final_logits(logits, transform)
     lse, logps, entropy = row_statistics(z, target_ids, return_entropy=return_entropy)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
 
@@ -64,33 +78,42 @@ def row_statistics(
     *,
     return_entropy: bool,
 ) -> RowStats:
-    """`row_logps` in the dtype of z. Where a row has no target, its lse and entropy are right."""
-    columns = columns_of(target_ids, z)[:, None]
+    """Compute `row_logps` of transformed logits, in the dtype of z.
+
+    A row whose target is out of range still has the correct lse and entropy.
+    """
+    columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
+    # The target is excluded from the sum and added by softplus below.
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's
-    # softplus does). Beyond the limit log(1 + e^x) is x to the last digit.
+    # logp = -softplus(x), written with functions whose bits do not depend on an element's position
+    # in the vector, as those of torch's softplus do. Above the limit, log(1 + e^x) = x in this
+    # precision.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
+    # A target at -inf contributes nothing, and z_target - logp would be NaN.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
+    # A row with +inf has no distribution: report NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
+        # p·log p → 0 as p → 0, but 0·(-inf) is NaN.
         entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
     return lse, logps, entropy
 
 
-def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
-    """(C,) the targets' columns; where there is none, any."""
+def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
+    """Return the target columns, (C,), clamped into range."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
-def by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
+def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of each length k, (n,), and the positions of their elements, (n, k)."""
+    # One dense (n, k) block per length replaces a loop over rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -103,41 +126,58 @@ def row_grad_(
     stats: RowStats,
     grad_logps: Tensor,  # (C,)
     grad_entropy: Tensor | None,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:  # (C, V)
-    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+    """Overwrite the logits (or `out`) with the gradient of Σ grad_logps·logp +
+    grad_entropy·entropy.
 
-    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's
-    1 - p is -expm1(logp), so nothing cancels when the model is certain. A target outside [0, V) is
-    in none of these columns.
+    A row with both coefficients 0 gets exact zeros, even if it contains NaN. In the target column,
+    1 - p is computed as -expm1(logp), so nothing cancels when the model is certain. A target
+    outside [0, V) has no column.
+
+    Args:
+        logits: (C, V) raw logits.
+        target_ids: (C,) int64.
+        stats: the result of `row_logps`.
+        grad_logps: (C,) coefficients of the logps.
+        grad_entropy: (C,) coefficients of the entropies, or None.
+        transform: the logit transform.
+        out: (C, V) destination; None: in place.
+        offsets: as in `row_logps`; the gradient is then written in place.
+
+    Returns:
+        The tensor that holds the gradient.
     """
-    # 1. Rows of unequal length: those of one length at a time.
+    # 1. Rows of unequal length are processed in groups of equal length.
     if offsets is not None:
-        for here, at in by_length(offsets):
+        for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
             g, g_entropy = pick(here, grad_logps, grad_entropy)
             ids = target_ids[here]
             rows = logits[0, at]
-            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, rule.rows(here))
+            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
         return logits
     # 2. The gradient of the logp: -g·p, and g·(1 - p) in the target's column.
     out = logits if out is None else out
     lse, logps, entropy = stats
-    z, slope = final_logits(logits, rule)
+    z, slope = final_logits(logits, transform)
     logp_all = z - lse.to(z.dtype)[:, None]
     p = logp_all.exp()
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
-    columns = columns_of(target_ids, logits)[:, None]
+    columns = target_columns(target_ids, logits)[:, None]
+    # 1 - p = -expm1(logp) keeps its digits as p → 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
+    # A clamped column is not the target's.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
-    # 3. That of the entropy.
+    # 3. The gradient of the entropy: -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
+        # A column with p = 0 has the limit 0; its log p is -inf.
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
@@ -152,24 +192,37 @@ def row_loss_(
     target_ids: Tensor,  # (C,)
     terms: RowTerms,
     config: LossConfig,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`,
+    """Compute a token-level loss and its gradient: `row_logps`, the loss function, then
     `row_grad_`.
 
-    `out` (which may be `logits`) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t.
-    A row whose target lies outside [0, V) does not count: it is written as zeros and has loss 0,
-    whatever it and its terms hold.
+    A row whose target is outside [0, V) is excluded: its gradient and loss are 0, whatever the row
+    and its terms contain.
+
+    Args:
+        logits: (C, V) raw logits.
+        out: (C, V) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t; may be
+            `logits`.
+        target_ids: (C,) int64.
+        terms: the per-row inputs of the loss.
+        config: the loss.
+        transform: the logit transform.
+        return_entropy: also return the entropy.
+
+    Returns:
+        The statistics, losses and coefficients of every row.
     """
-    stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
+    stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    counts = target_ids == columns_of(target_ids, logits)
+    # Excluded rows are set to 0 by a select, because they may contain NaN.
+    counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )
-    row_grad_(logits, target_ids, stats, grad, grad_entropy, rule, out=out)
+    row_grad_(logits, target_ids, stats, grad, grad_entropy, transform, out=out)
     return RowLoss(*stats, losses, grad)

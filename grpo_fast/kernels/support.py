@@ -1,4 +1,4 @@
-"""The ids among which a sampler drew each token, where it kept less than the whole vocabulary."""
+"""Token sets of a truncating sampler (top-p, top-k), as the public and the internal type."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """The kept sets of a sampler that truncates (top-p, top-k), S_t for each target.
+    """The token sets that a truncating sampler (top-p, top-k) kept, one set S_t for each target.
 
-    With `support=` softmax, log-probability and entropy of row t are over S_t alone, as the sampler
-    had it, and gradients outside of S_t are exactly 0::
+    With `support=`, the softmax, the log-probability and the entropy of row t run over S_t only, as
+    in the sampler. Gradients outside S_t are exactly 0. Equivalent torch code::
 
         z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before the log_softmax
 
-    The work is that of Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps belong to
-    the same sets. One set for each of the T targets, in the order of `target_ids.reshape(-1)`; an
-    empty one stands for the whole vocabulary, and both kinds may stand in one batch. What belongs
-    to a masked target, or to one of -100, is not looked at.
+    The cost is Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps must be computed
+    over the same sets. There is one set for each of the T targets, in the order of
+    `target_ids.reshape(-1)`. An empty set stands for the whole vocabulary. Empty and non-empty sets
+    can be mixed in one batch. The sets of masked targets and of targets equal to -100 are ignored.
 
     Attributes:
-        ids: (nnz,) int32 or int64 in [0, V), the sets one after another; no id twice in one set,
-            and each active target in its own, at any place.
-        offsets: (T+1,) int64: S_t = ids[offsets[t] : offsets[t + 1]], from 0 to nnz.
+        ids: (nnz,) int32 or int64 in [0, V), all sets concatenated. A set contains each id at most
+            once, and contains the target of its row if that target is active.
+        offsets: (T+1,) int64, from 0 to nnz: S_t = ids[offsets[t] : offsets[t + 1]].
     """
 
     ids: Tensor
@@ -38,16 +38,22 @@ class Support(NamedTuple):
         lengths: Sequence[int],
         device: torch.device | str,
     ) -> Support | None:
-        """The sets of several completions, one after another; None where none has sets.
+        """Concatenate the sets of several completions.
 
         Args:
-            sets: (ids, counts) of each completion: the ids of its tokens' sets, one after another,
-                and (length,) int64 how many each has. None: it was drawn from the whole vocabulary.
-            lengths: its number of tokens.
+            sets: (ids, counts) of each completion: the concatenated ids of its sets, and the
+                (length,) int64 sizes of its sets. None if the completion was drawn from the whole
+                vocabulary.
+            lengths: number of tokens of each completion.
+            device: device of the result.
+
+        Returns:
+            The joined sets, or None if no completion has sets.
         """
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
+        # A completion without sets gets empty sets.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)
@@ -57,39 +63,46 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """Rows of logits that exist only where the sampler looked: R of the T active rows."""
+    """The R active rows that have a token set, and their logits' positions."""
 
-    own: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
-    others: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
-    ids: Tensor  # (nnz,) int64, columns of the logits
+    row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
+    dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
+    ids: Tensor  # (nnz,) int64: columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
-    places: Tensor  # (R,) int64: where the row's target stands in it, from 0
+    places: Tensor  # (R,) int64: position of the row's target in its set
 
     @property
     def rows(self) -> Tensor:
+        """The row of each logit, (nnz,) int64."""
         return rows_of(self.offsets, len(self.ids))
 
-    def of_all(self, x: Tensor) -> Tensor:
-        return x if self.own is None else x.index_select(0, self.own)
+    def select(self, x: Tensor) -> Tensor:
+        """Select the rows with a token set from a tensor over all T active rows."""
+        return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
-        """(T,) from the values of these rows (R,), and of the others."""
-        if self.own is None:
+        """Merge values of the rows with a token set, (R,), with values of the remaining rows into
+        (T,).
+        """
+        if self.row_index is None:
             return own
-        assert self.others is not None and others is not None
+        assert self.dense_index is not None and others is not None
+        # index_copy_ writes every row once: the two index sets partition the T rows.
         merged = own.new_empty(len(own) + len(others))
-        return merged.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
+        return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """(count,) int64: the row of each place in a vector that offsets (R+1,) cut into rows."""
-    # From the right: the place where a row begins is no longer in the one before.
+    """Return the row index of each of `count` elements of a vector split into rows by offsets
+    (R+1,).
+    """
+    # `right=True` assigns an element at a row's start to that row, not to the row before.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 class HeadRows(NamedTuple):
-    """Logits, statistics and slopes of the rows with a support."""
+    """Logits, statistics and slopes of the rows with a token set."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
-    slopes: Tensor | None  # (R, H) the derivative of every logp with respect to its row of hidden
+    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of hidden

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.aggregation import Total
 
 
@@ -62,9 +62,9 @@ class RowOptions(NamedTuple):
     shard: VocabularyShard | None = None  # the head is one rank's part of it
 
     @property
-    def rule(self) -> LogitRule:
+    def rule(self) -> LogitTransform:
         temperature = self.temperature if self.temperatures is None else self.temperatures
-        return LogitRule(self.logit_scale, self.softcap, temperature)
+        return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):

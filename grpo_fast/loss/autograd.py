@@ -161,9 +161,9 @@ class RowPass:
         self.sweep = linear_sweep(
             head, self.rows,
             head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            whole_entropy=options.whole_entropy,
+            full_entropy=options.whole_entropy,
             entropy_gradient=entropy_gradient or options.whole_entropy,
-            wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
+            needs_d_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
@@ -221,7 +221,7 @@ class Recalled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = options
         ctx.places = work.places
-        ctx.held = (work, stats) if work.sweep.held is not None else None
+        ctx.held = (work, stats) if work.sweep.cached is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
-from grpo_fast.kernels.types import ActiveRows, LogitRule
+from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import BatchInputs, Targets
 from grpo_fast.objective.aggregation import Total, step_weights
@@ -49,7 +49,7 @@ class TokenBatch(NamedTuple):
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
-        rule = LogitRule(config.logit_scale, config.softcap, temperature)
+        rule = LogitTransform(config.logit_scale, config.softcap, temperature)
         if targets is None:
             return cls(places.rows(places.segments, rule), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
@@ -69,7 +69,7 @@ class TokenBatch(NamedTuple):
 
 def rows_of_targets(
     target_ids: Tensor,  # (B, L) or (T,), -100: no target
-    rule: LogitRule,  # temperature: a float, or the shape of target_ids
+    rule: LogitTransform,  # temperature: a float, or the shape of target_ids
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
     """The rows of `linear_logps` and `logits_logps`; in a CUDA graph those without one, too."""
@@ -111,7 +111,7 @@ class _Places(NamedTuple):
     def rows(
         self,
         target_ids: Tensor,
-        rule: LogitRule,
+        rule: LogitTransform,
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:

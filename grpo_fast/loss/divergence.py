@@ -15,7 +15,7 @@ from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
@@ -93,7 +93,7 @@ def linear_divergence(
         checks.rule(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        rule = LogitRule(float(logit_scale), softcap, float(temperature))
+        rule = LogitTransform(float(logit_scale), softcap, float(temperature))
         options = (kind, beta)
         wanted = Wanted(*autograd.wants_gradient(*tensors))
         shard = ranks.shard(weight)
@@ -131,14 +131,14 @@ def form_divergence(
     weights = weights if unit is None else weights * unit
     route = head_route(backend, weight, is_shard=True)
     term: dict[str, Any] = dict(
-        teacher=teacher, divergence=divergence, weights=weights, is_wide=is_half
+        teacher=teacher, divergence=divergence, weights=weights, keep_fp32=is_half
     )
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
-            term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
+            term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
             sweep = DivergenceHead(*head, **term)
             gradients = sweep.sweep(wanted)
             each = sweep.values
@@ -260,7 +260,7 @@ def _rows(
     hidden_rows: Tensor | None,
     like: Tensor,
     num_hidden: int,
-    rule: LogitRule,
+    rule: LogitTransform,
     support: Support | None,
     vocab: int,
 ) -> ActiveRows:

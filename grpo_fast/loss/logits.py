@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.entropy import FullEntropySweep
 from grpo_fast.kernels.head.loop import concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
 from grpo_fast.kernels.route import Route
@@ -31,7 +31,7 @@ class LogitsSweep:
         out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
     """
 
-    held = None
+    cached = None
     has_entropy_gradient = True
     filtered = None
 
@@ -43,14 +43,14 @@ class LogitsSweep:
         rows: ActiveRows,
         route: Route,
         whole_entropy: bool = False,
-    ) -> LogitsSweep | SupportSweep | WholeEntropy:
+    ) -> LogitsSweep | SupportSweep | FullEntropySweep:
         """The sweep over these rows, those with a support apart from the others."""
         if rows.support is None:
             return cls(logits, out, rows, route)
         if whole_entropy:
             whole = cls(logits, out, rows._replace(support=None), route)
-            return WholeEntropy(cls.of(logits, None, rows, route), whole)
-        others = rows.support.others
+            return FullEntropySweep(cls.of(logits, None, rows, route), whole)
+        others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
 
@@ -60,7 +60,7 @@ class LogitsSweep:
         self.rows = rows
         self.kernels = route.kernels
         self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
-        self.rule = rows.rule
+        self.rule = rows.transform
         if isinstance(self.rule.temperature, Tensor):
             self.rule = self.rule._replace(temperature=rows.to_rows(self.rule.temperature, fill=1))
         self.num_rows = rows.target_ids.shape[0]

@@ -1,6 +1,4 @@
-"""The calls of the CUDA attention kernels without a GPU: on meta tensors, and against stand-ins for
-the packages.
-"""
+"""Calls of the CUDA attention kernels without a GPU: on meta tensors, and with fake packages."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """A whole bf16 model, forward and backward, on shapes alone: what torch's kernels are given and
-    give.
+    """Run a bf16 model forward and backward on shapes only, and check the arguments and results of
+    torch's kernels.
     """
     calls = []
     fields = {"sliding_window": window} if window else {}
@@ -60,8 +58,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # Two layers, each: every segment on itself, the completions on their prompt; with a window one
-    # call on copied keys.
+    # Per layer: every segment attends to itself, and completions to their prompt. With a window,
+    # one call with copied keys.
     per_layer = (
         [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
     )
@@ -69,13 +67,15 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 
 def spans_of(cu_q, cu_k, causal):
-    """What a package would read; keys without queries are allowed, the reverse is not."""
+    """Return the spans that a package would read. Keys without queries are allowed, but not the
+    reverse.
+    """
     assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
 
 
 def rule_of(spans, scale, left, right, softcap):
-    """What a package would make of its arguments; None counts as −1."""
+    """Return the rule that a package would derive from its arguments; None means −1."""
     left, right = (-1 if x is None else x for x in (left, right))
     assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
     return Rule(scale, left + 1 if left >= 0 else None, softcap or None)
@@ -88,16 +88,16 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert len(k) == int(cu_k[-1])
 
 
-# Documented signatures, forward and backward, of what does not install without a GPU: flash-attn
-# 2.8 (its private functions), FA3 (hopper) and FA4 without arguments that we never pass. Those of
-# torch's own CUDA kernels are read from their schemas.
+# Documented signatures of packages that cannot be installed without a GPU: flash-attn 2.8 (private
+# functions), FA3 (hopper) and FA4, without arguments that are never passed. Signatures of torch's
+# CUDA kernels come from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 FA4_KEYS = "window_size_left=None, window_size_right=None"
 
 
 def aten_signature(name: str) -> str:
-    """As Python writes it; what comes first is given by position."""
+    """Return an operator's signature as Python source."""
     arguments = getattr(torch.ops.aten, name).default._schema.arguments
     words = [x.name + "=None" * x.has_default_value() for x in arguments]
     first = next(i for i, x in enumerate(arguments) if x.kwarg_only)
@@ -139,14 +139,16 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# What a forward gives beside output and lse, of which the backward gets the state.
+# Further results of a forward. The backward receives the random state.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
         "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
-    """Forward and backward with the signatures of a package, over the explicit kernel."""
+    """Return forward and backward with a package's signatures, implemented by the explicit
+    kernel.
+    """
 
     def bound(parameters: str) -> Callable:
         bind = eval(f"lambda {parameters}: locals()")
@@ -173,7 +175,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
         x, spans, rule = backward_arguments(*given, **named)
         cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
         check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
-        assert name != "fa4" or 0 not in spans.queries  # its first releases cannot
+        assert name != "fa4" or 0 not in spans.queries  # not supported by its first releases
         if name == "flash_aten":
             assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
                 (2,), torch.uint64, (0,)
@@ -190,7 +192,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Every value that they are given, and what the merge makes of theirs."""
+    """Check every argument, and the merged result."""
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")
@@ -199,7 +201,7 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
         setattr(module, function_name.format(direction), function)
     if module_name:
         parts = module_name.split(".")
-        for end in range(1, len(parts)):  # the packages around it
+        for end in range(1, len(parts)):  # parent packages
             around = ".".join(parts[:end])
             monkeypatch.setitem(sys.modules, around, ModuleType(around))
         monkeypatch.setitem(sys.modules, module_name, module)

@@ -1,10 +1,9 @@
-"""No value reaches the host on the path of a GPU while a CUDA graph is recorded: on meta tensors,
-without a GPU.
+"""CUDA graph capture without a GPU: no value reaches the host on the GPU path.
 
-A meta tensor has no values: every operation that looks at one (`nonzero`, `item`, `bool`, `cpu`, a
-mask as an index) raises here, as it would break a recording. Here meta tensors say that they are on
-a GPU. Triton's launches are left out: they take pointers and lengths. Recording, replay and the
-bits are in tests/gpu/test_gpu_graphs.py.
+A meta tensor has no values, so every operation that reads one (`nonzero`, `item`, `bool`, `cpu`, a
+mask as index) raises, as it would during capture. Meta tensors report that they are on a GPU.
+Triton launches are skipped, because they take pointers and lengths only.
+tests/gpu/test_gpu_graphs.py captures and replays on a real GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class OnGpu(TorchFunctionMode):
-    """Meta tensors pass for CUDA tensors."""
+    """Mode in which meta tensors report `is_cuda`."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is IS_CUDA or getattr(function, "__self__", None) is torch.Tensor.is_cuda:
@@ -41,7 +40,7 @@ class OnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Inside, the stream of a GPU is being recorded; `recorded(False)` ends the recording."""
+    """Simulate an active capture; `recorded(False)` ends it."""
     pytest.importorskip("triton")
     gpu = "grpo_fast.kernels.gpu"
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
@@ -89,7 +88,7 @@ CONFIGS = {
 
 
 def gradients(total, leaves):
-    """`torch.autograd.grad`, which would end the mode for the time of the call."""
+    """Compute `torch.autograd.grad`, which itself would disable the mode during the call."""
     leaves = tuple(leaves)
     return _engine_run_backward(
         (total,), (torch.ones_like(total),), False, False, leaves, accumulate_grad=False
@@ -105,7 +104,8 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    monkeypatch.setattr(chunks, "TARGET_SHARE", 1)  # so that dW leaves one product in 16 bits
+    # dW is written in 16 bits by one product.
+    monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
     finish(linear_grpo_loss(*leaves, ids(), rand(B), config, bias=bias, **tokens()), *leaves, bias)
@@ -143,17 +143,17 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
-    """Outside of a recording the same calls look at values: inactive rows are left out (their
-    number goes to the host), targets of -100 are found.
+    """Without capture the same calls do read values: the number of inactive rows, and targets of
+    -100.
     """
     recorded(False)
-    # The checks of values would copy their flags to the host, without waiting for them.
+    # The value checks would start an asynchronous copy of their flags.
     monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
-    def on_its_way(x):  # pinned memory: what torch says without a GPU depends on its build
+    def copy_to_host_async(x):  # pinned memory needs a GPU
         raise RuntimeError("to the host")
 
-    monkeypatch.setattr("grpo_fast.kernels.head.activity.on_its_way", on_its_way)
+    monkeypatch.setattr("grpo_fast.kernels.head.activity.copy_to_host_async", copy_to_host_async)
     for call in (
         lambda: linear_logps(*head(), ids()),
         lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),
@@ -167,8 +167,8 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_what_is_selected_away(monkeypatch, return_entropy):
-    """On the CPU, as if recorded: targets of -100 and rows without a coefficient might as well be
-    left out.
+    """On the CPU with simulated capture: targets of -100 and rows without coefficient change no
+    result.
     """
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / 4

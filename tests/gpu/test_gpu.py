@@ -1,8 +1,8 @@
-"""On a real GPU: the Triton backend against the torch backend in fp32 on the CPU, which the oracles
-hold to fp64.
+"""The Triton backend on a real GPU against torch in fp32 on the CPU, which the oracles compare with
+fp64.
 
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU. The interpreter and
-the compile tests cannot see races, misaligned vector loads or a wrong tensor-core path: these can.
+Run by `benchmarks/gpu_session.sh --part tests`. Only a GPU shows races, misaligned vector loads and
+wrong tensor-core code; the interpreter and the compile tests cannot.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# (H, V): a small unaligned head, one block, a real vocabulary, one whose rows are not 16-byte
-# aligned.
+# (H, V): a small unaligned head, one block, a real vocabulary, rows that are not 16-byte aligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Relative L2 of gradients: twice the numerical contract's bar in fp32 (both sides round), its bar
-# in bf16.
+# Relative L2 error of gradients: in fp32 twice the numerical contract's limit (both sides round),
+# in bf16 the limit.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 
 def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Positional and keyword tensors of `linear_grpo_loss` on the CPU, log ratios away from every
-    clip bound.
+    """Return arguments of `linear_grpo_loss` on the CPU, with log ratios away from every clip
+    bound.
     """
     g = torch.Generator().manual_seed(h + v)
     n = sum(LENGTHS)
@@ -51,13 +50,10 @@ def config_of(loss_type: str, **options) -> LossConfig:
 
 
 def run(function, positional: dict, keywords: dict, config: LossConfig, device: str, backend: str):
-    """(loss, logps, gradients of the floating inputs) on a device, back on the CPU in fp64."""
+    """Return (loss, logps, gradients of floating inputs) from a device, in fp64 on the CPU."""
     inputs = [value.to(device) for value in positional.values()]
-    leaves = [
-        inputs[i].requires_grad_()
-        for i, name in enumerate(positional)
-        if name in ("hidden", "weight", "logits")
-    ]
+    trained = ("hidden", "weight", "logits")
+    leaves = [x.requires_grad_() for x, n in zip(inputs, positional, strict=True) if n in trained]
     keywords = {name: value.to(device) for name, value in keywords.items()}
     result = function(*inputs, config, backend=backend, validate="full", **keywords)
     gradients = torch.autograd.grad(result.loss, leaves)
@@ -65,8 +61,8 @@ def run(function, positional: dict, keywords: dict, config: LossConfig, device: 
 
 
 def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 0) -> None:
-    """`width`: the hidden size of a head whose products ran on tensor cores."""
-    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # the other side rounds, too
+    """Compare results. `width` is the hidden size of a product on tensor cores."""
+    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both sides round
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
     for value, exact in zip(actual[2:], expected[2:], strict=True):
@@ -74,12 +70,12 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
 
 def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The floating ones in `dtype`."""
+    """Convert floating tensors to `dtype`."""
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 
 def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=linear_grpo_loss):
-    """The GPU's against fp32 on the CPU."""
+    """Compare the GPU with fp32 on the CPU."""
     upcast = dict(zip(positional, wide(positional.values(), torch.float32), strict=True))
     expected = run(function, upcast, keywords, config, "cpu", "torch")
     width = positional["hidden"].shape[1] if "hidden" in positional else 0
@@ -90,7 +86,10 @@ def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_every_objective(loss_type, dtype):
-    """With a KL where it has a reference; kimi's beta weighs the squared log ratio."""
+    """Every objective agrees with torch, with a KL term if it has a reference.
+
+    In kimi, beta weighs the squared log ratio.
+    """
     positional, keywords = make_batch(64, 1024, dtype)
     has_reference = OBJECTIVES[loss_type].reference
     if not has_reference:
@@ -115,7 +114,7 @@ def test_logits(vocab, dtype):
 
 
 def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
-    """(logps, dH, dW) of a token-level loss on whatever device the tensors are."""
+    """Return (logps, dH, dW) of a token-level loss on the tensors' device."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     config = config_of(
         options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options
@@ -147,7 +146,7 @@ def problem(n: int, h: int, v: int) -> tuple:
     workspace=["1024", "0"],
 )  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
-    """The bf16 path without d-logits, in one chunk and in chunks of 32 rows."""
+    """The bf16 path with exponentials agrees with fp64, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     inputs = problem(n, h, v)
     exact = linear_gradients(*wide(inputs, torch.float64), "torch", softcap=softcap)
@@ -161,9 +160,7 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 
 
 def test_weights_of_unlikely_targets_and_of_nan():
-    """The guard: -lp up to 1000, finite gradients, and rows of NaN without advantage that touch
-    nothing.
-    """
+    """-logp up to 1000 gives finite gradients, and NaN rows without advantage change nothing."""
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
     weight[7, 0] = 1.0
@@ -182,26 +179,24 @@ def test_weights_of_unlikely_targets_and_of_nan():
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_row_does_not_depend_on_its_batch(entropy):
-    """logps bit for bit: batch, order, entropy (another tile), with and without gradient.
+    """logps are bitwise independent of batch, order, entropy (a different tile) and gradient.
 
-    Not dH: its product is the vendor's, which may split its sums by the number of rows.
+    dH is excluded: its product is the vendor's, which may split sums depending on the number of
+    rows.
     """
     hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
-    logps = linear_gradients(
-        hidden, weight, target_ids, advantages, BACKEND, compute_entropy=entropy
-    )[0]
+    given = hidden, weight, target_ids, advantages
+    logps = linear_gradients(*given, BACKEND, compute_entropy=entropy)[0]
     for index in (torch.arange(3), torch.arange(130, 500), torch.arange(699, -1, -1)):
         index = index.to(DEVICE)
-        part = linear_gradients(
-            hidden[index], weight, target_ids[index], advantages[index], BACKEND
-        )[0]
-        assert torch.equal(part, logps[index])
+        part = hidden[index], weight, target_ids[index], advantages[index]
+        assert torch.equal(linear_gradients(*part, BACKEND)[0], logps[index])
     with torch.no_grad():
         assert torch.equal(linear_logps(hidden, weight, target_ids, backend=BACKEND), logps)
 
 
 def test_deterministic_algorithms_change_no_bit():
-    """torch's strict mode: nothing refuses to run, no buffer of ours depends on being filled."""
+    """torch's deterministic mode raises no error and changes no result."""
     inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
     plain = linear_gradients(*inputs, BACKEND)
     torch.use_deterministic_algorithms(True)
@@ -213,7 +208,9 @@ def test_deterministic_algorithms_change_no_bit():
 
 
 def test_bad_offsets_leave_the_context_alive():
-    """They are clamped there; a later call raises, and the one after that is as if nothing was."""
+    """Invalid offsets are clamped on the GPU. The next call raises, and the call after that
+    works.
+    """
     logps = torch.zeros(9, device=DEVICE, requires_grad=True)
     for offsets in ([0, 4, 6, 12], [0, 2**62, -(2**62), 9], [9, 0, 0, 0]):
         cu = torch.tensor(offsets, device=DEVICE)

@@ -1,4 +1,4 @@
-"""On a real GPU: divergences from a teacher against fp64 on the CPU, by every kind and dtype."""
+"""Divergences on a real GPU against fp64 on the CPU, for every kind and dtype."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a real GPU: the same bits a thousand times beside a busy second stream, very long rows, more
-than 2³¹ logits.
+"""Stress tests on a real GPU: repeated runs next to a busy stream, long rows, more than 2³¹
+logits.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_lo
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-# Tokens of one completion: beyond a grid dimension's 65535, and 32-bit products with V.
+# Tokens of one completion: exceeds a grid dimension of 65535, and 32-bit products with V.
 LONG = 131072
-# Relative L2 of gradients: the numerical contract's bar for bf16 results; the losses' is relative
-# to a token's loss.
+# Relative L2 error of gradients: the numerical contract's limit for bf16. The loss's limit is
+# relative to a token's loss.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
 
 def random_tokens(n: int, vocab: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Targets, one advantage, log ratios away from the clip's bounds, one completion of n
-    tokens.
+    """Return targets, one advantage, and log ratios away from the clip bounds, for one completion
+    of n tokens.
     """
     log_ratio = torch.tensor([-0.6, -0.05, 0.0, 0.08], device=DEVICE)[
         torch.randint(4, (n,), generator=generator, device=DEVICE)
@@ -46,7 +46,7 @@ def linear_inputs(
 
 
 def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
-    """loss, logps, dH, dW"""
+    """Return loss, logps, dH and dW."""
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     out = linear_grpo_loss(
         hidden, weight, tokens["target_ids"], tokens["advantages"], CONFIG,
@@ -56,7 +56,7 @@ def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
 
 
 def logits_call(logits, tokens, old_logps, inplace: bool) -> tuple[torch.Tensor, ...]:
-    """loss, logps, d logits"""
+    """Return loss, logps and d logits."""
     leaf = logits.detach().requires_grad_()
     out = logits_grpo_loss(
         leaf, tokens["target_ids"], tokens["advantages"], CONFIG, cu_seqlens=tokens["cu_seqlens"],
@@ -84,7 +84,7 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Other work on the same multiprocessors, never in step with ours.
+        # Independent work on the same multiprocessors.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):

@@ -1,13 +1,12 @@
-"""CUDA graphs on a real GPU: recorded once, replayed with other values, bit for bit what a call
-gives.
+"""CUDA graphs on a real GPU: captured once, replayed with new values, bitwise equal to a call.
 
-Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU. What may be recorded
-stands in grpo_fast/kernels/gpu/capture.py; tests/gpu/test_cuda_graphs.py holds that path free of
-looks at values, without a GPU.
+Run by `benchmarks/gpu_session.sh --part tests`. grpo_fast/kernels/gpu/capture.py says what can be
+captured. tests/gpu/test_cuda_graphs.py checks without a GPU that this path reads no values.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -20,9 +19,7 @@ T, H, V, B = 192, 128, 5000, 3
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
-    """One batch; every row has a coefficient, so a call outside of a graph leaves none out
-    either.
-    """
+    """Return one batch. Every row has a coefficient, so an uncaptured call skips none."""
     g = torch.Generator().manual_seed(seed)
     cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
     found = {
@@ -40,7 +37,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """A step: loss, logps, metrics, and the gradients of the tensors of these names."""
+    """Return a step that computes loss, logps, metrics and the gradients of the named tensors."""
     config = LossConfig(beta=0.1, **options)
 
     def step(x: dict) -> list:
@@ -54,10 +51,14 @@ def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list
     return step
 
 
-def logps_step(x: dict) -> list:
+def logps_step(x: dict, return_entropy: bool = True) -> list:
     leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight")]
-    logps, entropy = linear_logps(*leaves, x["target_ids"], return_entropy=True)
-    return [logps, entropy, *torch.autograd.grad((logps * x["ref_logps"]).sum(), leaves)]
+    found = linear_logps(*leaves, x["target_ids"], return_entropy=return_entropy)
+    results = list(found) if return_entropy else [found]
+    return [*results, *torch.autograd.grad((results[0] * x["ref_logps"]).sum(), leaves)]
+
+
+masked_step = functools.partial(logps_step, return_entropy=False)
 
 
 def frozen_step(x: dict) -> list:
@@ -78,8 +79,8 @@ STEPS = {
 
 
 def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUDAGraph, list]:
-    """The graph of a step on static inputs, and its static outputs; once before on a side stream,
-    as torch asks.
+    """Return the graph of a step on static inputs and its outputs, after a warm-up on a side
+    stream.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -96,7 +97,7 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("workspace", ["1024", "0"])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay(name, workspace, monkeypatch):
-    """In one chunk and in chunks of 32 rows."""
+    """A replay equals a call bit for bit, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
     graph, results = recorded(step, static)
@@ -111,28 +112,19 @@ def test_replay(name, workspace, monkeypatch):
 
 
 def test_rows_without_a_target_or_coefficient():
-    """Selected away in the graph, left out of a call: the same up to the order of the vendor's
-    sums.
-    """
+    """Masked in the graph, skipped in a call: equal except for the order of the vendor's sums."""
     static = values(0)
     static["target_ids"][5:60] = -100
-
-    def step(x: dict) -> list:
-        leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight")]
-        logps = linear_logps(*leaves, x["target_ids"])
-        return [logps, *torch.autograd.grad((logps * x["ref_logps"]).sum(), leaves)]
-
-    graph, results = recorded(step, static)
+    graph, results = recorded(masked_step, static)
     graph.replay()
-    expected = step(static)
-    assert torch.equal(results[0], expected[0])
-    assert (results[1][5:60] == 0).all()
+    expected = masked_step(static)
+    assert torch.equal(results[0], expected[0]) and (results[1][5:60] == 0).all()
     for actual, want in zip(results[1:], expected[1:], strict=True):
         assert (actual.double() - want.double()).norm() <= 3e-3 * want.double().norm()
 
 
 def test_refused_and_usable_afterwards():
-    """What cannot be recorded says so; the next call works."""
+    """An argument that cannot be captured raises an error, and the next call works."""
     x = values(0)
     given = {
         "cu_seqlens": x["cu_seqlens"],

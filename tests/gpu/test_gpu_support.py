@@ -1,5 +1,5 @@
-"""On a real GPU: rows in a sampler's support against fp64, the same bits again and with or without
-a gradient.
+"""Token sets on a real GPU against fp64. Repeated runs, and runs without gradient, have the same
+bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Relative L2 of gradients: the numerical contract's bar for bf16 results.
+# Relative L2 error of gradients: the numerical contract's limit for bf16 results.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
@@ -24,8 +24,9 @@ CONFIGS = {
 
 
 def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
-    """hidden, weight, what a call takes beside them, and the sets: one id in every row, half of
-    them from a hundred frequent ones.
+    """Return hidden, weight, further arguments and the sets.
+
+    One id is in every set. Half of the other ids come from a hundred frequent ones.
     """
     g = torch.Generator().manual_seed(width)
     hidden, weight = torch.randn(T, width, generator=g), torch.randn(V, width, generator=g)
@@ -50,7 +51,7 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """logps and the gradients."""
+    """Return logps and the gradients."""
     loss = linear_grpo_loss if len(tensors) == 2 else logits_grpo_loss
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     given = dict(tokens)
@@ -64,12 +65,12 @@ def call(tensors, tokens, support, config, old, backend):
 
 
 def old_logps(tensors, tokens, support, config) -> torch.Tensor:
-    rule = {"temperature": config.temperature, "softcap": config.softcap}
+    transform = {"temperature": config.temperature, "softcap": config.softcap}
     with torch.no_grad():
-        return linear_logps(*tensors, tokens["target_ids"], support=support, **rule)
+        return linear_logps(*tensors, tokens["target_ids"], support=support, **transform)
 
 
-# Widths of 4, 8 and 16 warps, an odd one, and one that is read twice.
+# Widths with 4, 8 and 16 warps, an odd width, and one that uses the reference.
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -103,7 +104,7 @@ def test_given_logits(dtype):
 
 
 def test_the_same_bits():
-    """Again, and in a pass without a gradient, whose ratio to one with a gradient is exactly 1."""
+    """Repeated runs agree bit for bit, and the ratio to a pass without gradient is exactly 1."""
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [

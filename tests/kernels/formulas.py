@@ -1,11 +1,13 @@
-"""What the kernels must give, in fp64, by `tests.oracles`: no code of the package is in it.
+"""Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
 
-`only_memory_of` and `reversed_programs` are those of Triton's interpreter where it runs.
+In Triton's interpreter, `only_memory_of` and `reversed_programs` are the interpreter's checks.
+Elsewhere they do nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,10 +26,21 @@ else:
 __all__ = ["only_memory_of", "reversed_programs"]
 
 
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch's threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def final(
     raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
 ):
-    """z and dz/draw, fp64 (C, V)."""
+    """Return z and dz/draw, fp64 (C, V)."""
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:
         bent = z / softcap
@@ -38,8 +51,10 @@ def final(
 
 
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, lp, entropy of fp64 logits. Where p → 1, z_y − lse would leave even fp64 no digits of
-    1 − p: lp is that of the others. A row with +inf has no distribution: NaN.
+    """Return lse, logp and entropy of fp64 logits.
+
+    As p → 1, z_y − lse would lose all digits of 1 − p even in fp64, so logp is computed from the
+    other columns. A row with +inf has no distribution and gives NaN.
     """
     lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
     lse = torch.where(lse == torch.inf, torch.nan, lse)
@@ -52,7 +67,7 @@ def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     z: Tensor, slope: Tensor, target: Tensor, g: Tensor, g_entropy: Tensor | None = None
 ) -> Tensor:
-    """d (Σ g·lp + g_entropy·H) / d raw."""
+    """Return d (Σ g·logp + g_entropy·H) / d raw."""
     lse, lp, entropy = statistics(z, target)
     logp = z - lse[:, None]
     p = logp.exp()
@@ -65,8 +80,9 @@ def gradient(
 def loss_and_slope(
     lp, old, ref, advantages, policy_weights, kl_weights, config
 ) -> tuple[Tensor, Tensor]:
-    """policy_weights·ℓ + kl_weights·KL of every row in fp64, and its d/d lp, by the oracle of
-    completions: rows do not see each other in a token-level loss.
+    """Return policy_weights·ℓ + kl_weights·KL of every row in fp64, and its derivative by logp.
+
+    The oracle of completions is used: in a token-level loss, rows do not depend on each other.
     """
     lp = lp.detach().double().requires_grad_()
     known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}

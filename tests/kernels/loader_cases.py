@@ -1,9 +1,8 @@
-"""`python -m tests.kernels.loader_cases FOLDER LIBRARY`: a loss where the C++ kernels may be
-missing.
+"""Script with one loss or run per case, where the C++ kernels may be missing.
 
-Each case in a forked process with a cache of its own, so that nothing but torch's import is shared.
-LIBRARY is a compiled rows.cpp: cases that need a compiler take one that copies it. FOLDER/<case>/
-then has out, err and statuses.
+Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case runs in a forked process
+with a separate cache, so only the import of torch is shared. LIBRARY is a compiled rows.cpp, which
+cases that need a compiler copy. Each case writes FOLDER/<case>/{out,err,statuses}.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def case(work: Work) -> Callable[[Prepare], Prepare]:
 
 
 def one_loss() -> None:
-    """The loss twice, and the backend's name."""
+    """Compute a loss twice and print the backend's name."""
     hidden, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
     lengths = torch.tensor([0, 3], dtype=torch.int32)
     for _ in range(2):
@@ -49,7 +48,7 @@ def one_loss() -> None:
             hidden, torch.ones(7, 4), ids, torch.ones(1), grpo_fast.LossConfig(), cu_seqlens=lengths
         )
         output.loss.backward()
-    sys.stdout.write(route.rows_route("auto", torch.empty(0)).backend + "\n")  # whole or not at all
+    sys.stdout.write(route.rows_route("auto", torch.empty(0)).backend + "\n")
 
 
 def with_variables(variables: dict[str, str], folder: Path) -> None:
@@ -88,7 +87,7 @@ def copying(folder: Path, before: str = "true") -> None:
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that a loss asks for here
 
 
-# By environment variables alone; {} is the case's folder.
+# Cases that only set environment variables. {} is the case's folder.
 for _name, _variables in {
     "no_compiler": {"PATH": "{}"},
     "idle_compiler": {"CXX": "true"},
@@ -116,24 +115,25 @@ def nobody(folder: Path) -> None:
     pwd.getpwuid = missing  # type: ignore[assignment]
 
 
-@case(one_loss)
-def another_users_folder(folder: Path) -> None:
-    copying(folder)
-    (folder / "cache").mkdir()
+def give_away(path: Path) -> None:
+    """Make a path, or every path, appear to belong to a different user."""
     if os.geteuid() == 0:
-        os.chown(folder / "cache", 12345, 12345)
+        os.chown(path, 12345, 12345)
     else:
         os.geteuid = lambda: 12345
 
 
 @case(one_loss)
+def another_users_folder(folder: Path) -> None:
+    copying(folder)
+    (folder / "cache").mkdir()
+    give_away(folder / "cache")
+
+
+@case(one_loss)
 def another_users_library(folder: Path) -> None:
     copying(folder)
-    if os.geteuid() == 0:
-        os.chown(compiled(), 12345, 12345)
-    else:
-        compiled()
-        os.geteuid = lambda: 12345  # then the folder is another's as well
+    give_away(compiled())
 
 
 @case(one_loss)
@@ -143,7 +143,7 @@ def not_a_folder(folder: Path) -> None:
 
 
 def compiled() -> Path:
-    """A library that an earlier process left in the cache."""
+    """Compile a library into the cache, as an earlier process would have."""
     path, reason = csrc_loader.compile_library("rows")
     assert path is not None, reason
     return path
@@ -171,7 +171,7 @@ def leftovers(folder: Path) -> None:
     for name in ("build-old_0old", "build-new_0new", "build-notes.txt", "notes"):
         path = folder / "cache" / f"grpo-fast-{name}"
         path.mkdir(parents=True)
-        (path / "leaves.h").write_text("")
+        (path / "loss_functions.h").write_text("")
         if "new" not in name:
             os.utime(path, (time.time() - 7200,) * 2)
 
@@ -195,7 +195,7 @@ def a_fast_run(folder: Path) -> None:
 
 
 def child(folder: Path, prepare: Prepare, work: Work) -> None:
-    """Never returns."""
+    """Run one case in this forked process and exit."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     status = 1

@@ -1,6 +1,4 @@
-"""The library of the C++ kernels: how it is found and built, the loss leaves printed into it, and
-its numbers under other instruction sets.
-"""
+"""The library of the C++ kernels: loading, building, generated loss functions, instruction sets."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
-from grpo_fast.kernels.cpu import leaves as leaves_cpp
 from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import loss_codegen
 from grpo_fast.kernels.cpu import rows as rows_cpu
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
@@ -37,7 +35,7 @@ needs_library = pytest.mark.skipif(
 
 
 def a_new_loss(logp, log_ratio, advantage, low, high):
-    """Every statement and every word that a leaf may use."""
+    """Use every statement and every operation that a loss function may contain."""
     new = tl.minimum(tl.exp(log_ratio), high) - tl.maximum(-tl.abs(logp), low)  # noqa: F821
     near = (new > low) & (new <= high) | (advantage == LIMIT)
     new = tl.where(near, new, tl.sigmoid(new) / 2 + tl.log(high))  # noqa: F821
@@ -59,15 +57,15 @@ tl = torch
 
 @pytest.mark.skipif(csrc_loader.compiler() is None, reason="no C++ compiler")
 def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
-    """Printed, compiled and called: the C++ leaves give what the Python leaves give in fp64, the
-    new one included.
+    """Generated and compiled C++ functions equal the Python functions in fp64, for all losses and a
+    new one.
     """
-    leaves = [*leaves_cpp.objective_leaves(), a_new_loss]
-    text = leaves_cpp.print_header(leaves, leaves_cpp.kl_leaves())
-    (tmp_path / "leaves.h").write_text(text)
+    leaves = [*loss_codegen.objective_functions(), a_new_loss]
+    text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
+    (tmp_path / "loss_functions.h").write_text(text)
     source = tmp_path / "run.cpp"
     source.write_text(
-        '#include "leaves.h"\n'
+        '#include "loss_functions.h"\n'
         + 'extern "C" void run(int kl, int64_t index, double a, double b, double c,\n'
         + "                    const double* p, double* to) {\n"
         + "  const auto r = kl ? grpo_fast::kl_estimator(index, a, p)\n"
@@ -84,7 +82,7 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
     places = (-9.0, -0.7, -1e-3), (-0.5, -0.1, 0.0, 0.25, 3.0), (-1.5, 0.0, 0.5)
     points = list(itertools.product(*places))
     a, b, c = torch.tensor(points, dtype=torch.float64).unbind(1)
-    for is_kl, table in ((0, leaves), (1, leaves_cpp.kl_leaves())):
+    for is_kl, table in ((0, leaves), (1, loss_codegen.kl_functions())):
         for index, leaf in enumerate(table):
             extra = params[: leaf.__code__.co_argcount - (1 if is_kl else 3)]
             given = [torch.tensor(p, dtype=torch.float64) for p in extra]
@@ -99,24 +97,24 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
 
 def test_the_printer_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"a_bad_loss: expected .* got 'tl.tanh'"):
-        leaves_cpp.print_header([a_bad_loss], [])
+        loss_codegen.print_header([a_bad_loss], [])
     with pytest.raises(
         ValueError, match="a_helper: expected the arguments logp, log_ratio, advantage"
     ):
-        leaves_cpp.print_header([a_helper], [])
-    leaves_cpp.header.cache_clear()
+        loss_codegen.print_header([a_helper], [])
+    loss_codegen.header.cache_clear()
     monkeypatch.setitem(OBJECTIVES, "bad", OBJECTIVES["grpo"]._replace(leaf=a_bad_loss))
     _, reason = csrc_loader.compile_library("rows")
-    leaves_cpp.header.cache_clear()
+    loss_codegen.header.cache_clear()
     assert reason is not None and "cannot be printed as C++: a_bad_loss" in reason
 
 
 def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     of_losses = [LossConfig(loss_type=name, max_completion_length=8) for name in LOCAL]
     for config in of_losses + [LossConfig(kl_estimator=name) for name in KL_ESTIMATORS]:
-        handed = rows_cpu.leaf_arguments(config.key)
-        assert leaves_cpp.objective_leaves()[handed[0]] is OBJECTIVES[config.loss_type].leaf
-        assert leaves_cpp.kl_leaves()[handed[1]] is KL_ESTIMATORS[config.kl_estimator]
+        handed = rows_cpu.loss_arguments(config.key)
+        assert loss_codegen.objective_functions()[handed[0]] is OBJECTIVES[config.loss_type].leaf
+        assert loss_codegen.kl_functions()[handed[1]] is KL_ESTIMATORS[config.kl_estimator]
         assert handed[3 : 3 + len(config.params)] == config.params and len(handed) == 9
 
 
@@ -138,18 +136,21 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
     assert csrc_loader.unavailable("rows") == csrc_loader.unavailable("rows") == DISABLED
     reason = f"kernels 'rows' are not available: {DISABLED}"
     with pytest.raises(csrc_loader.CsrcUnavailable, match=reason):
-        csrc_loader.door.__wrapped__("rows", "row_logps")
+        csrc_loader.operator.__wrapped__("rows", "row_logps")
     assert caplog.text.count(DISABLED) == 1  # logged once
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Stands in for the compiler."""
+    """Replace the compiler."""
     output.write_text("x")
 
 
 @needs_library
 def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
-    """`_open` stands in for dlopen: a library cannot be loaded twice in a process."""
+    """A library that does not load is compiled again.
+
+    `_open` replaces dlopen, because a library cannot be loaded twice in a process.
+    """
     opened = []
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path))
     monkeypatch.delenv("GRPO_FAST_CPU", raising=False)
@@ -186,20 +187,23 @@ def test_loader_key_covers_what_changes_the_code(
     names.add(name())
     monkeypatch.setattr(torch, "__version__", "9.9")
     names.add(name())
-    monkeypatch.setattr(leaves_cpp, "header", lambda: "another loss")
+    monkeypatch.setattr(loss_codegen, "header", lambda: "another loss")
     names.add(name())
     assert len(names) == 7
 
 
-FILES = ("rows", "gemm_cpu", "head", "support_doors", "decode_cpu")
+FILES = ("rows", "gemm_cpu", "head", "support_kernels", "decode_cpu")
 ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/test_decoder.py"
 
 
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Rows and products again, for the baseline with 4 lanes and for AVX2: 8 lanes where the native
-    build has AVX-512, else 16 (the AVX-512 source, split)."""
+    """Rows and products pass their tests with the 4-lane baseline and with AVX2.
+
+    AVX2 runs with 8 lanes where the native build has AVX-512, else with 16 (the AVX-512 source,
+    split).
+    """
     command = csrc_loader.compiler()
     assert command is not None
     variants = [("generic", 4), ("avx2", 8 if "avx512f" in csrc_loader.cpu_flags() else 16)]

@@ -1,4 +1,4 @@
-"""What the loader of the C++ kernels meets on other machines, each case in a process of its own."""
+"""Failures of the C++ loader on other machines, each in a separate process (loader_cases.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library 
 OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
 
-# Why plain torch runs, as the one line says it.
+# Expected reason in the single log line.
 FALLBACKS = {
     "no_compiler": "no C++ compiler",
     "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
@@ -40,7 +40,7 @@ DAMAGED = ("truncated", "one_bit_changed", "another_users_library")
 
 
 class Case:
-    """What a case of `loader_cases` left behind."""
+    """Results of one case of `loader_cases`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,14 +75,9 @@ def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: st
     assert not (found.folder / "planted").exists()  # nothing in CXX reaches a shell
 
 
-def test_what_was_asked_for_is_not_warned_about(case) -> None:
-    found = case("switched_off")
-    assert (found.out, found.statuses, found.told) == (["torch"], ["0"], [])
-
-
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
-    """A truncated one would be a SIGBUS there. It is built again, the damaged one is gone."""
+    """A damaged library is rebuilt and removed. Loading a truncated file would cause a SIGBUS."""
     if name == "another_users_library" and os.geteuid() != 0:
         pytest.skip("giving a file away needs root")
     found = case(name)
@@ -91,15 +86,15 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
     assert found.builds == 2 and len(found.names("rows-*.so")) == 1
 
 
-def test_three_processes_may_build_at_once(case) -> None:
-    found = case("three_builds")
-    assert found.out == ["cpu"] * 3 and found.statuses == ["0"] * 3 and found.told == []
-    assert found.builds == 3 and len(found.names("*")) == 1
-
-
-def test_threads_build_once(case) -> None:
-    found = case("threads")
-    assert (found.out, found.statuses, found.told, found.builds) == (["cpu"], ["0"], [], 1)
+@pytest.mark.parametrize(
+    ("name", "out", "builds"),
+    [("switched_off", ["torch"], 0), ("three_builds", ["cpu"] * 3, 3), ("threads", ["cpu"], 1)],
+)
+def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
+    """A disabled library, three processes that build at once, and threads that build once."""
+    found = case(name)
+    assert (found.out, found.told, found.builds) == (out, [], builds)
+    assert found.statuses == ["0"] * len(out) and len(found.names("*")) == min(builds, 1)
 
 
 def test_old_leftovers_of_killed_builds_are_swept_and_nothing_else(case) -> None:
@@ -117,7 +112,7 @@ def test_a_killed_build_leaves_what_the_next_start_sweeps(tmp_path: Path) -> Non
     line = [sys.executable, "-c", "from grpo_fast.kernels.cpu import loader; loader.unavailable()"]
     process = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True)
     limit = time.monotonic() + 60
-    while not list(cache.glob("*/leaves.h")) and time.monotonic() < limit:
+    while not list(cache.glob("*/loss_functions.h")) and time.monotonic() < limit:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -141,7 +136,9 @@ def test_a_run_says_which_kernels_it_has(case) -> None:
 
 @pytest.mark.parametrize(("device", "level"), [("cuda", logging.WARNING), ("cpu", logging.INFO)])
 def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, level) -> None:
-    """Of the C++ kernels their loader has spoken already."""
+    """Missing Triton on a GPU is a warning. For the C++ kernels the loader has already logged the
+    reason.
+    """
     monkeypatch.setattr(backends, "fallback_reason", lambda device: "it is not installed")
     with caplog.at_level(logging.INFO, "grpo_fast"):
         assert backends._auto.__wrapped__(device) == "torch"

@@ -1,5 +1,7 @@
-"""Attention of one new token of each completion, in C++, against fp64: sizes at the edges of tiles
-and registers, groups of unequal size, windows, NaN, rows that nobody wrote.
+"""Decoding attention in C++ against fp64.
+
+Covers sizes around tiles and registers, groups of unequal size, windows, NaN and uninitialised
+memory.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels.cpu import decode, loader
+from tests.kernels.formulas import torch_threads
 
 REASON = loader.unavailable("decode")
 pytestmark = [
@@ -17,7 +20,7 @@ pytestmark = [
 
 
 class Rollout:
-    """Completions that grow by one random token a step, and what attention gives them in fp64."""
+    """Completions that grow by one random token per step, with the exact attention in fp64."""
 
     def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -30,10 +33,10 @@ class Rollout:
         self.own = ()
 
     def step(self, time, scale, window=None, rows=slice(None)):
-        """`decode_` of token `time`, room growing a tile at a time."""
+        """Run `decode_` for token `time`, growing the cache one tile at a time."""
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
-            self.own = decode.with_room(self.own, self.tiles, v.shape[1], time + 1)
+            self.own = decode.grow_tiles(self.own, self.tiles, v.shape[1], time + 1)
         numbers = torch.tensor(self.lengths), torch.tensor(self.counts)
         q = self.q[time][:, rows]
         return decode.decode_(q, k, v, self.tiles, self.own, *numbers, time, scale, window)
@@ -52,13 +55,11 @@ class Rollout:
         return torch.stack(out)
 
 
-CASES = [  # prompts, completions of each, key-value heads, queries of each, D
-    ([5], [1], 1, 1, 8),
-    ([16, 3, 17], [4, 1, 6], 2, 2, 32),
-    ([40, 33], [3, 5], 1, 3, 20),
-    ([1, 70], [2, 9], 3, 1, 64),
-    ([31, 32], [5, 4], 1, 7, 131),
-]
+# (prompt lengths, completions of each prompt, key-value heads, queries per head, D)
+CASES = [
+    ([5], [1], 1, 1, 8), ([16, 3, 17], [4, 1, 6], 2, 2, 32), ([40, 33], [3, 5], 1, 3, 20),
+    ([1, 70], [2, 9], 3, 1, 64), ([31, 32], [5, 4], 1, 7, 131),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 40])
@@ -76,7 +77,7 @@ def test_values_against_fp64(case, window):
 
 
 def test_large_scores_leave_one_token():
-    """Scores of thousands: the largest takes all, and nothing overflows."""
+    """With scores in the thousands one token gets all the weight, and nothing overflows."""
     rollout = Rollout([20], [2], 1, 2, 32, most=2)
     for time in range(2):
         found = rollout.step(time, 1e4)
@@ -88,19 +89,15 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
     alone = Rollout([60, 33], [7, 5], 2, 2, 32, most=3)
     alone.lengths, alone.counts, keep = [33], [2], [8, 11]
     alone.tiles = decode.tiles_of(*alone.prompts[:, 1:, :, :33])
-    threads = torch.get_num_threads()
     for time in range(3):
-        torch.set_num_threads(3)
-        try:
+        with torch_threads(3):
             together = whole.step(time, 0.2)
-        finally:
-            torch.set_num_threads(threads)
         assert torch.equal(together[keep], alone.step(time, 0.2, rows=keep))
 
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
 def test_nan_stays(which):
-    """A NaN that a row sees is in what it gets; other rows do not have it."""
+    """A NaN reaches exactly the rows that see it."""
     rollout = Rollout([17], [3], 1, 2, 32, most=2)
     rollout.step(0, 0.2)
     if which == "query":
@@ -119,7 +116,12 @@ def test_nan_stays(which):
         ("q", lambda x: x | {"q": x["q"].double()}),
         ("k", lambda x: x | {"k": x["k"][:, :2]}),
         ("v", lambda x: x | {"v": x["v"][..., :8]}),
-        ("own_k", lambda x: x | {"own": (x["own"][0][:, :, :, :, ::2], x["own"][1])}),
+        (
+            "completion_k",
+            lambda x: (
+                x | {"completions": (x["completions"][0][:, :, :, :, ::2], x["completions"][1])}
+            ),
+        ),
         ("prompt_v", lambda x: x | {"prompts": (x["prompts"][0], x["prompts"][1][:, :, :1])}),
         ("lengths", lambda x: x | {"lengths": torch.tensor([33])}),
         ("counts", lambda x: x | {"counts": torch.tensor([2])}),
@@ -132,7 +134,7 @@ def test_refusals_name_the_argument(name, change):
     k, v = rollout.new[:, 0]
     given = {
         "q": rollout.q[0], "k": k, "v": v, "prompts": rollout.tiles,
-        "own": decode.with_room((), rollout.tiles, 3, 1), "lengths": torch.tensor([17]),
+        "completions": decode.grow_tiles((), rollout.tiles, 3, 1), "lengths": torch.tensor([17]),
         "counts": torch.tensor([3]), "time": 0, "scale": 0.2, "window": None,
     }  # fmt: skip
     decode.decode_(**given)

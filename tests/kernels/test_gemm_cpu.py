@@ -1,6 +1,4 @@
-"""Our matrix product for the CPU: values in every layout, bits that depend on nothing else, and
-where it is used.
-"""
+"""The csrc matrix product: values in every layout, bit invariance, and when it is used."""
 
 from __future__ import annotations
 
@@ -18,17 +16,18 @@ from grpo_fast.kernels.cpu import gemm as gemm_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.types import AddedRows, widened
+from tests.kernels.formulas import torch_threads
 from tests.pairs import pairs
 
 REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# torch's tile product runs where oneDNN has bf16 instructions.
+# torch's AMX product runs where oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# Rows come in sixes (32 for tiles), with every remainder, columns in panels of 16 or 64, k in
-# slices of 256 words.
+# Cover every remainder of the micro-kernel's 6 rows (32 for AMX), panels of 16 or 64 columns, and
+# slices of 256 words of k.
 SHAPES = [
     (1, 1, 1), (5, 7, 3), (6, 64, 16), (13, 65, 17), (14, 70, 9), (100, 130, 700), (257, 33, 1025),
     (700, 20, 5), (33, 600, 511),
@@ -37,13 +36,15 @@ SHAPES = [
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The questions that are asked once, asked again."""
-    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice)
-    for cache in caches:
-        cache.cache_clear()
+    """Clear the cached decisions before and after a test."""
+
+    def clear() -> None:
+        for cache in (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice):
+            cache.cache_clear()
+
+    clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    clear()
 
 
 def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
@@ -52,7 +53,9 @@ def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """(rows, columns) inside a larger matrix of NaN, or as the transpose of such a one."""
+    """Return random (rows, columns) inside a larger matrix of NaN, or the transpose of such a
+    matrix.
+    """
     stored = (columns, rows) if transposed else (rows, columns)
     x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
     x.copy_(torch.randn(stored))
@@ -60,7 +63,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
 
 
 def positive16(x: Tensor) -> Tensor:
-    """x ≥ 0 with ten digits, in a larger matrix."""
+    """Round x ≥ 0 to Positive16, inside a larger matrix."""
     stored = x if x.stride(1) == 1 else x.t()
     out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
     out.copy_(
@@ -81,7 +84,7 @@ def multiply(
     scales: Tensor | None = None,
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
-    # Both readings are right; some arguments want one of them.
+    # A vector can be read as transposed or not; `scales` need the transposed reading.
     if a.shape[0] == 1 or a.shape[1] == 1:
         a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
     layout = a_transposed, b_transposed, add, tiles
@@ -101,14 +104,12 @@ def test_every_layout_gives_the_fp64_product(
         out = start.clone()
         multiply(a, b, out[:, 1:-1], add=add, tiles=tiles)
         before = start[:, 1:-1].double() * add
-        truth, size = (
-            a.double() @ b.double() + before,
-            a.double().abs() @ b.double().abs() + before.abs(),
-        )
-        # bf16: the sum is rounded to bf16 before it is added, and after.
-        bound = 1e-6 * size if out_dtype == torch.float32 else 1e-6 * size + 2**-8 * truth.abs()
+        truth = a.double() @ b.double() + before
+        bound = 1e-6 * (a.double().abs() @ b.double().abs() + before.abs())
+        # bf16: the sum is rounded before and after it is added.
+        bound += 2**-8 * truth.abs() if out_dtype == torch.bfloat16 else 0
         assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
-        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # nothing beside it
+        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # neighbouring memory is untouched
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
@@ -117,36 +118,25 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
 ) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(301, 777).to(dtype), torch.randn(777, 1111).to(dtype)
-    threads = torch.get_num_threads()
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return multiply(a, b, torch.empty(a.shape[0], b.shape[1]), tiles=tiles)
+
     results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(multiply(a, b, torch.empty(301, 1111), tiles=tiles))
-    finally:
-        torch.set_num_threads(threads)
-    whole = results[0]
-    assert torch.equal(whole, results[1]) and torch.equal(whole, results[2])
-    for rows, columns in [
-        (slice(0, 1), slice(None)),
-        (slice(7, 8), slice(1100, 1101)),
-        (slice(3, 40), slice(65, 900)),
-    ]:
-        part = a[rows], b[:, columns]
-        out = torch.empty(part[0].shape[0], part[1].shape[1])
-        assert torch.equal(multiply(*part, out, tiles=tiles), whole[rows, columns])
-    # How the operands lie in memory does not matter either.
-    assert torch.equal(
-        multiply(
-            a.t().contiguous().t(), b.t().contiguous().t(), torch.empty_like(whole), tiles=tiles
-        ),
-        whole,
-    )
+    for count in (1, 2, 5):
+        with torch_threads(count):
+            results.append(product(a, b))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
+    for rows, columns in some:
+        assert torch.equal(product(a[rows], b[:, columns]), results[0][rows, columns])
+    # Column-major operands.
+    assert torch.equal(product(a.t().contiguous().t(), b.t().contiguous().t()), results[0])
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
 def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
-    """And beside one of fp32; a transposed one takes a scale for every k."""
+    """An fp32 a with a bf16 or fp32 b. A transposed a can be scaled by k."""
     torch.manual_seed(0)
     bound = 1e-6 if dtype == torch.float32 else 2**-15
     for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
@@ -162,7 +152,7 @@ def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles:
 
 
 def test_a_number_without_a_sign_has_two_digits_more() -> None:
-    # Above 2^-98, the least positive one: by chance smaller numbers became 0.
+    # All numbers are above 2^-98, the smallest positive Positive16.
     some = (0.5 + torch.rand(1000) / 2) * torch.logspace(-27, 9, 1000)
     x = torch.cat([some, torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])])
     back = widened(positive16(x[None]))[0]
@@ -174,8 +164,8 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
-    """The bits are those of the same numbers in bf16, but in the rows of a transpose that have
-    heavy elements.
+    """Positive16 with a bf16 b has the bits of the same numbers in bf16, except in rows with heavy
+    elements.
     """
     torch.manual_seed(0)
     for m, n, k in SHAPES:
@@ -201,8 +191,10 @@ def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 @pytest.mark.parametrize("count", [1, 10])
 def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool) -> None:
-    """Elements of 1.006 (bf16: 1.0078) among small ones: only their own rounding matters, and it is
-    made good. Among 10 equal ones each has a 10th of the squares.
+    """Elements of 1.006 among small ones: only their rounding (to 1.0078) matters, and it is
+    corrected.
+
+    With 10 equal elements each has a 10th of the squares.
     """
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
@@ -219,9 +211,7 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
-    """Equal ids in their order, whatever the blocks and threads; an id in every block, and rows
-    without one.
-    """
+    """Equal ids are added in order for any blocks and threads. Some rows have no id."""
     torch.manual_seed(0)
     m, n, k = 700, 1100, 40
     a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
@@ -229,64 +219,49 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
     values, coefficients = torch.randn(40, n), 2.0 ** torch.arange(-20, 20)
     coefficients[7], values[7] = 0, torch.nan
     expected = multiply(a, b, torch.empty(m, n))
-    AddedRows(coefficients, values, ids=ids).add_to_(expected)
-    assert expected.isfinite().all()
     added = AddedRows(coefficients, values, ids=ids)
+    added.add_to_(expected)
+    assert expected.isfinite().all()
     if dtype == torch.float32:
-        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=added), expected)
         shuffled = torch.randperm(40)
         again = AddedRows(coefficients, values[shuffled], ids=ids, rows=shuffled.argsort())
-        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=again), expected)
+        for rows in (added, again):
+            assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=rows), expected)
     out = gemm_cpu.mm_(a, b, start.clone(), add=True, added=added)
-    torch.testing.assert_close(
-        out,
-        (start.float() + expected).to(dtype),
-        rtol=1e-6 if dtype == torch.float32 else 2**-7,
-        atol=1e-5,
-    )
+    rtol = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, (start.float() + expected).to(dtype), rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """As dH is made: one row of W for each, in order; a scale of 0 gives zeros, whatever the
-    product holds.
+    """The epilogue of dH: scale rows, add one row of W each. A scale of 0 gives zeros for
+    NaN, too.
     """
     torch.manual_seed(0)
     m, n, k = 700, 130, 40  # several blocks of rows
-    a, b, scales, rows = (
-        torch.randn(m, k),
-        torch.randn(k, n),
-        torch.randn(m),
-        torch.randint(9, (m,)),
-    )
+    a, b, scales = torch.randn(m, k), torch.randn(k, n), torch.randn(m)
     a[3], scales[3] = torch.nan, 0
     values, coefficients = torch.randn(9, n).to(dtype), torch.randn(m)
-    added = AddedRows(coefficients, values, rows=rows)
-    out = gemm_cpu.mm_(a, b, torch.empty(m, n), out_scales=scales, added=added)
-    true = torch.where(
-        scales[:, None] == 0, 0, (a.double() @ b.double()) * scales[:, None].double()
-    )
+    rows = torch.randint(9, (m,))
+    options = {"out_scales": scales, "added": AddedRows(coefficients, values, rows=rows)}
+    out = gemm_cpu.mm_(a, b, torch.empty(m, n), **options)
+    by = scales[:, None].double()
+    true = torch.where(by == 0, 0, (a.double() @ b.double()) * by)
     true += coefficients[:, None].double() * values[rows].double()
     torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
-    narrow = gemm_cpu.mm_(
-        a, b, torch.empty(m, n, dtype=torch.bfloat16), out_scales=scales, added=added
-    )
+    narrow = gemm_cpu.mm_(a, b, torch.empty(m, n, dtype=torch.bfloat16), **options)
     assert torch.equal(narrow, out.bfloat16())
 
 
-def test_a_nan_stays_in_its_row() -> None:
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
+    """Scratch memory that contained NaN does not affect the next product."""
     a, b = torch.ones(40, 30), torch.ones(30, 70)
     a[17, 3] = torch.nan
     out = multiply(a, b, torch.empty(40, 70))
     assert out[17].isnan().all() and (out[torch.arange(40) != 17] == 30).all()
-
-
-@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
-def test_a_nan_stays_in_its_product(tiles: bool) -> None:
-    """Nothing of what a product leaves in the memory that it packs into reaches the next one."""
-    for dtype, a_transposed, b_transposed in itertools.product(
-        (torch.float32, torch.bfloat16), (False, True), (False, True)
-    ):
+    layouts = (torch.float32, torch.bfloat16), (False, True), (False, True)
+    for dtype, a_transposed, b_transposed in itertools.product(*layouts):
         for k, value in ((64, torch.nan), (33, 1.0)):
             a, b = matrix(40, k, dtype, a_transposed), matrix(k, 70, torch.bfloat16, b_transposed)
             out = multiply(a.fill_(value), b.fill_(value), torch.empty(40, 70), tiles=tiles)
@@ -294,51 +269,40 @@ def test_a_nan_stays_in_its_product(tiles: bool) -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    a, out = torch.zeros(4, 3), torch.zeros(4, 5)
-    for operands, message in [
-        ((a, torch.zeros(2, 5), out), "b: expected K = 3 as in a, got 2"),
-        ((a.bfloat16(), torch.zeros(3, 5), out), "b: expected bfloat16 beside an a of 16 bits"),
-        ((a, torch.zeros(3, 5), torch.zeros(4, 4)), r"out: expected \(4, 5\)"),
-        ((a.double(), torch.zeros(3, 5).double(), out), "a: expected float32 or bfloat16"),
+    a, b, out = torch.zeros(4, 3), torch.zeros(3, 5), torch.zeros(4, 5)
+    ones, rows, bf16 = torch.ones(4), torch.arange(4), torch.bfloat16
+    transposed = positive16(torch.zeros(3, 4).t())
+    scaled = "scales: expected a transposed a that is float32 or int16"
+    for operands, options, message in [
+        ((a, torch.zeros(2, 5), out), {}, "b: expected K = 3 as in a, got 2"),
+        ((a.bfloat16(), b, out), {}, "b: expected bfloat16 if a has 16 bits"),
+        ((a, b, torch.zeros(4, 4)), {}, r"out: expected \(4, 5\)"),
+        ((a.double(), b.double(), out), {}, "a: expected float32 or bfloat16"),
+        ((a, b, out), {"scales": torch.ones(3)}, scaled),
+        ((a.to(bf16).t().contiguous().t(), b.to(bf16), out), {"scales": torch.ones(3)}, scaled),
+        ((transposed, torch.zeros(5, 3, dtype=bf16).t(), out), {}, "b: expected contiguous rows"),
+        ((a, b, out), {"tiles": True}, "tiles: expected a bfloat16 b"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            multiply(*operands)
-    for stored, dtype in ((a, torch.float32), (a.bfloat16().t().contiguous().t(), torch.bfloat16)):
-        with pytest.raises(
-            RuntimeError, match="scales: expected a transposed a that is float32 or int16"
-        ):
-            multiply(stored, torch.zeros(3, 5, dtype=dtype), out, scales=torch.ones(3))
-    with pytest.raises(RuntimeError, match="b: expected as it is beside a transposed a of int16"):
-        multiply(positive16(torch.zeros(3, 4).t()), torch.zeros(5, 3).bfloat16().t(), out)
-    with pytest.raises(RuntimeError, match="tiles: expected a bfloat16 b"):
-        multiply(a, torch.zeros(3, 5), out, tiles=True)
+            multiply(*operands, **options)
     with pytest.raises(RuntimeError, match="out_scales: expected one value for each of 4 rows"):
-        gemm_cpu.mm_(a, torch.zeros(3, 5), out, out_scales=torch.ones(3))
-    ones, rows = torch.ones(4), torch.arange(4)
+        gemm_cpu.mm_(a, b, out, out_scales=torch.ones(3))
+    more, shifted = torch.zeros(5, 5), rows + 1
     for added, message in [
         (AddedRows(ones, torch.zeros(4, 6)), "added: expected 5 columns, got 6"),
         (AddedRows(ones, torch.zeros(3, 5)), "added: expected 4 rows, got 3"),
-        (
-            AddedRows(torch.ones(5), torch.zeros(5, 5)),
-            "added: expected at most 4 coefficients, got 5",
-        ),
-        (
-            AddedRows(ones, torch.zeros(4, 5), ids=rows + 1),
-            "added_ids: expected indices from 0 to 3, got 4",
-        ),
-        (
-            AddedRows(ones, torch.zeros(3, 5), rows=rows),
-            "added_rows: expected indices from 0 to 2, got 3",
-        ),
-        (AddedRows(ones.double(), torch.zeros(4, 5)), "added_coefficients: expected float32"),
+        (AddedRows(torch.ones(5), more), "added: expected at most 4 coefficients, got 5"),
+        (AddedRows(ones, more, ids=shifted), "added_ids: expected indices from 0 to 3, got 4"),
+        (AddedRows(ones, b, rows=rows), "added_rows: expected indices from 0 to 2, got 3"),
+        (AddedRows(ones.double(), out), "added_coefficients: expected float32"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            gemm_cpu.mm_(a, torch.zeros(3, 5), out, added=added)
+            gemm_cpu.mm_(a, b, out, added=added)
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """fp32: ours unless the CPU is Intel's, or as GRPO_FAST_GEMM says. bf16: ours where it has
-    16-bit instructions.
+    """fp32 uses csrc except on Intel CPUs, unless GRPO_FAST_GEMM decides; bf16 needs 16-bit
+    instructions.
     """
     has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
     for choice, vendor, expected in [
@@ -350,22 +314,20 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
         route.gemm_choice.cache_clear()
-        assert route.own_product(torch.zeros(1)) is expected, (choice, vendor)
-        assert not route.own_product(torch.zeros(1).double()) and not route.own_product(
+        assert route.uses_csrc_gemm(torch.zeros(1)) is expected, (choice, vendor)
+        assert not route.uses_csrc_gemm(torch.zeros(1).double()) and not route.uses_csrc_gemm(
             torch.zeros(1).half()
         )
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
     route.gemm_choice.cache_clear()
     with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
-        route.own_product(torch.zeros(1))
+        route.uses_csrc_gemm(torch.zeros(1))
 
 
 def test_a_wrong_bf16_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, fresh: None, caplog
 ) -> None:
-    """What lies outside torch's interface is believed after a look: a wrong result is refused, and
-    said so once.
-    """
+    """A wrong result in the self-check disables the bf16 product, with one log line."""
     if gemm_cpu.unavailable(torch.bfloat16) is not None:
         pytest.skip(f"bf16 is widened here: {gemm_cpu.unavailable(torch.bfloat16)}")
     gemm_cpu.unavailable.cache_clear()
@@ -389,7 +351,9 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """Its verdict stays for the life of the process."""
+    """The self-check's verdict is cached for the process, so the caller's modes must not influence
+    it.
+    """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()
     with mode():
@@ -397,21 +361,18 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a 16-bit product W is never widened as a whole; pieces of it add up to the same
-    matrices.
-    """
+    """Without a 16-bit product, W is converted in pieces, and the results are the same."""
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)
-    out = [torch.empty(8, 50) for _ in range(2)]
     results = []
-    for rows, logits in zip((16, 1000), out, strict=True):
+    for rows in (16, 1000):
         monkeypatch.setattr(products, "WIDEN_ROWS", rows)
-        products.matmul_wide(h, weight, out=logits)
-        results.append([logits, products.matmul_narrow(d, weight)])
-        results[-1].append(products.accumulate_outer(None, d, h, weight, is_only=True))
-        assert results[-1][-1].dtype == torch.float16
+        logits = torch.empty(8, 50)
+        products.matmul_logits(h, weight, out=logits)
+        d_weight = products.accumulate_outer(None, d, h, weight, is_single_chunk=True)
+        assert d_weight.dtype == torch.float16
+        results.append([logits, products.matmul_d_hidden(d, weight), d_weight])
     for pieces, whole in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        results[0][0].double(), h.double() @ weight.double().t(), rtol=1e-5, atol=1e-5
-    )
+    exact = h.double() @ weight.double().t()
+    torch.testing.assert_close(results[0][0].double(), exact, rtol=1e-5, atol=1e-5)

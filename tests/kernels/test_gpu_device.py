@@ -1,6 +1,6 @@
-"""What only a GPU would show, without one: which device is asked, how its products round.
+"""GPU behaviour tested without a GPU: device selection and rounding of products.
 
-Two GPUs are played by names; the sums of tensor cores, which cut off what does not fit, by fp64.
+Two GPUs are simulated by patched functions, and tensor-core sums by fp64 sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.kernels.triton_tools.launcher import HAS_TRITON
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs, of which number 0 is the current one; `gpus.tensor` lies on number 1."""
+    """Simulate two GPUs. Number 0 is current, and `gpus.tensor` is on number 1."""
     here = SimpleNamespace(current=0)
 
     @contextlib.contextmanager
@@ -45,7 +45,7 @@ def gpus(monkeypatch):
 def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkeypatch):
     host = SimpleNamespace(copy_=lambda x, non_blocking: None)
     monkeypatch.setattr(torch, "empty", lambda *args, **options: host)
-    _, arrived = workspace.on_its_way(gpus.tensor)
+    _, arrived = workspace.copy_to_host_async(gpus.tensor)
     assert arrived.stream == 1
 
 
@@ -77,7 +77,7 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 2982), (79.25, 1690), (48.5, 1034), (48, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """And 1 GiB at the least, where torch sees no GPU, too."""
+    """The workspace is at least 1 GiB, also if torch sees no GPU."""
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -89,17 +89,19 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 
 
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
-    """dH = d·W: a GPU that writes 16 bits may round parts of the sum to them."""
+    """The product dH = d·W returns fp32, because a GPU that writes 16 bits may round parts of the
+    sum.
+    """
     with OnGpu():
         d, weight = (
             torch.empty(x, dtype=torch.bfloat16, device="meta") for x in ((32, 999), (999, 8))
         )
-        assert products.matmul_narrow(d, weight).dtype == torch.float32
-        assert products.matmul_narrow(d.float(), weight).dtype == torch.float32
+        assert products.matmul_d_hidden(d, weight).dtype == torch.float32
+        assert products.matmul_d_hidden(d.float(), weight).dtype == torch.float32
 
 
 def test_powers_of_two_are_exact(monkeypatch):
-    """Also where `pow` is not, on which torch.ldexp stands."""
+    """Powers of two are exact even where `pow`, on which torch.ldexp is based, is not."""
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])
@@ -116,11 +118,11 @@ def test_powers_of_two_are_exact(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
-    """Twice the columns for every epilogue but those that the compiler spills (test_triton_compile
-    holds all of them to none).
+    """The large tile is used for every epilogue that compiles without spills (see
+    test_triton_compile.py).
     """
     from grpo_fast.kernels.gpu import linear
-    from grpo_fast.kernels.types import LogitRule
+    from grpo_fast.kernels.types import LogitTransform
 
     started: list[int] = []
     for name, value in (
@@ -132,7 +134,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
     given = weight[:, 0] if bias else None
     p = linear.head_inputs(
-        hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0)
+        hidden, weight, given, torch.zeros(4).long(), LogitTransform(1.0, softcap, 1.0)
     )
     out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
     target = torch.zeros(4) if stored == "exponentials" else None

@@ -1,4 +1,4 @@
-"""torch.compile of a model whose layers compute by layers.py: numbers, and no graph break."""
+"""torch.compile of a model with fast CPU layers: values, and no graph break."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(family: str, backend: str, eager_first: bool) -> None:
     model = copy.deepcopy(plain)
     fast_layers(model)
     ids = torch.arange(2, 22).view(2, 10)
-    if eager_first:  # the trials of layers.py then ran outside of the graph
+    if eager_first:  # runs the trials of modules.py outside the graph
         model(input_ids=ids)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     logits = compiled(input_ids=ids).logits

@@ -1,11 +1,11 @@
-"""Every shipped Triton configuration is compiled for five architectures, and its code counted.
+"""Every shipped Triton configuration compiles for five architectures without spills, and no GPU is
+needed.
 
-No GPU is needed. No spills, shared memory within the device's limit, the matrix units of that
-architecture in use. The configurations are listed in tests/kernels/triton_tools/shipped.py;
-`python tests/kernels/triton_tools/report.py` prints the table.
-
-`make test` compiles for sm_90, which has most configurations; `make test-compile` and `make
-test-floor` for all, and the candidates that no GPU has timed yet.
+Shared memory must be within the limit, and matrix units must be used.
+tests/kernels/triton_tools/shipped.py lists the configurations, and `python
+tests/kernels/triton_tools/report.py` prints the table. `make test` compiles for sm_90, which has
+most configurations. `make test-compile` and `make test-floor` compile for all architectures, and
+the candidates that no GPU has timed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """Two tiles of one device add up a row's columns and its hidden units in the same order."""
+    """Two tiles of one device sum a row's columns and hidden units in the same order."""
     for key, light in configs._LIGHT.items():
         heavy = configs._LINEAR[key]
         assert (light.piece, light.block_h) == (heavy.piece, heavy.block_h)
@@ -74,7 +74,7 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """No spill in a tile of 128 x 256."""
+    """A 128 x 256 tile compiles without spills."""
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
 from benchmarks.gpu.candidates import Candidate, compile_one
@@ -88,7 +88,7 @@ import torch
 from benchmarks.gpu import live_tiles
 from benchmarks.gpu.fake_driver import compile_launches
 from benchmarks.gpu.resources import SHARED_LIMIT, resources
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
 for arch in ("sm_90", "sm_120"):
@@ -97,7 +97,7 @@ for arch in ("sm_90", "sm_120"):
         hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
         with compile_launches(arch) as compiled:
             ids = torch.zeros(8, dtype=torch.long)
-            live_tiles.weighed_exponentials(hidden, weight, ids, LogitRule(), e)
+            live_tiles.weighed_exponentials(hidden, weight, ids, LogitTransform(), e)
             live_tiles.live_product(e, weight, live, torch.zeros(8, width))
             live_tiles.live_product(e, hidden, live, weight, transposed=True)
         for name, kernel in compiled:
@@ -113,7 +113,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """The candidate for `grad_filter`."""
+    """The candidate for `grad_filter` compiles without spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

@@ -1,8 +1,8 @@
-"""The Triton kernels in the interpreter: parity with fp64, edge cases, memory, program order, the
+"""The Triton kernels in the interpreter: fp64 parity, edge cases, memory checks, program order,
 public functions.
 
-Its own cases lie in tests/kernels/triton_tools/cases_*.py, those of all engines where the engine's
-tests are (launcher.OF_ENGINES). They run in one process started with TRITON_INTERPRET=1.
+The interpreter's cases are in tests/kernels/triton_tools/cases_*.py; cases of all engines are in
+the engines' tests (launcher.OF_ENGINES). All run in one process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The workspace of the chunk loop: kept on the CPU from call to call, whatever shape it had, up to
-a bound.
-"""
+"""The workspace of the chunk loop: reuse on the CPU, its limits, and fast zeros."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def take(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def test_the_next_call_gets_the_same_memory():
-    """The same shape, a smaller one, and the first one again: nothing is allocated."""
+    """Equal and smaller shapes reuse the memory."""
     first = take(64, 512)
     memory.give_back_workspace(first)
     for rows, columns in ((64, 512), (32, 500), (1, 1), (64, 512)):
@@ -47,29 +45,26 @@ def test_the_next_call_gets_the_same_memory():
         memory.give_back_workspace(again)
 
 
-def test_what_is_not_given_back_is_not_given_twice():
+def test_what_does_not_fit_is_allocated():
+    """Memory in use, a different dtype and a larger shape are not served from the spare."""
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)
     assert one.data_ptr() != other.data_ptr()
-
-
-def test_another_dtype_and_a_larger_shape_get_their_own():
-    memory.give_back_workspace(take(8, 8))
+    memory.give_back_workspace(one)
     assert take(8, 8, torch.float64).dtype == torch.float64
-    memory.give_back_workspace(take(8, 8))
+    memory.give_back_workspace(other)
     assert take(9, 8).shape == (9, 8)
 
 
 def test_large_ones_are_not_kept(monkeypatch):
     monkeypatch.setattr(memory, "KEPT_BYTES", 8 * 8 * 4)
-    memory.give_back_workspace(take(9, 8))
-    assert not memory._spare
-    memory.give_back_workspace(take(8, 8))
-    assert memory._spare
+    for rows in (9, 8):
+        memory.give_back_workspace(take(rows, 8))
+        assert bool(memory._spare) == (rows == 8)
 
 
 def test_none_of_inference_mode_is_kept():
-    """Such a tensor may not be written outside of it."""
+    """An inference tensor cannot be written outside inference mode."""
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
         assert not memory._spare
@@ -89,7 +84,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """The process does not grow by what was dropped."""
+    """Dropped zeros are returned to the system."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -274,7 +274,7 @@ def selected(chosen: argparse.Namespace) -> tuple[list[Plant], list[str]]:
 def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
     """Return the outcomes of all bugs.
 
-    Triton reads TRITON_INTERPRET when it is imported, so every engine has a process of its own.
+    Triton reads TRITON_INTERPRET when it is imported, so every engine has a separate process.
     """
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as name:

@@ -13,13 +13,13 @@ from grpo_fast.kernels.types import contiguous_rows, detached
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq), all fp32."""
     given = map(contiguous_rows, (q, k, v))
-    operator = loader.door("attention", "attention")
+    operator = loader.operator("attention", "attention")
     return operator(*given, spans.cu_q, spans.cu_k, spans.causal, rule.scale)
 
 
 def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
     given = map(contiguous_rows, (grad, *saved[:4]))
-    operator = loader.door("attention", "attention_backward")
+    operator = loader.operator("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal
     return operator(*given, detached(saved.lse), *places, rule.scale)

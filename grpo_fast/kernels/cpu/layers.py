@@ -1,7 +1,7 @@
-"""Layers of a model on a CPU, for first-order reverse-mode gradients.
+"""Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use our matrix product. RMSNorm, SwiGLU and rotary embeddings read and write their
-tensors once in each direction (C++), where transformers' operations take five to twelve passes.
+Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings read and write each
+tensor once per direction in C++, where transformers makes 5 to 12 passes.
 """
 
 from __future__ import annotations
@@ -18,52 +18,59 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import contiguous_rows
 
-LEAST_ROWS = 24  # with fewer, arranging the weight costs more time than the product saves
-PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
+# With fewer rows, packing the weight takes longer than the faster product saves.
+LEAST_ROWS = 24
+PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear`, by our matrix product where that is faster (fp32 on a CPU).
+    """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
     Args:
-        x: of shape (…, K).
-        weight: of shape (N, K).
-        bias: of shape (N,), or None.
+        x: (…, K).
+        weight: (N, K).
+        bias: (N,) or None.
 
     Returns:
-        A tensor of shape (…, N).
+        (…, N).
     """
-    # The product takes only tens of microseconds in a rollout, so the cheapest checks come first.
+    # A product takes only tens of microseconds in a rollout, so the cheapest checks come first.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
         or x.shape[-1] != weight.shape[-1]
         or torch.is_autocast_enabled("cpu")
-        or not route.own_product(weight)
+        or not route.uses_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
-    learns = _learns(x, weight) or (bias is not None and _learns(bias))
-    return (_Linear.apply if learns else _product)(x, weight, bias)
+    # Without gradients, skip the overhead of an autograd Function.
+    needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
+    return (_Linear.apply if needs_grad else _product)(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / √(mean(x²) + eps) over the last dimension, for tensors that are plain.
+    """Compute weight · x / √(mean(x²) + eps) over the last dimension.
+
+    The tensors must satisfy `is_plain`.
 
     Args:
-        x: of shape (…, H).
-        weight: of shape (H,).
+        x: (…, H).
+        weight: (H,).
+        eps: added to the mean square.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _RmsNorm.apply(x, weight, eps) if _learns(x, weight) else _norm(x, weight, eps)[0]
+    return _RmsNorm.apply(x, weight, eps) if _needs_grad(x, weight) else _norm(x, weight, eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) · up in one pass (fp32 on a CPU), elsewhere by torch. Shapes are equal."""
+    """Compute silu(gate) · up in one pass (fp32 on a CPU), otherwise with torch. Shapes are
+    equal.
+    """
     if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
+    return _SwiGLU.apply(gate, up) if _needs_grad(gate, up) else _gated(gate, up)
 
 
 def rotary(
@@ -72,18 +79,20 @@ def rotary(
     cos: Tensor,  # (B or 1, T, D)
     sin: Tensor,  # (B or 1, T, D)
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by halves, as transformers does: x·cos + (−x_high, x_low)·sin.
+    """Apply rotary embeddings to q and k as transformers does: x·cos + (−x_high, x_low)·sin.
 
-    The tensors must be ones that `can_turn` accepts.
+    The tensors must satisfy `can_rotate`.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _Rotary.apply(q, k, cos, sin) if _learns(q, k) else _turned(q, k, cos, sin, False)
+    return _Rotary.apply(q, k, cos, sin) if _needs_grad(q, k) else _rotated(q, k, cos, sin, False)
 
 
-def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether `rotary` accepts these: `is_plain`, an even head width, constant angles."""
+def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether `rotary` accepts the tensors: `is_plain`, an even head size, constant
+    angles.
+    """
     return (
         is_plain(q, k, cos, sin)
         and q.dim() == k.dim() == 4
@@ -97,9 +106,10 @@ def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Return whether these are non-empty fp32 CPU tensors that the C++ operators compute correctly.
+    """Return whether the C++ operators accept these tensors: non-empty fp32 CPU tensors.
 
-    False for subclasses of Tensor, in compiled graphs, and under `torch.func` and forward-mode AD.
+    The result is False for subclasses of Tensor, in compiled graphs, under `torch.func` and under
+    forward-mode AD.
     """
     for x in tensors:
         if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
@@ -108,18 +118,20 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _in_transform(grad: Tensor | None = None) -> bool:
-    """Return whether tensors may be batched or carry tangents, which our operators would ignore.
+    """Return whether tensors may be batched or carry tangents, which the C++ operators would
+    ignore.
 
     Args:
-        grad: of a backward pass, which `is_grads_batched` calls outside of `torch.func`.
+        grad: gradient in a backward pass. `is_grads_batched` batches it without `torch.func`.
     """
+    # These transforms wrap tensors in levels that custom operators cannot see.
     in_func: bool = torch._C._are_functorch_transforms_active()
     if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
         return True
     return in_func or forward_ad._current_level >= 0
 
 
-def _learns(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -140,28 +152,31 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
-    """Return gradients by torch, for the batch of gradients that `is_grads_batched` brings."""
+    """Compute gradients with torch, for the batched gradients of `is_grads_batched`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(formula(*leaves), leaves, grads)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, scales = loader.door("layers", "rms_norm")(_rows(x), weight.detach(), eps)
+    y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps)
     return y.view(x.shape), scales
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
+    y: Tensor = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
     return y.view(gate.shape)
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    # The kernel wants the heads of a token next to each other, which is how models project them.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
-    turned = loader.door("layers", "rotary")(*by_token, *angles, inverse)
-    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in turned)
+    rotated = loader.operator("layers", "rotary")(*by_token, *angles, inverse)
+    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated)
     return out_q, out_k
 
 
@@ -170,6 +185,7 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The transpose of the rotation.
     low, high = (grad * sin).chunk(2, -1)
     return grad * cos + torch.cat([high, -low], -1)
 
@@ -177,8 +193,8 @@ def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        wants_x, needs_d_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_d_weight else None, weight if wants_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -210,8 +226,8 @@ class _RmsNorm(torch.autograd.Function):
         if _in_transform(grad):
             dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
             return dx, dw, None
-        door = loader.door("layers", "rms_norm_backward")
-        dx, dw = door(_rows(grad), _rows(x), weight.detach(), scales)
+        operator = loader.operator("layers", "rms_norm_backward")
+        dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
 
 
@@ -228,8 +244,8 @@ class _SwiGLU(torch.autograd.Function):
         if _in_transform(grad):
             dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
             return dgate, dup
-        door = loader.door("layers", "swiglu_backward")
-        dgate, dup = door(*map(_rows, (grad, gate, up)))
+        operator = loader.operator("layers", "swiglu_backward")
+        dgate, dup = operator(*map(_rows, (grad, gate, up)))
         return dgate.view(gate.shape), dup.view(up.shape)
 
 
@@ -237,7 +253,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, False)
+        return _rotated(q, k, cos, sin, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -247,4 +263,4 @@ class _Rotary(torch.autograd.Function):
             # The gradient of a rotation is linear in dq and dk and has no other inputs.
             dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
             return dq, dk, None, None
-        return *_turned(dq, dk, cos, sin, True), None, None
+        return *_rotated(dq, dk, cos, sin, True), None, None

@@ -1,8 +1,10 @@
-"""The loss of a token-level row and its coefficient dL/dlogp in Triton: the leaves of
-objective/losses.py and objective/kl.py, compiled.
+"""Triton kernel for the loss of token-level rows and its coefficient dL/dlogp.
 
-`row_coefficients` runs them in one launch where torch takes twenty, 24 to 36 bytes per row;
-rows.py between its two looks at a row.
+    losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
+
+The functions of objective/losses.py and objective/kl.py are compiled from their Python source.
+`row_coefficients` fuses about twenty torch operations into one launch, with 24 to 36 bytes of HBM
+traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
 """
 
 from __future__ import annotations
@@ -28,9 +30,14 @@ MAX_PARAMS = 4
 
 
 @triton.jit
-def leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
-    """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
+def call_objective(
+    lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
+):
+    """Call the loss function with its number of hyperparameters; return loss and d loss / d
+    logp.
+    """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
+    # Triton cannot unpack arguments, so each count is a branch at compile time.
     if N_PARAMS == 0:
         loss, slope = OBJECTIVE(lp, lr, advantage)
     elif N_PARAMS == 1:
@@ -50,14 +57,18 @@ def loss_and_slope(
     p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
 ):  # fmt: skip
-    """policy_weight·ℓ + kl_weight·KL of the rows `at` (one, or a block), and d / d lp."""
+    """Return policy_weight·ℓ + kl_weight·KL and d / d logp of the rows `at` (one row or a
+    block).
+    """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
         lr = lp - tl.load(old_logps_ptr + at, mask=mask, other=0.0)
+        # Limit the log ratio, so that the ratio is finite.
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
-    loss, slope = leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    # Select instead of multiplying by 0: excluded rows may contain NaN.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -66,23 +77,26 @@ def loss_and_slope(
         kl, kl_slope = KL(d, kl_most, kl_reach)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
+            # Product rule: d(KL·ratio) = (KL' + KL)·ratio.
             kl_slope = (kl_slope + kl) * ratio
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Comparisons inside the leaf and a weight of 0 would hide a NaN.
+    # Propagate a NaN logp. Comparisons in the loss function or a weight of 0 would hide it.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 
 @functools.cache
 def device_function(leaf: Leaf) -> Leaf:
-    """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
+    """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(leaf, tl, triton.jit, words)
 
 
-def leaf_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
-    """p0 … p3 and the clamps of the KL; the leaves, and what else is compiled into a kernel."""
+def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
+    """Return the numeric arguments (p0 … p3, KL clamps) and the compile-time arguments of a
+    loss.
+    """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
         "OBJECTIVE": device_function(OBJECTIVES[config.loss_type].leaf),
@@ -99,6 +113,7 @@ def coefficients_kernel(
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Compute BLOCK_T rows per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
@@ -115,9 +130,9 @@ def row_coefficients(
     terms: RowTerms,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
+    """Compute (losses, grad_logps), (C,) each, as objective/coefficients.py does."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
-    numbers, leaves = leaf_arguments(config)
+    numbers, leaves = loss_arguments(config)
     if len(logps):
         launch(
             coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,

@@ -1,12 +1,16 @@
-"""Divergences of rows of logits from a teacher, in Triton: one program owns one row of both sides.
+"""Triton kernel for divergences from a teacher. One program processes one row of both sides.
 
-    row_divergence_    HBM: one read of (C, V) of each side, one write; what follows is in L2
+    z = transform(logits), y = transform(teacher); lp = z - lse(z), lq = y - lse(y)
+    D = Σ_j value_j(p_j, q_j),    dD/dz_j = slope_j - p_j·Σ_k slope_k
 
-Four loops: where each side's largest logit is; both lse, without it in the sum; values and slopes,
-which go where the gradient goes; slope - center·p. The student's likeliest logit gets
-(1 - p)·slope - p·(center - slope), so a certain row does not cancel. The leaf is a function of
-objective/divergences.py. Sums are fp32 by lane, reduced in a fixed order. Rows of unequal length go
-by torch (divergence_reference.py).
+The kernel makes four passes over a row. The first finds each side's largest logit. The second sums
+both lse without it. The third computes values and slopes, and stores the slopes where the gradient
+will be. The fourth subtracts center·p. HBM traffic is 12 bytes per logit pair: one fp32 read of
+each side in the first pass, and one write. Later passes hit L2.
+
+The student's most likely logit uses (1 - p)·slope - p·(center - slope), which does not cancel if
+the student is certain. value and slope come from objective/divergences.py. Sums are fp32 per lane,
+reduced in a fixed order. Rows of unequal length use divergence_reference.py.
 """
 
 from __future__ import annotations
@@ -19,50 +23,56 @@ from torch import Tensor
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch
-from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
+from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, inverse_temperature, log1p
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
-from grpo_fast.kernels.types import LogitRule, rule_arguments, vector
+from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Two columns a thread, four warps: what compiles without a spill on every architecture by triton
-# 3.6 and 3.9. Four columns spill on sm_80 and sm_100, two by eight warps on sm_100 (3.6).
+# Two columns per thread and four warps compile without spills on all architectures with Triton 3.6
+# and 3.9. Four columns spill on sm_80 and sm_100, and two columns with eight warps spill on sm_100
+# (3.6).
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
-def final(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """z of some columns, -inf past the end, and dz/draw."""
+def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
+    """Load columns and return z (-inf beyond V) and dz/draw."""
+    # evict_last keeps the row in L2, because it is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
-    z, slope = scores(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
+    z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
 
 
 @triton.jit
-def normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
-    """Where the largest z is, and lse as a sum of two: it, and log of 1 + Σ of the others."""
+def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
+    """Return the column of the largest z, and lse as two parts: the largest z and log(1 + Σ of the
+    others).
+    """
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    place = offs_v
+    best_col = offs_v
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        # Strictly larger: the first of several equal columns is kept, so the choice is
+        # deterministic.
         is_larger = z > best
         best = tl.where(is_larger, z, best)
-        place = tl.where(is_larger, cols, place)
-    high = tl.max(best, 0)
-    top = tl.min(tl.where((best == high) & (place < V), place, V - 1), 0)
-    shift = tl.where(high == float("-inf"), 0.0, high)
-    rest = tl.zeros([BLOCK_V], tl.float32)
+        best_col = tl.where(is_larger, cols, best_col)
+    row_max = tl.max(best, 0)
+    top = tl.min(tl.where((best == row_max) & (best_col < V), best_col, V - 1), 0)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    exp_sum = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
-        rest += tl.where(cols == top, 0.0, exp_fp32(z - shift))
-    return top, high, log1p(tl.sum(rest, 0))
+        z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        exp_sum += tl.where(cols == top, 0.0, exp_fp32(z - shift))
+    return top, row_max, log1p(tl.sum(exp_sum, 0))
 
 
 @triton.jit
-def parts(lse):
-    """An fp64 lse as a sum of two fp32 numbers; 0 where it is -inf."""
+def split_lse(lse):
+    """Split an fp64 lse into two fp32 parts; -inf becomes 0."""
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     shift = lse.to(tl.float32)
     return shift, (lse - shift.to(tl.float64)).to(tl.float32)
@@ -73,76 +83,86 @@ def row_divergence_kernel(
     logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, sums_ptr,
     C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
-    LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
+    DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # 1. Both rows' lse, or those that are known.
+    """Compute one row."""
+    # 1. Compute lse of both sides, or load it for a vocabulary shard.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     other_ptr = teacher_ptr + row * stride_teacher_t
     inv_t = inverse_temperature(temperature_ptr, temperature, row)
     inv_other = inverse_temperature(None, teacher_temperature, row)
-    top, shift_p, rest_p = normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
-    lse_p = shift_p.to(tl.float64) + rest_p.to(tl.float64)
+    top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
+    lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
+    # known is (4, C): values, centers, lse, teacher_lse.
     if known_ptr is None:
-        top_q, shift_q, rest_q = normaliser(
+        unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
         )
-        lse_q = shift_q.to(tl.float64) + rest_q.to(tl.float64)
-        shift_p = tl.where(shift_p == float("-inf"), 0.0, shift_p)
-        shift_q = tl.where(shift_q == float("-inf"), 0.0, shift_q)
+        lse_q = lse_high_q.to(tl.float64) + lse_low_q.to(tl.float64)
+        lse_high_p = tl.where(lse_high_p == float("-inf"), 0.0, lse_high_p)
+        lse_high_q = tl.where(lse_high_q == float("-inf"), 0.0, lse_high_q)
     else:
         lse_p = tl.load(known_ptr + 2 * C + row)
         lse_q = tl.load(known_ptr + 3 * C + row)
-        shift_p, rest_p = parts(lse_p)
-        shift_q, rest_q = parts(lse_q)
+        lse_high_p, lse_low_p = split_lse(lse_p)
+        lse_high_q, lse_low_q = split_lse(lse_q)
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
-    others = tl.zeros([BLOCK_V], tl.float32)
-    # 2. The likeliest logit of the student.
-    # Read before the second loop may overwrite the teacher's row.
-    z_top, chain_top = final(row_ptr, top, V, logit_scale, softcap, inv_t)
-    y_top, chain_other = final(other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other)
-    lp_top = (z_top - shift_p) - rest_p
-    lq_top = (y_top - shift_q) - rest_q
+    slope_sum = tl.zeros([BLOCK_V], tl.float32)
+    # 2. Terms of the student's most likely logit. They are loaded here, because pass 3 may
+    # overwrite the teacher's row.
+    z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
+    y_top, chain_other = load_final_logits(
+        other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
+    )
+    lp_top = (z_top - lse_high_p) - lse_low_p
+    lq_top = (y_top - lse_high_q) - lse_low_q
     d_top = tl.where(lp_top == lq_top, 0.0, lp_top - lq_top)
-    value_top, of_top = LEAF(exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta)
-    # 3. Values and slopes of all logits.
+    value_top, slope_top = DIVERGENCE(
+        exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
+    )
+    # 3. Values and slopes of all logits. The top slope is added separately.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, chain_p = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
-        y, chain_q = final(other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other)
-        lp = (z - shift_p) - rest_p
-        lq = (y - shift_q) - rest_q
+        z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
+        y, chain_q = load_final_logits(
+            other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other
+        )
+        lp = (z - lse_high_p) - lse_low_p
+        lq = (y - lse_high_q) - lse_low_q
+        # Both may be -inf, and -inf - -inf is NaN.
         d = tl.where(lp == lq, 0.0, lp - lq)
-        value, slope = LEAF(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
+        value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
-        others += tl.where((cols < V) & (cols != top), slope, 0.0)
+        slope_sum += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
-    # 4. The sums of the row.
-    # The reductions' barriers stand between the slopes' stores and their loads below.
-    rest = tl.sum(others, 0).to(tl.float64)
-    center = rest + of_top.to(tl.float64)
+    # 4. Sums of the row. The barriers of these reductions order the stores of the slopes before the
+    # loads in step 5, which run on other threads.
+    center_others = tl.sum(slope_sum, 0).to(tl.float64)
+    center = center_others + slope_top.to(tl.float64)
     if known_ptr is not None:
         if out_ptr is not None:
             center = tl.load(known_ptr + C + row)
-            rest = center - of_top.to(tl.float64)
+            center_others = center - slope_top.to(tl.float64)
     tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
     tl.store(sums_ptr + C + row, center)
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
-        # 5. The gradient: slope - center·p, and a form of it for the likeliest logit.
+        # 5. The gradient.
         weight = tl.load(weights_ptr + row)
-        d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
+        d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * center_others.to(tl.float32)
         c = center.to(tl.float32)
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            z, chain = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
+            z, chain = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
             to_ptr = out_ptr + row * stride_out_t + cols
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
-            p = exp_fp32((z - shift_p) - rest_p)
+            p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
+            # Use a select instead of a product: a row with weight 0 may contain NaN.
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
 
@@ -151,27 +171,32 @@ def row_divergence_(
     teacher: Tensor,  # (C, V) fp32
     weights: Tensor,  # (C,)
     divergence: Divergence,
-    rule: LogitRule,
-    teacher_rule: LogitRule,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V) fp32, which may be `teacher`
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
-    """See divergence_reference.row_divergence_; `out` must not be the logits."""
+    """Implement `divergence_reference.row_divergence_` in Triton.
+
+    `out` must not be the student's logits.
+    """
     if offsets is not None:
         return divergence_reference.row_divergence_(
-            logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
-        )
+            logits, teacher, weights, divergence, transform, teacher_transform, out=out,
+            offsets=offsets,
+        )  # fmt: skip
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         launch(
             row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
             None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
             teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-            *rule_arguments(teacher_rule)[:3], float(divergence.beta),
-            LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V, num_warps=WARPS,
+            *transform_arguments(teacher_transform)[:3], float(divergence.beta),
+            DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
+            num_warps=WARPS,
         )  # fmt: skip
     return DivergenceRows(*sums)

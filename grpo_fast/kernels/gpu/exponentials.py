@@ -1,21 +1,26 @@
-"""hidden -> log-probabilities and exponentials in 16 bits: what the gradient GEMMs need, written
-once, before the loss is known.
+"""LM head fused with log-softmax, with exponentials stored in 16 bits for the gradient GEMMs.
+
+The matrix E is written once, before the loss is known:
 
     E_j = exp(z_j - s)·f_j, 0 in the target column,             f = 1 - tanh² (1 without a soft cap)
     d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-g = dL/dlp multiplies rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so the big matrix is
-never touched again. The target column, which is the largest of its row, stays out of the 16 bits:
-it is added in fp32, one row of W to a row of dH and one row of hidden to a row of dW, and nothing
-cancels when p_y is close to 1. s is free: bf16 has as many digits everywhere. It must be known
-before the row is, and near lse: s = z[target], one dot product per row (target_kernel): lse - s =
--lp. Rows with -lp > FAR, and rows with NaN, are swept a second time with s = lse, by programs that
-end at once where no row of theirs is far; the host waits for nothing. Every E is finite, in a row
-of NaN too, so that a row with g = 0 is inert.
+g = dL/dlogp scales rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so E is never modified.
+HBM traffic: 2 bytes written per logit in addition to linear.py.
 
-HBM per logit: 2 bytes written. The lse, lp and entropy are those of `head_logps`, bit for bit: the
-same kernel.
+The target column is the largest of its row and is excluded from E. Its contribution is added in
+fp32: one row of W to each row of dH, and one row of hidden to a row of dW. Nothing cancels when p_y
+is close to 1.
+
+The shift s can be chosen freely, because bf16 has the same relative precision everywhere. It must
+be known before the row is computed and must be close to lse. s = z[target] costs one dot product
+per row (target_kernel), and lse - s = -logp. Rows with -logp > MAX_NLL, and rows with NaN, are
+computed a second time with s = lse. Programs without such rows return immediately, so the host does
+not wait. Every E is finite, even in rows with NaN, so a row with g = 0 contributes nothing.
+
+lse, logp and entropy equal those of `head_logps` bit for bit, because the same kernel computes
+them.
 """
 
 from __future__ import annotations
@@ -27,8 +32,14 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import HeadInputs, launch
 from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
-from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, dense_vector, rule_arguments
+from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
+from grpo_fast.kernels.types import (
+    Exponentials,
+    LogitTransform,
+    RowStats,
+    dense_vector,
+    transform_arguments,
+)
 
 
 @triton.jit
@@ -36,11 +47,11 @@ def target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, target_ptr, raw_ptr,
     V, H, stride_hidden_t, stride_weight_v, stride_weight_h, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """raw logit of the target of one row, 0 for a target outside [0, V)."""
+    """Compute the raw logit of one row's target, or 0 if the target is outside [0, V)."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
-    depth = tl.where(inside, H, 0)  # a bad id reads nothing
+    depth = tl.where(inside, H, 0)  # an invalid id reads nothing
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
@@ -48,7 +59,7 @@ def target_kernel(
         h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
             tl.float32
         )
-        # Of a transposed head (stride V) H·V elements may be more than int32 can tell.
+        # int64: in a transposed weight (column stride V), offsets reach H·V and may exceed 2^31.
         at = weight_ptr + target * stride_weight_v + offs_h.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=mask, other=0.0)
         total += h * w.to(tl.float32)
@@ -63,15 +74,17 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Compute `unit` and `target_unit` of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+    # div_rn rounds correctly on every architecture, so all kernels use the same factor.
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-    z_target, slope = scores(raw_target, logit_scale, softcap, inv_temperature)
-    normaliser = tl.where(is_far(lse, z_target), lse, z_target)
+    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
     tl.store(
         unit_ptr + rows, -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature), mask=in_rows
     )
@@ -80,7 +93,7 @@ def units_kernel(
 
 
 def target_logits(p: HeadInputs) -> Tensor:
-    """(T,) fp32 raw logits of the targets."""
+    """Return the (T,) fp32 raw logits of the targets."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
@@ -95,35 +108,42 @@ def head_exponentials(
     weight: Tensor,  # (V, H) bf16
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     out: Tensor,  # (T, V) bf16, contiguous last dimension, any row stride
     *,
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """See cpu/linear.head_exponentials. A target id outside [0, V) has no column, and counts as a
-    logit of 0. No element comes in more digits.
+    """Implement `cpu/linear.head_exponentials` in Triton for bf16 inputs.
+
+    A target id outside [0, V) has no column and counts as a logit of 0. `dominant` is always None:
+    the GEMM takes bf16, so there are no rounding errors to restore.
 
     Raises:
-        ValueError: hidden and weight of different dtype.
+        ValueError: hidden and weight have different dtypes.
     """
-    p = head_inputs(hidden, weight, bias, target_ids, rule)
+    p = head_inputs(hidden, weight, bias, target_ids, transform)
     rows = p.hidden.shape[0]
     unit, target_unit = (
         torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
     )
+    # Return early, because a launch needs at least one program.
     if not rows:
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
         )
+    # 1. The shift of every row.
     raw_target = target_logits(p)
+    # 2. Statistics and exponentials in one pass, or the statistics of an earlier pass.
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
         stats = dense_vector(lse), dense_vector(logps), entropy
-    sweep(p, None, out, raw_target, stats[0], only_far=known is None)
-    *scalars, temperature_ptr = rule_arguments(rule)
+    # 3. Exponentials of rows that need s = lse; of all rows if only the statistics were known.
+    sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
+    # 4. The factors that turn exponentials into d-logits.
+    *scalars, temperature_ptr = transform_arguments(transform)
     launch(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,
         target_unit, rows, *scalars, BLOCK_T=128, num_warps=4,

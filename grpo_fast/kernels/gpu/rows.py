@@ -1,21 +1,22 @@
-"""Row kernels in Triton: one program owns one row of logits, whatever its length.
+"""Row kernels in Triton. One program processes one row of logits of any length.
 
     row_logps    logits -> lse, logps, entropy            HBM: one read of (C, V)
     row_grad_    logits, dL/dlogps -> d-logits            HBM: one read, one write
-    row_loss_    both, and the loss's slope between them  HBM: one read, one write (the second read
-                                                          is the row that was just left in L2)
+    row_loss_    both, with the loss between them         HBM: one read, one write (the second
+                                                          pass reads the row from L2)
 
-With z = softcap·tanh(logit_scale·raw/softcap)/temperature, p = softmax(z), lp = log p[target],
-H = -Σ p·log p:
+That is 2, 4 and 4 bytes per bf16 logit. With z = softcap·tanh(logit_scale·raw/softcap)/temperature,
+p = softmax(z), lp = log p[target] and H = -Σ p·log p:
 
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
-Sums are fp32 and online: a running maximum per row, running sums per lane, reduced across lanes
-once, in a fixed order. A row's numbers depend on that row alone. Lengths, strides and
-hyperparameters are run-time arguments. `enable_fp_fusion=False` everywhere: whether a multiply and
-an add are fused would depend on what surrounds them, and the same row would get different last bits
-from two kernels that share this source.
+Sums are fp32 and online: one running maximum per row and one running sum per lane, reduced across
+lanes once in a fixed order. A row's numbers depend on that row only. Lengths, strides and
+hyperparameters are run-time arguments, so new values do not recompile. Every launch sets
+`enable_fp_fusion=False`: whether the compiler fuses a multiply and an add depends on the
+surrounding code, and the same row would get different last bits from two kernels that share a
+function.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.coefficients import leaf_arguments, loss_and_slope
+from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.configs import RAGGED, row_config
 from grpo_fast.kernels.gpu.launch import launch, outputs
-from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, rule_arguments, vector
+from grpo_fast.kernels.gpu.math import (
+    FLOOR,
+    exp_fp32,
+    expm1,
+    final_logits,
+    finish,
+    inverse_temperature,
+)
+from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, transform_arguments, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -45,34 +53,38 @@ def statistics(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """First loop over the row -> lse, lp, entropy."""
+    """First pass over a row: compute lse, logp and entropy."""
     offs_v = tl.arange(0, BLOCK_V)
-    # Read before the second loop may overwrite the row; the barriers of the reductions below keep
-    # it there.
+    # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
+    # contain barriers, which keep this load before those stores.
     inside = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=inside, other=0.0).to(tl.float32)
-    z_target, target_slope = scores(raw_target, logit_scale, softcap, inv_temperature)
-    high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
-    rest = tl.zeros([BLOCK_V], tl.float32)
-    moment = tl.zeros([BLOCK_V], tl.float32)
+    z_target, target_slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    row_max = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
+    exp_sum = tl.zeros([BLOCK_V], tl.float32)
+    exp_z_sum = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last").to(
             tl.float32
         )
-        z, _ = scores(raw, logit_scale, softcap, inv_temperature)
+        z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
+        # The target is excluded from the sum; `finish` adds it.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
-        raised = tl.maximum(high, tl.max(z, 0))
-        shrink = exp_fp32(high - raised)
-        below = z - raised
-        e = exp_fp32(below)
+        # The running maximum is a scalar for the row, so one rescale serves all lanes.
+        new_max = tl.maximum(row_max, tl.max(z, 0))
+        rescale = exp_fp32(row_max - new_max)
+        shifted = z - new_max
+        e = exp_fp32(shifted)
         if ENTROPY:
-            # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size
-            # of the logits.
-            moment = (moment + (high - raised) * rest) * shrink + tl.where(e > 0, e * below, 0.0)
-        rest = rest * shrink + e
-        high = raised
-    return finish(high, tl.sum(rest, 0), tl.sum(moment, 0), z_target, inside)
+            # Accumulate Σ e·(z - max) instead of Σ e·z: the entropy would otherwise be a difference
+            # of two numbers as large as the logits.
+            exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
+                e > 0, e * shifted, 0.0
+            )
+        exp_sum = exp_sum * rescale + e
+        row_max = new_max
+    return finish(row_max, tl.sum(exp_sum, 0), tl.sum(exp_z_sum, 0), z_target, inside)
 
 
 @triton.jit
@@ -80,8 +92,9 @@ def write_gradient(
     row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
     inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Second loop over the row: d raw-logits; zeros, without a look, where nothing flows."""
+    """Second pass over a row: write d raw-logits. A row without coefficients is not read."""
     offs_v = tl.arange(0, BLOCK_V)
+    # The condition is uniform in the program.
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
@@ -93,10 +106,11 @@ def write_gradient(
             raw = tl.load(
                 row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_first"
             ).to(tl.float32)
-            z, slope = scores(raw, logit_scale, softcap, inv_temperature)
+            z, slope = final_logits(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column stays out of g·(1 - p): nothing cancels when p is close to 1.
+            # The target column uses g·(1 - p) = -g·expm1(logp), which does not cancel when p is
+            # close to 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
@@ -109,8 +123,10 @@ def row_logps_kernel(
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    # int64: row · stride may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
+    # Ragged rows: start and length come from the offsets.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first
@@ -159,6 +175,7 @@ def row_loss_kernel(
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    # 1. First pass: statistics.
     row_ptr = logits_ptr + row * stride_logits_t
     target = tl.load(target_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
@@ -170,7 +187,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # What does not count may hold a NaN anywhere.
+    # 2. The loss and its slope. Excluded rows may contain NaN anywhere, so their results are
+    # selected, not multiplied by 0.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -180,6 +198,7 @@ def row_loss_kernel(
     g = tl.where(counts, g, 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
+    # 3. Second pass: the gradient, from L2.
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
         g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
@@ -192,18 +211,19 @@ def row_loss_kernel(
 def row_logps(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """See reference.row_logps. `logits` is fp32, bf16 or fp16 with a contiguous last dimension and
-    any row stride. A target id outside [0, V) is never read; its row gets the logp of a raw logit
-    of 0.
+    """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
+
+    The last dimension is contiguous. A target id outside [0, V) is never read, and its row gets the
+    logp of a raw logit of 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
@@ -219,16 +239,19 @@ def row_grad_(
     stats: RowStats,
     grad_logps: Tensor,  # (C,)
     grad_entropy: Tensor | None,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """See reference.row_grad_. `out` is `logits` itself or memory that does not overlap it."""
+    """Implement `reference.row_grad_` in Triton.
+
+    `out` is `logits`, or memory that does not overlap it.
+    """
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
@@ -245,18 +268,22 @@ def row_loss_(
     target_ids: Tensor,  # (C,)
     terms: RowTerms,
     config: LossConfig,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """See reference.row_loss_. lse, logps and entropy are those of `row_logps`, bit for bit."""
+    """Implement `reference.row_loss_` in Triton.
+
+    lse, logps and entropy equal those of `row_logps` bit for bit.
+    """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
+    # Return early, because a launch needs at least one program.
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
-    numbers, leaves = leaf_arguments(config)
-    *scalars, temperature_ptr = rule_arguments(rule)
+    numbers, leaves = loss_arguments(config)
+    *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
         row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,

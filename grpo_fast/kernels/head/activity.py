@@ -1,4 +1,4 @@
-"""Which rows the gradient GEMMs take, with one look at the device per call, begun early."""
+"""Selection of the rows that the gradient GEMMs need, with at most one asynchronous device read."""
 
 from __future__ import annotations
 
@@ -8,40 +8,51 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing
-from grpo_fast.kernels.workspace import on_its_way
+from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """Which of T rows are active, by chunks of `chunk_rows`; None: all, and no device is asked."""
+    """Active rows by chunk of `chunk_rows` rows.
+
+    Args:
+        active: (T,) bool; None: all rows are active, and the device is not read.
+        chunk_rows: rows per chunk.
+    """
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active = active
         self.chunk_rows = chunk_rows
+        # During capture the counts cannot reach the host.
         if active is None or is_capturing(active):
             self.active = None
             return
         missing = -active.shape[0] % chunk_rows
         padded = torch.nn.functional.pad(active, (0, missing)) if missing else active
+        # Start the copy now. Its latency overlaps with the first chunk's GEMM.
         self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
 
     def keep(self, chunk: slice) -> Tensor | None:
-        """(n,) int64 the active rows of a chunk; None for all."""
+        """Return the (n,) int64 active rows of a chunk, or None if all are active."""
         if self.active is None:
             return None
         count = self._counts()[chunk.start // self.chunk_rows]
         if count == chunk.stop - chunk.start:
             return None
+        # The count is known, so nonzero_static does not synchronise.
         return torch.nonzero_static(self.active[chunk], size=count)[:, 0]
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """(T,) bool, before any logp is known: False where the coefficient can only be 0 (or NaN).
+    """Return which rows may have a coefficient, before any logp is known.
 
-    None: no row is known to be inactive.
+    Returns:
+        (T,) bool, False where the coefficient is 0 or NaN for any logp; None if this is unknown for
+        all rows.
     """
+    # A KL or an entropy term gives rows without advantage a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
         return None
@@ -49,14 +60,18 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Return where a row has a coefficient, (T,) bool."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """Return a function that reads the whole numbers of x on the host; their copy starts now."""
+    """Start copying the integers of x to the host; return a function that waits for and returns
+    them.
+    """
     if not x.is_cuda:
         return x.tolist
-    host, arrived = on_its_way(x)
+    # A blocking copy would wait for all queued kernels.
+    host, arrived = copy_to_host_async(x)
 
     def read() -> list[int]:
         arrived.synchronize()

@@ -1,4 +1,4 @@
-"""dH, dW and db from the d-logits of one chunk after another."""
+"""Accumulation of dH, dW and db from the d-logits of successive chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
-    matmul_narrow,
+    matmul_d_hidden,
     weighted_column_sum,
     weighted_product,
 )
@@ -24,14 +24,15 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# Active rows of a chunk are gathered before the gradient GEMMs where they are fewer than this.
+# Gather the active rows of a chunk before the GEMMs if their share is below this.
 GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
-    """d-logits of a chunk: the matrix itself, or with coefficients a matrix of exponentials.
+    """The d-logits of a chunk: the matrix itself, or a matrix of exponentials with coefficients.
 
-    Exponentials are finite, and 0 in the target's column; rows of coefficient 0 count as zeros.
+    Exponentials are finite, and 0 in the target's column. Rows with coefficient 0 contribute
+    nothing.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -39,18 +40,19 @@ class ChunkGradients(NamedTuple):
 
 
 class GradientSums:
-    """dH by rows, dW and db over the chunks of one head, summed in fp32 (fp64 for fp64).
+    """Sums of dH by row and of dW and db over all chunks, in fp32 (fp64 for fp64).
 
     Args:
-        wanted: which gradients to form.
-        index: (T,) the row of hidden that predicts each target; None: t.
-        repeats: a row of hidden may predict several targets: its gradients are summed.
-        is_only: all rows come in one call of `add`.
-        is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and
-            bias.
-        tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
-        doors: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
-        sum_hidden: what sums dH over the ranks that share the vocabulary; None: it is whole.
+        tensors: hidden, weight and bias.
+        wanted: which gradients to compute.
+        index: (T,) row of hidden that predicts each target; None: row t.
+        repeats: one row of hidden may predict several targets, so its gradients are added.
+        is_single_chunk: all rows arrive in one call of `add`.
+        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of hidden,
+            weight and bias.
+        tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
+        fused_kernels: module gpu/gradients.py on a GPU, or None.
+        sum_hidden: sums dH over the ranks of a sharded vocabulary; None: unsharded.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class GradientSums:
         *,
         index: Tensor | None = None,
         repeats: bool = False,
-        is_only: bool = False,
-        is_wide: bool = False,
+        is_single_chunk: bool = False,
+        keep_fp32: bool = False,
         tolerance: float | None = None,
-        doors: Any = None,
+        fused_kernels: Any = None,
         sum_hidden: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.tensors = tensors
@@ -71,26 +73,30 @@ class GradientSums:
         self.hidden, self.weight, self.bias = tensors
         self.index = index
         self.repeats = repeats
-        self.is_wide = is_wide
-        self.is_only = is_only and not is_wide
+        self.keep_fp32 = keep_fp32
+        self.is_single_chunk = is_single_chunk and not keep_fp32
         self.tolerance = tolerance
-        self.doors = doors
+        self.fused_kernels = fused_kernels
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # Parts of a sum are not rounded.
-        in_parts = is_wide or repeats or sum_hidden is not None
+        # Keep partial sums in fp32; round only the final result.
+        in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.lost: Tensor | None = None  # 0-d: 0, or NaN where a row that was left out has one
+        # 0-d: 0, or NaN if a skipped row has a NaN coefficient.
+        self.skipped_nan: Tensor | None = None
 
-    def see_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
-        """Rows that `keep` leaves out have coefficients of 0, or NaN: gradients shall show it."""
+    def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
+        """Remember whether a skipped row has a NaN coefficient, so that the gradients become NaN.
+
+        A skipped row has coefficient 0 unless its inputs were NaN.
+        """
         if keep is not None:
-            lost = (0 * grad_logps).sum()
-            self.lost = lost if self.lost is None else self.lost + lost
+            nan = (0 * grad_logps).sum()
+            self.skipped_nan = nan if self.skipped_nan is None else self.skipped_nan + nan
 
     def add(
         self,
@@ -103,10 +109,12 @@ class GradientSums:
         """Add one chunk.
 
         Args:
-            rows: the chunk among the T active rows, of which the first `count` of h are no padding.
-            h: (padded C, H) its hidden rows.
-            keep: those with a coefficient, None for all; the others are exact zeros, left out of
-                every GEMM when they are many.
+            rows: the chunk's positions among the T active rows.
+            h: (padded C, H) rows of hidden.
+            d_logits: the chunk's gradient.
+            count: number of rows that are not padding.
+            keep: rows with a coefficient; None: all. Other rows are exact zeros, and are left out
+                of the GEMMs if there are many.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -114,22 +122,25 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and gathers(keep, count):
+            # 1. Drop inactive rows if that is worth a copy.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # The padding holds whatever the workspace held: 0·NaN would reach all of dW.
+            # Padding rows contain old workspace data. 0·NaN from them would reach all of dW.
             d[count:].zero_()
+        # 2. Accumulate, depending on the representation of the chunk.
         if by is None:
             self._add_products(d, h, count, index)
         else:
             self._add_weighted(d, by, h, count, index)
 
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
+        """Add a chunk given as d-logits."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_narrow(d, weight)[:count], index)
+            self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
         self._keep_weight(d, h, columns)
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
@@ -137,17 +148,22 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
+        """Add a chunk given as exponentials. The factors scale (C, H) matrices; targets are added
+        in fp32.
+        """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        fused = columns is None and self.doors is not None
+        # The fused kernels need all columns.
+        fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
         if self.wanted.hidden and not fused:
             added = AddedRows(target, self.weight, rows=by.target_ids)
-            if by.rest is not None:
-                rest = by.rest if columns is None else by.rest.of_columns(columns)
-                added = rest.added_to(added, by.by_row)
+            if by.rounding_errors is not None:
+                errors = by.rounding_errors
+                # A filtered column is not in the product, so its error must not be added.
+                errors = errors if columns is None else errors.of_columns(columns)
+                added = errors.added_to(added, by.by_row)
             self._keep_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
             )
@@ -163,16 +179,20 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """dH and dW of `_add_weighted` by the kernels of gpu/gradients.py."""
+        """Compute dH and dW of `_add_weighted` with the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
-            product = matmul_narrow(d, self.weight)
+            product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
-            self._keep_hidden(self.doors.write_hidden_(out, product, *by[:3], self.weight), index)
+            self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight)
+            self._keep_hidden(out, index)
         if self.wanted.weight:
-            scaled = self.doors.scaled_hidden(h, by.by_row, h.dtype)
+            scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
+            # Stable: equal ids stay in row order, which makes the sum reproducible.
             ids, order = by.target_ids.sort(stable=True)
-            total = accumulate_outer(self.d_weight, d, scaled, self.weight, is_only=self.is_only)
-            self.doors.add_targets_(total, ids, order, by.by_target, h, d, scaled)
+            total = accumulate_outer(
+                self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
+            )
+            self.fused_kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
 
     def _new_hidden(self) -> Tensor:
@@ -181,15 +201,17 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d, W and the columns that the filter leaves of both, always the targets'; None: all."""
+        """Apply the filter to d and W. Also return the remaining columns, or None for all."""
         if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
+            # The target's column is not in the matrix of exponentials.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
+        # Too few columns would be saved.
         if kept >= WORTH_BELOW * vocab:
             kept = vocab
             dropped = torch.zeros_like(total)
@@ -199,6 +221,8 @@ class GradientSums:
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+        """Write the dH of some rows into the full dH, or add it if rows repeat."""
+        # All rows in one chunk: no scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -218,30 +242,32 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """dW += dᵀ·diag(scales)·h, and `added`; no column occurs twice in `columns`."""
+        """Add dᵀ·diag(scales)·h and `added` to dW. `columns` contains no duplicates."""
         if not self.wanted.weight:
             return
         if columns is None:
             self.d_weight = accumulate_outer(
-                self.d_weight, d, h, self.weight, is_only=self.is_only, scales=scales, added=added
-            )
+                self.d_weight, d, h, self.weight, is_single_chunk=self.is_single_chunk,
+                scales=scales, added=added,
+            )  # fmt: skip
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
         own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
         self.d_weight.index_add_(
-            0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
+            0, columns, accumulate_outer(None, d, h, own, is_single_chunk=True, scales=scales)
         )
         if added is not None:
             added.add_to_(self.d_weight)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        """Add the db of some columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db), contiguous; empty where none was wanted."""
+        """Return contiguous (dH, dW, db), empty where not wanted."""
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
@@ -251,15 +277,18 @@ class GradientSums:
             if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))
                 continue
-            dtype = self.sum_dtype if self.is_wide else like.dtype
+            dtype = self.sum_dtype if self.keep_fp32 else like.dtype
             if sum_ is None:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
-            if self.lost is not None:
-                results[-1].view(-1)[:1] += self.lost
+            if self.skipped_nan is not None:
+                # Adding 0 changes nothing. Adding NaN makes the gradient visibly NaN.
+                results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 
 
 def gathers(keep: Tensor, count: int) -> bool:
-    """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
+    """Return whether so few of `count` rows are active that gathering them beats
+    multiplying zeros.
+    """
     return keep.shape[0] < GATHER_BELOW * count

@@ -1,8 +1,8 @@
-"""Rows whose logits exist only in a sampler's support, beside rows with the whole vocabulary.
+"""Pass over rows with a token set, combined with rows over the full vocabulary.
 
-A row of k ids costs 6·k·H instead of 6·V·H; the row kernels see k logits in place of V. Logits of a
-head come from the rows of W that the ids name (gathered.py), or, where the sets are so large that
-this costs more, from the dense product (below). Given logits are looked up.
+A row with k ids costs 6·k·H instead of 6·V·H flops, and the row kernels see k logits. Logits come
+from gathered weight rows (gathered.py), from a dense product if the sets are so large that this is
+cheaper, or from given logits.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.entropy import FullEntropySweep
 from grpo_fast.kernels.head.gathered import GatheredHead, SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.head.products import matmul_wide
+from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.support import HeadRows
 from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
-    LogitRule,
+    LogitTransform,
     RowLoss,
     RowStats,
     Wanted,
@@ -34,58 +34,60 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A gathered logit costs at most as much as this many of a dense product (fp32, one core of an Intel
-# Xeon, H = 896: 11 to 18 where the ids are few, 28 to 33 where each row of W comes from memory).
+# A gathered logit costs at most as much as this many logits of a dense product (fp32, one core of
+# an Intel Xeon, H = 896: 11 to 18 with few distinct ids, 28 to 33 if each weight row comes from
+# memory).
 GATHERED_COST = 32
-# The same on a GPU, by the bytes that L2 delivers and the flops of tensor cores; not measured.
+# The same on a GPU, estimated from L2 bandwidth and tensor-core flops; not measured.
 GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
-    tensors: HeadTensors,
-    rows: ActiveRows,
-    route: Route,
-    whole_entropy: bool = False,
-    **options: Any,
-) -> LinearHead | SupportSweep | WholeEntropy:
-    """The sweep of a head over these rows; `options` are those of `LinearHead`.
+    tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
+) -> LinearHead | SupportSweep | FullEntropySweep:
+    """Return the pass over an LM head for these rows. `options` are those of `LinearHead`.
 
-    whole_entropy: entropies are over the whole vocabulary, logps in the rows' support.
+    With `full_entropy`, entropies are over the full vocabulary and logps over the token sets.
     """
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
-    if whole_entropy:
+    if full_entropy:
         inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
         whole = LinearHead(tensors, rows._replace(support=None), route, **options)
-        return WholeEntropy(inside, whole)
+        return FullEntropySweep(inside, whole)
     support = rows.support
     dense = None
-    is_wide = options.pop("is_wide", False)
-    if support.others is not None:
-        dense = LinearHead(tensors, rows.select(support.others), route, is_wide=True, **options)
-    head = supported_head(tensors, rows, route, is_wide=is_wide)
+    keep_fp32 = options.pop("keep_fp32", False)
+    if support.dense_index is not None:
+        dense = LinearHead(
+            tensors, rows.select(support.dense_index), route, keep_fp32=True, **options
+        )
+    head = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     has_entropy = options.get("entropy_gradient", False)
     return SupportSweep(head, rows, route, dense, entropy_gradient=has_entropy)
 
 
 def supported_head(
-    tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
+    tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
-    """Logits in the support of these rows, in the way that costs less."""
+    """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
+    # Compare Σ|S| gathered logits with R·V dense ones.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
-    return form(tensors, rows, route, is_wide=is_wide)
+    return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
 class SupportSweep:
-    """All active rows: those with a support from `source`, the others from `dense`.
+    """Pass over all active rows: rows with a token set from `source`, the rest from `dense`.
 
     Args:
-        source: what gives logits in the support, and takes their gradient.
-        dense: the sweep over the other rows; None: there are none.
-        entropy_gradient: the coefficients will have a dL/dentropy.
+        source: computes logits in the token sets, and takes their gradient.
+        rows: all active rows.
+        route: the selected kernels.
+        dense: the pass over rows without a token set, or None.
+        entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
     filtered = None
@@ -103,21 +105,30 @@ class SupportSweep:
         self.source = source
         self.dense = dense
         self.support = rows.support
-        self.rule = rows.rule if rows.support.own is None else rows.rule.rows(rows.support.own)
+        self.transform = (
+            rows.transform
+            if rows.support.row_index is None
+            else rows.transform.rows(rows.support.row_index)
+        )
         self.kernels = route.kernels
         self.row_coefficients = route.kernels.row_coefficients
         self.entropy_gradient = entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
-        self.held: HeadRows | None = None
+        self.cached: HeadRows | None = None
 
     @property
     def has_entropy_gradient(self) -> bool:
+        """True if the cached data determines the gradient of an entropy."""
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """Compute (lse, logps, entropy) of all active rows; with `keep`, cache the logits."""
+        # Slopes replace a second pass over the weight rows, unless the entropy needs one.
         has_slopes = keep and not self.entropy_gradient
-        own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
-        self.held = own if keep else None
+        own = self.source.rows(
+            self.transform, return_entropy=return_entropy, return_slopes=has_slopes
+        )
+        self.cached = own if keep else None
         others = (None,) * 3
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
@@ -128,6 +139,7 @@ class SupportSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
+        """Compute the loss and all gradients."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
         losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -135,39 +147,41 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """Compute the gradients of Σ g·logp + g_entropy·entropy, given the statistics `known` from
+        `logps`.
+        """
         if not any(wanted):
             return self.source.no_gradients()
-        held = self.held
-        self.held = None
-        if held is None:
+        cached = self.cached
+        self.cached = None
+        if cached is None:
             has_slopes = g_entropy is None
-            held = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
+            cached = self.source.rows(
+                self.transform, return_entropy=False, return_slopes=has_slopes
+            )
         others = None
-        i = self.support.others
+        i = self.support.dense_index
         if self.dense is not None and i is not None:
             others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
-        mine = slice(None) if self.support.own is None else self.support.own
+        mine = slice(None) if self.support.row_index is None else self.support.row_index
         g, g_entropy = pick(mine, g, g_entropy)
         own = pick(mine, *known)
-        of_rows = held.raw[None], self.support.places, own, g, g_entropy, self.rule
+        of_rows = cached.raw[None], self.support.places, own, g, g_entropy, self.transform
         d = self.kernels.row_grad_(*of_rows, offsets=self.support.offsets)[0]
-        slopes = None if g_entropy is not None else held.slopes
+        slopes = None if g_entropy is not None else cached.slopes
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# Rows, their hidden rows, the places of their ids among all, the row and column of each id, and a
-# matrix for their logits.
+# Rows, their hidden rows, the range of their ids in (nnz,), row and column of each id, and a logit
+# buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """Logits of a head in the support, from the product with all of W."""
+    """Rows with large token sets, computed from the dense product with all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
-        """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
-        each, and a matrix (padded C, V) for their logits.
-        """
+        """Yield the chunks of rows, with hidden (padded C, H) and a logit buffer (padded C, V)."""
         hidden = self.hidden
         weight = self.weight
         dtype = self.sum_dtype
@@ -182,44 +196,51 @@ class DenseHead(GatheredHead):
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
                 workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
+            # This synchronises, but the number of ids per chunk determines shapes.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
         give_back_workspace(workspace)
 
-    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Without slopes: they are not wanted."""
+    def rows(
+        self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
+    ) -> HeadRows:
+        """Compute logits and statistics of every row. Slopes are never returned."""
         raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
-            matmul_wide(h, self.weight, out=z)
+            matmul_logits(h, self.weight, out=z)
             raw[places] = z[at]
         if self.bias is not None:
             raw += self.bias[self.support.ids].to(self.sum_dtype)
-        return _head_rows(self, raw, rule, return_entropy)
+        return _head_rows(self, raw, transform, return_entropy)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        is_wide = self.is_wide or others is not None
+        """Compute (dH, dW, db), added to `others` if given."""
+        keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
-            self.tensors, wanted, index=self.index, repeats=self.repeats, is_wide=is_wide
+            self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
+            # Continue the sums of the rows without a set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
+            # d-logits are 0 outside the sets.
             z.zero_()[at] = of_rows.d_logits[places]
             sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
         return self._narrowed(*sums.finish())
 
 
 class GivenLogits:
-    """Given logits in the support.
+    """Rows with a token set, looked up in given logits.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
-        rows: all active ones.
+        out: (N, V) destination of the d-logits, which may be `logits`; None: allocate.
+        rows: all active rows.
+        route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
@@ -229,20 +250,27 @@ class GivenLogits:
         self.support = rows.support
         self.kernels = route.kernels
         index = rows.active_index
+        # Positions of the active rows in the given logits.
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
-        self.at = self.support.of_all(index)[self.support.rows], self.support.ids
+        self.at = self.support.select(index)[self.support.rows], self.support.ids
 
-    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+    def rows(
+        self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
+    ) -> HeadRows:
+        """Look up the logits and compute the statistics of every row."""
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
-        return _head_rows(self, raw, rule, return_entropy)
+        return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
+        """Return an empty gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """(d-logits,) from those in the support, beside the rows of `others`."""
+        """Return (d-logits,). If given, `others` already contains the d-logits of rows without a
+        set.
+        """
         if others is not None:
             out = others[0]
         elif self.out is not None:
@@ -254,10 +282,11 @@ class GivenLogits:
 
 
 def _head_rows(
-    source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
+    source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
+    """Compute the statistics of ragged logits."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps
-    stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)
+    stats = row_logps(raw[None], places, transform, return_entropy=return_entropy, offsets=offsets)
     return HeadRows(raw, stats, None)

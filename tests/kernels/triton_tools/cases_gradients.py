@@ -1,4 +1,4 @@
-"""What surrounds the gradient GEMMs on a GPU, in the interpreter against fp64."""
+"""Interpreter cases: the kernels around the gradient GEMMs, against fp64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def worst_row(actual, expected):
 # ---- the kernels alone
 
 
-# A width below a block, and a block and a bit; a padded and an unpadded row count.
+# Widths below and above a block; padded and unpadded row counts.
 @pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
     product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
@@ -47,7 +47,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # A transposed weight, as a tied embedding may be.
+    # A transposed weight, as in tied embeddings.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -75,7 +75,7 @@ def test_times_pads_with_zeros():
 
 
 def targets_case(rows=90, width=300, vocab=1500):
-    """Token 7 is the target of a third of the rows, and likely in all of them."""
+    """Token 7 is the target of a third of the rows, and likely in all rows."""
     generator = torch.Generator().manual_seed(5)
     hidden = (numbers(rows, width) + 2 * numbers(width, seed=1)).bfloat16()
     ids = torch.randint(vocab, (rows,), generator=generator)
@@ -111,7 +111,9 @@ def test_target_rows_in_fp32():
 
 
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
-    """Also where the product and what is added nearly cancel: at most 3% above one rounding."""
+    """The error is at most 3% above one rounding, even where product and added rows nearly
+    cancel.
+    """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
     total, flags = product.bfloat16(), []
@@ -154,7 +156,7 @@ TOKEN_LEVEL = [(o.leaf, x) for x, o in OBJECTIVES.items() if o.window in ("ratio
 
 @pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # the first of each leaf
 def test_coefficients(name):
-    """Not further from fp64 than twice torch's fp32."""
+    """The error is at most twice that of torch in fp32."""
     logps, terms = terms_of()
     for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
@@ -194,13 +196,14 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
     return out.loss.detach(), leaves[0].grad, leaves[1].grad
 
 
-# One token decides most rows of dW where tokens are few: its E, its scaled row of hidden and the
-# result are rounded, and nothing averages that out.
+# With few tokens, one token determines most rows of dW. Nothing averages out the rounding of its E,
+# its scaled hidden row and the result.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
-    """Beside torch's own bf16 product of d-logits that are exact but for one rounding: no worse in
-    all, nor in the worst row by more than the second operand's rounding; and element by element
-    within the three roundings to bf16.
+    """Compare with torch's bf16 product of exact d-logits that were rounded once.
+
+    The total error must not exceed it by more than 10%, the worst row by more than 50%, and each
+    element must be within three roundings to bf16.
     """
     hidden, weight, ids, advantages = make(rows, width, vocab)
     found = gradients_of(hidden, weight, ids, advantages)[2].double()
@@ -216,7 +219,7 @@ def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, v
 
 
 def chunks_of(monkeypatch, budget):
-    """The chunks of every head from here on, with `budget` bytes of exponentials."""
+    """Record the chunks of every head from here on, with `budget` bytes of exponentials."""
     taken = []
     original = LinearHead.chunks
 
@@ -231,13 +234,13 @@ def chunks_of(monkeypatch, budget):
 
 
 def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
-    """70 rows of 1600 take 224,000 bytes in 16 bits, an fp32 dW 256,000; one byte decides."""
+    """70 rows of 1600 take 224,000 bytes in 16 bits, and an fp32 dW 256,000. One byte decides."""
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
     for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
         with monkeypatch.context() as patch:
-            # What the budget lacks is more than the fp32 sum spares, or just not.
+            # The budget is just enough for one chunk without an fp32 dW, or one byte too small.
             patch.setattr(loop, "padded", loop.padded)
             taken = chunks_of(patch, bytes_needed - spared - missing)
             results.append(gradients_of(hidden, weight, ids, advantages))
@@ -283,7 +286,7 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 
 @pytest.mark.parametrize("active", [0, 69])
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
-    """Whether or not the row was multiplied, the loss and every gradient show it."""
+    """The loss and every gradient become NaN, whether or not the row was skipped."""
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
     hidden[active, 3] = NAN

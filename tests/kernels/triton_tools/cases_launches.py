@@ -1,5 +1,6 @@
-"""The public functions with backend="triton" launch its kernels, and no more of them than a call
-needs: the tests of all engines would pass by another engine's kernels, too.
+"""Interpreter cases: backend="triton" launches its kernels, and only those that a call needs.
+
+Other tests would also pass with the kernels of a different engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.loss_cases import make_case, options_for, run
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names of the kernels, in order."""
+    """Record the names of launched kernels."""
     names, original = [], rows.launch
 
     def launch(kernel, *arguments, **options):
@@ -36,8 +37,8 @@ def test_rows_and_heads(launched):
 
 
 def test_a_support(launched, monkeypatch):
-    """A frozen head takes no kernel for dW, and nobody reads W again where there is no gradient of
-    an entropy.
+    """A frozen head launches no kernel for dW. W is read a second time only for an entropy
+    gradient.
     """
     monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
     g = torch.Generator().manual_seed(3)
@@ -65,16 +66,16 @@ def test_a_support(launched, monkeypatch):
 
 
 def test_weights_are_held_or_computed_again(monkeypatch):
-    """A sequence-level loss: the weights of a single chunk are used as they are, those of several
-    computed again to the same bits.
+    """A sequence-level loss uses the exponentials of a single chunk directly, and recomputes those
+    of several.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip
     sweeps, original = [], linear.sweep
 
-    def spy(p, partial, out=None, *rest, only_far=False):
-        sweeps.append("far" if only_far else "bare" if out is None else "store")
-        original(p, partial, out, *rest, only_far=only_far)
+    def spy(p, partial, out=None, *rest, only_high_nll=False):
+        sweeps.append("far" if only_high_nll else "bare" if out is None else "store")
+        original(p, partial, out, *rest, only_high_nll=only_high_nll)
 
     for module in (linear, exponentials):
         monkeypatch.setattr(module, "sweep", spy)
@@ -83,7 +84,7 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     sweeps.clear()
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
-    # the last of three chunks is kept
+    # The last of three chunks is cached.
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
@@ -91,14 +92,14 @@ def test_weights_are_held_or_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("zeros", [1, 40])
 def test_rows_without_coefficient_are_inert(zeros):
-    """NaN in rows whose logps nobody reads: no bit of any gradient changes, gathered away or
-    not.
+    """NaN in rows without coefficient changes no bit of any gradient, whether the rows are gathered
+    or not.
     """
     mask = torch.ones(1, 67, dtype=torch.bool)
     case = make_case(9, H=40, V=150, mask=mask, dtype=torch.bfloat16)
     share = torch.linspace(0.5, 1.5, 67)[None].clone()
     share[:, 3 : 3 + zeros] = 0.0
-    case.ids[0, ::4] = 7  # the target of many rows
+    case.ids[0, ::4] = 7  # many rows share a target
 
     def gradients(hidden):
         leaves = [x.clone().requires_grad_() for x in (hidden, case.weight, case.bias)]

@@ -1,4 +1,4 @@
-"""The candidate for `grad_filter` (benchmarks/gpu/live_tiles.py), interpreted, against fp64."""
+"""Interpreter cases: the `grad_filter` candidate of benchmarks/gpu/live_tiles.py, against fp64."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from benchmarks.gpu.live_tiles import COLUMNS, ROWS
 from benchmarks.gpu.sparse import ROUNDING
 from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 T, H = 300, 24
 
 
 def problem():
     p = sparse.peaked(T, H, 456, "cpu")
-    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # far: its exponentials are swept twice
+    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # -logp is large: computed twice
     return p
 
 
 def test_what_is_left_out_is_known():
-    """The lightest tiles, their masses from d-logits in fp64."""
+    """The tiles with the smallest masses are skipped. Masses are compared with d-logits in fp64."""
     p, tolerance = problem(), 0.3
     slopes = p.grad_logps.clone()
     slopes[7] = 0.0
     d = (p.hidden.double() @ p.weight.double().t()).softmax(1) * slopes.double()[:, None]
     by_target = (slopes - d.gather(1, p.target_ids[:, None])[:, 0]).float()
     d.scatter_(1, p.target_ids[:, None], 0.0)
-    found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitRule(), p.matrix)
-    log_sums[:, 7] = torch.nan  # of a row without a slope nothing counts
+    found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitTransform(), p.matrix)
+    log_sums[:, 7] = torch.nan  # rows without a slope must be ignored
     live = live_tiles.live_tiles(log_sums, found.stats[0], slopes, by_target, tolerance)
     masses = torch.stack(
         [torch.stack([x.abs().sum() for x in r.split(COLUMNS, 1)]) for r in d.split(ROWS)]
@@ -49,8 +49,8 @@ def test_what_is_left_out_is_known():
 
 
 def test_whole_gradients(monkeypatch):
-    """Within the filter's bounds of fp64: what the benchmark checks on a GPU. Tiles of two pieces
-    and of two tiles, through tensor descriptors.
+    """Gradients are within the filter's bounds, as the benchmark checks on a GPU. Two pieces and
+    two tiles, with TMA.
     """
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)

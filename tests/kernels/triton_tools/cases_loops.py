@@ -1,4 +1,6 @@
-"""The candidate loops of slice_kernel, interpreted: the shipped kernel's bits, or a refusal."""
+"""Interpreter cases: candidate loops of slice_kernel have the bits of the shipped kernel, or are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ from benchmarks.gpu import loops
 from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
-from grpo_fast.kernels.types import LogitRule
-from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+from grpo_fast.kernels.types import LogitTransform
+from tests.kernels.triton_tools import interpreter  # noqa: F401  (repairs bf16)
 
-PLAIN = LogitRule(1.0, None, 1.0)
-ROWS, HIDDEN, VOCAB = 70, 72, 200  # none fills its last tile
+PLAIN = LogitTransform(1.0, None, 1.0)
+ROWS, HIDDEN, VOCAB = 70, 72, 200  # none is a multiple of its tile
 
 
 @pytest.fixture(autouse=True)
 def config(monkeypatch):
-    """Tiles of four pieces, through tensor descriptors."""
+    """Use tiles of four pieces with tensor descriptors."""
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)
 
@@ -41,7 +43,7 @@ def assert_same(found, expected):
 def test_logps_and_logits(loop):
     def run():
         out = torch.full((ROWS, VOCAB), float("nan"))
-        arguments = (*head(), LogitRule(1.0, None, 0.9))
+        arguments = (*head(), LogitTransform(1.0, None, 0.9))
         return *linear.head_logps(*arguments, return_entropy=True, logits_out=out), out
 
     expected = run()
@@ -52,7 +54,7 @@ def test_logps_and_logits(loop):
 @pytest.mark.parametrize("loop", loops.REPLACED)
 @pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
 def test_exponentials(loop, columns):
-    """One row is far from its target, so that the guard sweeps it again."""
+    """The target of one row is so unlikely that the row is computed twice."""
 
     def run():
         hidden, weight, bias, target = head()

@@ -1,4 +1,4 @@
-"""The Triton kernels on a head whose places are more than 32 bits tell."""
+"""Interpreter cases: offsets beyond 2^31 elements."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from grpo_fast.kernels.gpu import configs, exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
 
 @pytest.fixture
 def transposed():
-    """(V, H) bf16, V of the columns contiguous, the last H·V elements behind 2^31: no page is
-    touched before it is written.
+    """Return a (V, H) bf16 weight with contiguous columns, whose last elements are beyond 2^31.
+
+    Memory pages are not touched before they are written.
     """
-    vocab, width = 262400, configs.SUPPORT_COLUMNS  # the most columns that a program takes
+    vocab, width = 262400, configs.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     weight = torch.frombuffer(pages, dtype=torch.bfloat16).view(width, vocab).T
@@ -27,25 +28,25 @@ def transposed():
 
 
 def test_a_transposed_head_beyond_2_to_the_31(transposed):
-    """Its target's logit, dH, and rows in a support: columns at H·V are found."""
+    """The target's logit, dH and rows of a token set use 64-bit offsets."""
     weight, ids = transposed, torch.tensor([5, 7, 5])
     hidden = torch.randn(weight[ids].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
     exact = (hidden.double() * wide).sum(1)
     tensors = hidden, weight, ids, ones, factors
     with only_memory_of(*tensors):
-        p = linear.head_inputs(hidden, weight, None, ids, LogitRule())
+        p = linear.head_inputs(hidden, weight, None, ids, LogitTransform())
         raw = exponentials.target_logits(p)
     assert (raw - exact).abs().max() <= 1e-4
     out, zeros = torch.empty(hidden.shape), torch.zeros(hidden.shape)
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())
-    # hidden's columns lie as far apart as those of W
+    # hidden's columns are as far apart as those of W
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
         found = support.head_rows(
-            weight[5:8:2], None, weight, None, rows, LogitRule(), return_entropy=False,
+            weight[5:8:2], None, weight, None, rows, LogitTransform(), return_entropy=False,
             return_slopes=False,
         )  # fmt: skip
         back = support.head_hidden(factors, weight, rows)

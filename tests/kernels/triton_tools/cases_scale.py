@@ -1,6 +1,4 @@
-"""Interpreter cases of kernels/scale_triton.py; started by
-tests/kernels/test_triton_interpreter.py.
-"""
+"""Interpreter cases: gradient scaling (kernels/gpu/scale.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +14,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES)
 def test_scaled(dtype, size, programs, monkeypatch):
-    """Every element once, also where a program takes several blocks; a power of two is exact."""
+    """Every element is scaled once, also if a program takes several blocks. Powers of two are
+    exact.
+    """
     monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
     x, factor = before.clone(), torch.tensor(-0.5)

@@ -1,7 +1,7 @@
-"""How the hidden -> logps and weights kernels cut their work: tiles through tensor descriptors,
-slices, groups of rows, tiles that are swept twice. Against fp64 and for bits.
+"""Interpreter cases: tiling of the head kernels, against fp64 and bit for bit.
 
-test_head.py has their values. Run by test_triton_interpreter.py in a process of its own.
+Covers tensor descriptors, slices, groups of rows, and tiles that are computed twice. test_head.py
+checks values.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.formulas import final, statistics
-from tests.kernels.test_head import DOORS, check_gradient, problem, raw_of, weigh
+from tests.kernels.test_head import HEAD_KERNELS, check_gradient, problem, raw_of, weigh
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
-HEAD, RULE = DOORS[0].values[0], LogitRule(1.0, None, 0.8)
+HEAD, TRANSFORM = HEAD_KERNELS[0].values[0], LogitTransform(1.0, None, 0.8)
 
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Sets the blocks that every kernel takes from here on."""
+    """Return a function that sets the block sizes of all kernels."""
     return lambda *sizes, use_tma=False: monkeypatch.setattr(
         linear, "linear_config", lambda *_, **options: LinearConfig(*sizes, use_tma=use_tma)
     )
@@ -38,12 +38,13 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 
 @pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
-    """The TMA path of Hopper and Blackwell, loads and stores, on rows, columns and depth that do
-    not fill the last tile, with tiles of one and of several pieces: no bit depends on them.
+    """TMA loads and stores are correct on rows, columns and depth that do not fill the last tile.
+
+    Tiles with one and with several pieces give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
-    ids %= 40  # tiles without a target: the short form of the epilogue
-    given = hidden, weight, None, ids, RULE
+    ids %= 40  # tiles without a target use the short path
+    given = hidden, weight, None, ids, TRANSFORM
     blocks(32, 32, 32, 4, 2, 32)
     plain = check_logps(given)
     expected = weigh(HEAD, *given) if dtype == torch.bfloat16 else None
@@ -52,7 +53,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     assert all(map(torch.equal, check_logps(given, logits_out=out), plain))
     raw = raw_of(*given[:3])
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
-    # An unaligned hidden is copied and meets the same tile.
+    # An unaligned hidden is copied and uses the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert all(map(torch.equal, check_logps((unaligned, *given[1:])), plain))
     if expected is not None:
@@ -65,78 +66,76 @@ def test_tensor_descriptors(blocks, dtype, block_v):
 
 
 def test_several_slices(monkeypatch):
-    """Slices of the vocabulary join to the same result; -inf columns fill one whole slice and lead
-    another.
+    """Slices join to the same result. Columns at -inf fill one slice and the start of a
+    second one.
     """
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
     ids = torch.tensor([129, 514, 199, 300, 150, 400, 511, 512, 513])
-    check_logps((hidden, weight, bias, ids, RULE))
+    check_logps((hidden, weight, bias, ids, TRANSFORM))
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
-    check_logps((hidden, weight, bias, ids, RULE))
+    check_logps((hidden, weight, bias, ids, TRANSFORM))
 
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """The short form of the epilogue, for calls without options: targets at both ends of a tile of
-    64, and nowhere.
+    """The short path of the epilogue is exact for targets at both ends of a tile and outside the
+    vocabulary.
     """
     blocks(32, 64, 16, 4, 2, 32)
     hidden, weight, _, _ = problem(9, 16, 150)
     ids = torch.full((9,), first)
     ids[5:8] = torch.tensor([-100, 10**12, 150])
-    given = hidden, weight, None, ids, LogitRule()
+    given = hidden, weight, None, ids, LogitTransform()
     light = linear.head_logps(*given, return_entropy=False)
-    heavy = linear.head_logps(*given, return_entropy=True)  # takes the long form everywhere
+    heavy = linear.head_logps(*given, return_entropy=True)  # uses the long path for every tile
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
-    found = check_logps((hidden[inside], weight, None, ids[inside], LogitRule()))
+    found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))
     assert all(torch.equal(x[inside], y) for x, y in zip(light[:2], found, strict=False))
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """5 row blocks in groups of 2 and all: another order of the programs, the same bits, every row
-    written.
-    """
+    """Row blocks in groups of two run in a different order, but give the same bits as one group."""
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
-    given = *problem(130, 16, 300, torch.float32), RULE
+    given = *problem(130, 16, 300, torch.float32), TRANSFORM
     expected = check_logps(given)
     monkeypatch.setattr(linear, "GROUP_BYTES", 2 * 32 * 16 * 4)
     assert all(map(torch.equal, check_logps(given), expected))
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in every
-    block.
+    """70 slices, which the join processes in blocks of 32, give the result of one slice and of
+    fp64.
     """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)
     hidden, weight, bias, _ = problem(40, 24, slices * 32, torch.float32)
-    # The maximum rises from block to block of the join, and falls.
+    # The maximum rises and falls from block to block.
     weight[16 * slices : 16 * slices + 32] *= 40
     ids = torch.arange(40) * (slices * 32 - 1) // 39
     for columns in (32, 1 << 20):
         monkeypatch.setattr(linear, "SLICE_COLUMNS", columns)
-        check_logps((hidden, weight, bias, ids, RULE), bar=1e-6)
+        check_logps((hidden, weight, bias, ids, TRANSFORM), bar=1e-6)
 
 
 def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
-    """The second sweep must not touch other tiles: it is what makes the guard free."""
+    """The second pass must not touch other tiles, otherwise it would not be free."""
     blocks(64, 64, 32, 4, 2, 32)
     hidden, weight, _, _ = problem(160, 16, 64)
     ids = torch.full((160,), 9)
     hidden[70] = -40 * weight[9]
-    given = hidden, weight, None, ids, LogitRule()
+    given = hidden, weight, None, ids, LogitTransform()
     expected = weigh(HEAD, *given)[2]
     sweeps, original = [], linear.sweep
 
-    def spy(p, partial, out=None, *rest, only_far=False):
+    def spy(p, partial, out=None, *rest, only_high_nll=False):
         before = out.clone()
-        if only_far:
+        if only_high_nll:
             out[:] = 0.5
-        original(p, partial, out, *rest, only_far=only_far)
-        if only_far:
+        original(p, partial, out, *rest, only_high_nll=only_high_nll)
+        if only_high_nll:
             is_touched = (out != 0.5).any(1)
             sweeps.append(is_touched.nonzero()[:, 0].tolist())
             out[~is_touched] = before[~is_touched]
@@ -149,10 +148,10 @@ def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
 def test_mixed_dtypes_are_refused():
     hidden, weight, _, ids = problem(2, 16, 50)
     with pytest.raises(ValueError, match="hidden: expected the dtype of weight"):
-        linear.head_logps(hidden.float(), weight, None, ids, RULE, return_entropy=True)
+        linear.head_logps(hidden.float(), weight, None, ids, TRANSFORM, return_entropy=True)
 
 
 def test_the_memory_check_sees_a_planted_error():
     hidden, weight, bias, ids = problem(67, 19, 301)
     with pytest.raises(Exception, match="out of bounds"), only_memory_of(hidden, weight[:-1], bias):
-        linear.head_logps(hidden, weight, bias, ids, RULE, return_entropy=True)
+        linear.head_logps(hidden, weight, bias, ids, TRANSFORM, return_entropy=True)

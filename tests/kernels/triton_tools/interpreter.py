@@ -1,9 +1,10 @@
-"""Triton's interpreter made trustworthy: bf16 arithmetic, out-of-bounds checks, program order.
+"""Repairs and checks for Triton's interpreter: bf16 arithmetic, out-of-bounds accesses, program
+order.
 
-Import this in a process started with TRITON_INTERPRET=1, before any kernel runs. The interpreter
-holds bf16 as bit patterns in uint16; most of its arithmetic then works on the patterns. Here every
-bf16 value is widened to fp32, computed on, and rounded to nearest even. (`tl.sum` of bf16 stays
-wrong: reduce in fp32, as every kernel here does.)
+Import this module in a process with TRITON_INTERPRET=1, before any kernel runs. The interpreter
+stores bf16 as bit patterns in uint16, and most of its arithmetic works on the patterns. Here every
+bf16 value is converted to fp32, computed, and rounded to nearest even. (`tl.sum` of bf16 is not
+repaired: reduce in fp32, as all kernels do.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def is_bf16(handle: Any) -> bool:
 
 
 def widen(handle: TensorHandle) -> TensorHandle:
-    """bf16 handle -> the same values in fp32; other handles as they are."""
+    """Convert a bf16 handle to fp32; return others unchanged."""
     if not is_bf16(handle):
         return handle
     bits = np.asarray(handle.data).astype(np.uint32) << np.uint32(16)
@@ -32,7 +33,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """fp32 values -> bf16, to nearest even; NaN stays NaN."""
+    """Convert fp32 values to bf16, to nearest even. NaN is kept."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
@@ -70,8 +71,8 @@ def _repaired_arithmetic(original: Any) -> Any:
 
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
-        # In fp64: a BLAS product in fp32 depends on where in the tile a row stands, which no tensor
-        # core does.
+        # fp64, because a BLAS product in fp32 depends on the position of a row in the tile, unlike
+        # tensor cores.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -85,8 +86,8 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
-# tl.maximum and tl.minimum give the other operand for a NaN (maxnum, minnum), on every GPU; Triton
-# 3.6's interpreter gives the NaN.
+# On every GPU, tl.maximum and tl.minimum return the other operand for a NaN (maxnum, minnum).
+# Triton 3.6's interpreter returns the NaN.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -94,8 +95,8 @@ InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.f
 def _with_index(original: Any) -> Any:
     def patch(tensor, scope):
         result = original(tensor, scope)
-        # numpy >= 2.4 refuses int() of a one-element array, and with it triton 3.6's range() over a
-        # run-time length.
+        # numpy >= 2.4 refuses int() of a one-element array, which Triton 3.6's range() uses for
+        # run-time lengths.
         scope.set_attr(
             tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
         )
@@ -108,9 +109,7 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _once_per_launch(original: Any) -> Any:
-    """A launch patches `triton.language`; so does every call of a helper inside it, which is half
-    of the time spent.
-    """
+    """Skip repeated patching of `triton.language` in nested calls, which takes half of the time."""
     patched: list[Any] = []
 
     def patch(function):
@@ -118,7 +117,7 @@ def _once_per_launch(original: Any) -> Any:
             value for value in function.__globals__.values() if value is tl or value is tl.core
         ]
         if patched and all(module in patched for module in modules):
-            return None  # a nested call: nobody restores its scope
+            return None  # a nested call: the outermost call restores the scope
         scope = original(function)
         restore = scope.restore
         outermost = not patched
@@ -139,7 +138,9 @@ interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 def _by_name(original: Any) -> Any:
-    """The original builds a table of all dtypes in every call: a tenth of the time spent."""
+    """Cache numpy dtypes. The original builds a table in every call, which takes a tenth of the
+    time.
+    """
     known: dict[str, np.dtype] = {}
 
     def np_dtype(dtype):
@@ -156,6 +157,7 @@ interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 # ---- memory check and program order
 # ---------------------------------------------------------------------------------
 
+# ---- memory check and program order
 _allowed: list[tuple[int, int]] | None = None
 _reverse = False
 _grid = (1, 1, 1)
@@ -188,8 +190,7 @@ def _checked(kind: str, position: int | None) -> Any:
     return make
 
 
-# Unmasked loads and stores call the masked ones, so these two see everything (the package has no
-# atomics).
+# Unmasked accesses call the masked ones, so these two see all accesses (there are no atomics).
 _replace("create_masked_load", _checked("load", 0))
 _replace("create_masked_store", _checked("store", 1))
 
@@ -218,11 +219,10 @@ _replace("set_grid_idx", _reorder)
 
 @contextlib.contextmanager
 def only_memory_of(*tensors: Any) -> Iterator[None]:
-    """Inside, a load or store outside of the memory that these tensors cover raises IndexError;
-    what is no tensor covers none.
+    """Raise IndexError for loads and stores outside the memory of these tensors, inside the block.
 
-    Outputs that the door allocates itself cannot be known beforehand: `torch.empty` and
-    `torch.empty_like` are watched, their memory is poisoned with NaN and added.
+    Arguments that are not tensors are ignored. Outputs that a function allocates are found by
+    patching `torch.empty` and `torch.empty_like`; their memory is filled with NaN and allowed.
     """
     global _allowed
     originals = torch.empty, torch.empty_like
@@ -258,9 +258,7 @@ def only_memory_of(*tensors: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reversed_programs() -> Iterator[None]:
-    """Inside, the programs of a grid run last to first: a result that depends on their order
-    shows.
-    """
+    """Run the programs of a grid from last to first, to reveal results that depend on the order."""
     global _reverse
     _reverse = True
     try:

@@ -1,4 +1,6 @@
-"""Start the Triton checks in processes of their own: interpreter and compiler cannot share one."""
+"""Runner of the Triton checks in separate processes, because interpreter and compiler cannot share
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,28 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Files whose tests take an engine: here Triton's.
+# Test files that are parametrized by engine.
 OF_ENGINES = (
-    "kernels/test_rows kernels/test_head kernels/test_support_doors kernels/test_grad_filter "
+    "kernels/test_rows kernels/test_head kernels/test_support_kernels kernels/test_grad_filter "
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()
-# A folder into which another Triton (3.6) was installed by `pip install --target`.
+# Folder with a second Triton (3.6), installed by `pip install --target`.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
 def run_python(
     *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 1800
 ) -> str:
-    """Run this Python with the repository and (if given) another Triton on its path; its output."""
+    """Run Python with the repository and optionally a second Triton on the path; return its
+    output.
+    """
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
     }
     paths = [other_triton, str(ROOT), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads cost more than they give on tiles
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # threads are slower for small tiles
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
@@ -46,7 +50,7 @@ def run_python(
 
 
 def run_cases(other_triton: str | None = None) -> str:
-    """Run the interpreter's own cases, and those of all engines (`loss_cases.row_backends`)."""
+    """Run the interpreter's cases, and those of all engines (`loss_cases.row_backends`)."""
     options = ["-q", "-k", "triton", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}.py" for x in OF_ENGINES)]
     return run_python("-m", "pytest", *files, *options, interpret=True, other_triton=other_triton)

@@ -1,8 +1,9 @@
-"""Registers, spills, shared memory, matrix instructions of every shipped kernel, without a GPU.
+"""Report of registers, spills, shared memory and matrix instructions of every shipped kernel.
 
     python tests/kernels/triton_tools/report.py [sm_90 ...] [--json]
 
-Compiles afresh (minutes for all architectures). Must run without TRITON_INTERPRET.
+Needs no GPU, compiles afresh (minutes for all architectures), and must run without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def lines(arch: str, *, counts_all: bool = True) -> list[dict]:
-    """One entry per compiled kernel; see `benchmarks.gpu.resources.resources`."""
+    """Return one entry per compiled kernel; see `benchmarks.gpu.resources.resources`."""
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
     from tests.kernels.triton_tools.shipped import shipped

@@ -1,6 +1,4 @@
-"""Every configuration the package ships, as calls of its own doors on CPU tensors, inside
-`compile_launches`.
-"""
+"""All shipped configurations, as calls of the public kernel functions inside `compile_launches`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import Divergence
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -30,10 +28,10 @@ ROWS = 64
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
-    """Arguments of a door that starts from hidden, and whether it gives the entropy.
+    """Return the arguments of a head function, and whether it computes the entropy.
 
-    `options` holds "b" for a bias and temperatures by row, "t" for temperatures alone, "c" for a
-    soft cap, "e" for the entropy.
+    `options` may contain "b" (bias and temperatures by row), "t" (temperatures only), "c" (soft
+    cap) and "e" (entropy).
     """
     hidden, weight = (
         torch.empty(ROWS, hidden_size, dtype=dtype),
@@ -41,15 +39,15 @@ def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> t
     )
     has_bias = "b" in options
     by_row = torch.ones(ROWS) if has_bias or "t" in options else 1.0
-    rule = LogitRule(1.0, 30.0 if "c" in options else None, by_row)
+    transform = LogitTransform(1.0, 30.0 if "c" in options else None, by_row)
     bias = weight[:, 0].contiguous() if has_bias else None
-    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), rule), "e" in options
+    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), transform), "e" in options
 
 
 def linear(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
 ) -> None:
-    """The hidden -> logps kernel, bare (a pass without gradient), or storing fp32 logits."""
+    """Compile hidden -> logps, optionally storing fp32 logits."""
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, vocab) if store else None
     linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
@@ -58,7 +56,7 @@ def linear(
 def written(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, known: bool = False
 ) -> None:
-    """The hidden -> 16-bit weights kernels: first pass and guard, or from known statistics."""
+    """Compile hidden -> 16-bit exponentials: both passes, or from known statistics."""
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
     v = torch.ones(ROWS)
@@ -67,20 +65,21 @@ def written(
 
 
 def rows(dtype: torch.dtype, vocab: int) -> None:
-    """The three row kernels with every option that adds code."""
+    """Compile the three row kernels with every option that adds code."""
     logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
     v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    rule = LogitRule(1.0, 30.0, v)
-    rows_triton.row_logps(logits, target, rule, return_entropy=True)
-    rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
-    if dtype == torch.float32:  # d-logits in 16 bits beside the logits
+    transform = LogitTransform(1.0, 30.0, v)
+    rows_triton.row_logps(logits, target, transform, return_entropy=True)
+    rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
+    if dtype == torch.float32:
+        # d-logits in 16 bits, logits in fp32.
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
-        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
+        rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
         rows_triton.row_loss_(
-            logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+            logits, out, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
         )
     rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+        logits, logits, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
     )
 
 
@@ -89,7 +88,7 @@ def scaled(dtype: torch.dtype) -> None:
 
 
 def surrounded(hidden_size: int) -> None:
-    """What surrounds the gradient GEMMs of exponentials."""
+    """Compile the kernels around the gradient GEMMs."""
     vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
     hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
     weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
@@ -103,17 +102,17 @@ def surrounded(hidden_size: int) -> None:
 
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
-    """Rows in a support, from hidden and back; `options` as in `problem`."""
-    (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
+    """Compile the kernels for token sets; `options` as in `problem`."""
+    (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
     support_triton.head_rows(
-        hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
+        hidden, index, weight, bias, rows, transform, return_entropy=has_entropy, return_slopes=True
     )
     ends = torch.arange(ROWS + 1)
-    rows_triton.row_logps(v[None], ids, rule, return_entropy=has_entropy, offsets=ends)
+    rows_triton.row_logps(v[None], ids, transform, return_entropy=has_entropy, offsets=ends)
     of_entropy = v if has_entropy else None
-    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, rule, offsets=ends)
+    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, transform, offsets=ends)
     support_triton.head_weight(v, hidden, index, rows, weight, add=False)
     if has_entropy:
         support_triton.head_hidden(v, weight, rows)
@@ -122,26 +121,26 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 
 
 def compared(kind: str, vocab: int) -> None:
-    """Divergences from a teacher: values and gradients with soft caps, values, a rank's columns."""
+    """Compile divergences: with soft caps and gradient, values only, and for a vocabulary shard."""
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
-    rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
-    given = z, y, w, Divergence(kind), *rules
+    transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
+    given = z, y, w, Divergence(kind), *transforms
     found = divergence_triton.row_divergence_(*given, out=y)
-    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
+    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitTransform(), LogitTransform())
     divergence_triton.row_divergence_(*given, out=y, known=found)
 
 
 def loss(config: LossConfig) -> None:
     logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
-    rule = LogitRule(1.0, None, 1.0)
+    transform = LogitTransform(1.0, None, 1.0)
     rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
+        logits, logits, target, RowTerms(v, v, v, v, v), config, transform, return_entropy=False
     )
     coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
-    """A call and its name."""
+    """Return a name for a call, and the call."""
     options = [f"{name}={x}" for name, x in more.items()]
     words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
     name = " ".join(map(str, (function.__name__, *words, *options)))
@@ -149,11 +148,10 @@ def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, 
 
 
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and
-    897 are odd.
+    """Yield (name, call) of every configuration on `arch`.
 
-    On sm_90, which has a tile of its own for light epilogues, with more of the options between none
-    and all.
+    V = 32000 and H = 896 are aligned; 32001 and 897 are odd. sm_90, which has a large tile for
+    light epilogues, gets more combinations of options.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
@@ -176,14 +174,14 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
         yield call(surrounded, hidden_size)
-    # Each number of warps, an odd width, the widest that a program holds.
+    # Each number of warps, an odd width, and the maximum width.
     for hidden_size in (897, 4096, 8192):
         yield call(supported, bf16, hidden_size, "bce")
     yield call(supported, fp32, 8192, "bce")
     yield call(loss, LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True))
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
-    # The leaves have no architecture of their own (and there are fewer estimators than losses).
+    # The loss functions do not depend on the architecture. There are fewer estimators than losses.
     if arch == "sm_90":
         token = {
             o.leaf: name

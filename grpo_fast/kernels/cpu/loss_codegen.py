@@ -1,8 +1,9 @@
-"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
+"""Code generator that translates loss functions, KL estimators and divergences from Python to C++.
 
-A leaf is called with numbers that write down what happens to them, one line of C++ for each
-operation. Every word of the vocabulary has one C++ counterpart: in double, and for the divergences,
-which run once per logit, on vectors. The header is made when the kernels are compiled.
+Each function is called once with `Variable` objects that record every operation as one line of C++.
+Every function of the `tl` vocabulary has a C++ counterpart: on double, and for divergences, which
+run once per logit, on vectors. The header loss_functions.h is generated when the kernels are
+compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
 
-MAX_PARAMS = 4  # p0 … p3 of the kernels' doors
+MAX_PARAMS = 4  # p0 … p3 of the kernels
 
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "and": "&&", "or": "||",
@@ -27,7 +28,7 @@ WORDS = {
     "maximum": "maximum",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helpers of kl.py and divergences.py that are words themselves: each reader has its own.
+# Helpers of kl.py and divergences.py that are not translated, because C++ has its own versions.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
@@ -60,77 +61,89 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-def objective_leaves() -> list[Leaf]:
-    """The leaves of `OBJECTIVES`, each once; their order numbers them."""
+def objective_functions() -> list[Leaf]:
+    """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
+    C++.
+    """
     return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
 
 
-def kl_leaves() -> list[Leaf]:
+def kl_functions() -> list[Leaf]:
+    """Return the distinct KL estimators, numbered by position."""
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
 @functools.cache
 def header() -> str:
-    """The text of leaves.h.
+    """Return the text of loss_functions.h.
 
-    Raises ValueError where a leaf uses something outside of the vocabulary; it names both.
+    Raises:
+        ValueError: a function uses an operation outside the vocabulary; the message names both.
     """
-    return print_header(objective_leaves(), kl_leaves(), list(DIVERGENCES.values()))
+    return print_header(objective_functions(), kl_functions(), list(DIVERGENCES.values()))
 
 
 def print_header(
     objectives: list[Leaf], estimators: list[Leaf], divergences: Sequence[Leaf] = ()
 ) -> str:
-    """Functions that choose a leaf by its number; divergences are on vectors."""
+    """Return a header with dispatch functions that select a formula by number.
+
+    Divergences are templates over vectors.
+    """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
         vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
+    # repr() of a float is exact.
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
+def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+    """Generate `name(index, arguments…, p)`, a switch over formulas. p[0], p[1], … are their
+    hyperparameters.
+    """
     cases = []
-    for index, leaf in enumerate(leaves):
-        extra = leaf.__code__.co_argcount - len(arguments)
+    for index, formula in enumerate(formulas):
+        # Arguments beyond the common ones are hyperparameters.
+        extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
-            came = inspect.signature(leaf)
-            raise ValueError(f"{leaf.__name__}: expected {expected}, got {came}")
+            came = inspect.signature(formula)
+            raise ValueError(f"{formula.__name__}: expected {expected}, got {came}")
         names = [*arguments, *(f"p[{i}]" for i in range(extra))]
-        cases.append(f"    case {index}: {{{body(leaf, names, WORDS, HELPERS)}    }}\n")
+        cases.append(f"    case {index}: {{{body(formula, names, WORDS, HELPERS)}    }}\n")
     signature = ", ".join(f"double {argument}" for argument in arguments)
-    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head = f"constexpr int64_t k_{name}_count = {len(formulas)};\n"
     head += f"inline ValueAndSlope {name}(int64_t index, {signature},\n"
     head += "    [[maybe_unused]] const double* p) {\n  switch (index) {\n"
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+    """Generate `name<index>(arguments…)`, a template on vectors."""
     cases = [
         f"  if constexpr (index == {i}) {{"
-        f"{body(leaf, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
-        for i, leaf in enumerate(leaves)
+        f"{body(formula, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
+        for i, formula in enumerate(formulas)
     ]
     signature = ", ".join(f"Floats {argument}" for argument in arguments)
-    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head = f"constexpr int64_t k_{name}_count = {len(formulas)};\n"
     head += f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
     return head + "".join(cases) + f"  return {{{arguments[0]}, {arguments[0]}}};\n}}\n"
 
 
 def body(
-    leaf: Leaf,
+    formula: Leaf,
     arguments: Sequence[str],
     words: dict[str, str],
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """What a leaf computes of these arguments, as C++ lines that return its pair.
+    """Return the C++ statements that compute a formula and return its pair.
 
-    A line of what nobody reads, or of a branch that is not taken, has no effect in C++ either.
+    Statements whose result is unused have no effect in C++ either.
     """
     lines = [""]
 
@@ -153,16 +166,17 @@ def body(
             return function(words[word])
 
     own = {name: function(word) for name, word in helpers.items()}
-    printed = bind(leaf, Vocabulary(), words=own)
+    # bind() replaces the module `tl` and the helpers in a copy of the formula.
+    printed = bind(formula, Vocabulary(), words=own)
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{leaf.__name__}: {error}") from error
+        raise ValueError(f"{formula.__name__}: {error}") from error
     return "\n".join([*lines, f"      return {{{pair}}};\n"])
 
 
 class Variable:
-    """A C++ variable; its operators `write` another one."""
+    """A C++ variable. Its operators emit a statement and return a new variable."""
 
     def __init__(self, name: str, write: Callable[..., Variable]) -> None:
         self.name = name
@@ -183,6 +197,7 @@ def _operator(sign: str) -> tuple[Operator, Operator]:
     return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
 
 
+# Define __add__, __radd__ and so on, each of which emits one C++ statement.
 for _word, _sign in OPERATORS.items():
     _forward, _reflected = _operator(_sign)
     setattr(Variable, f"__{_word}__", _forward)

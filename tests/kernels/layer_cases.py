@@ -1,0 +1,59 @@
+"""Models and helpers that the tests of the CPU layers share."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_fast.kernels.cpu import gemm, loader
+from grpo_fast.kernels.cpu.modules import fast_layers
+
+NEEDS_KERNELS = pytest.mark.skipif(
+    gemm.unavailable(torch.float32) or loader.unavailable("layers"), reason="no C++ kernels here"
+)
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class TinyRMSNorm(nn.Module):
+    """Llama's RMSNorm, or Gemma's with `offset` 1."""
+
+    def __init__(self, size, offset=0):
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(draw(size, seed=5)), offset
+        self.variance_epsilon = 0.3
+
+    def forward(self, x, gate=None):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        y = y * (self.weight + self.offset)
+        return y if gate is None else y * gate
+
+
+def pair_of(family="Llama"):
+    """Return a model with fast layers and eager attention, and its plain copy."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, pad_token_id=0, attn_implementation="eager"
+    )
+    plain = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = copy.deepcopy(plain)
+    fast_layers(model)
+    return model, plain
+
+
+def logits_of(model):
+    return lambda x: model(inputs_embeds=x, use_cache=False).logits

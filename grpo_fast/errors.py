@@ -21,7 +21,9 @@ LONGEST_WORD = 200  # letters of a word that is compared with known names
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 
 
-def wrong(name: str, expected: str, came: object, kind: type[Exception] = ValueError) -> Exception:
+def argument_error(
+    name: str, expected: str, came: object, kind: type[Exception] = ValueError
+) -> Exception:
     """An error that names an argument, what was expected and what came."""
     return kind(f"{name}: expected {expected}, got {came}")
 
@@ -29,11 +31,11 @@ def wrong(name: str, expected: str, came: object, kind: type[Exception] = ValueE
 def require(
     fits: object, name: str, expected: str, came: object, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise what `wrong` makes unless it fits. Where a call may be part of a graph of torch.compile
-    `raise wrong(…)`: a text that is made of shapes or numbers beforehand breaks the graph.
+    """Raise what `argument_error` makes unless it fits. Where a call may be part of a graph of torch.compile
+    `raise argument_error(…)`: a text made of shapes or numbers beforehand breaks the graph.
     """
     if not fits:
-        raise wrong(name, expected, came, kind)
+        raise argument_error(name, expected, came, kind)
 
 
 def conflict(a: str, b: str, why: str) -> ValueError:
@@ -49,7 +51,7 @@ def conflict(a: str, b: str, why: str) -> ValueError:
 def choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
-        raise wrong(name, f"one of {list(choices)}", repr(value))
+        raise argument_error(name, f"one of {list(choices)}", repr(value))
 
 
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
@@ -58,7 +60,7 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
         # The kernels compute in fp32. The bound refuses NaN, and integers that no float can hold.
         if abs(value) <= FP32_MAX and holds(value):
             return
-    raise wrong(name, expected, reprlib.repr(value))
+    raise argument_error(name, expected, reprlib.repr(value))
 
 
 def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

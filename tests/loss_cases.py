@@ -38,7 +38,7 @@ LOSS_LEVELS = (
 )
 # Losses that share a leaf differ in how tokens are averaged alone, which no kernel sees: the first
 # of each leaf, and every level of two that have a ratio of the whole completion.
-OF_A_LEAF = {OBJECTIVES[x].leaf: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
+OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
     (x, level)
     for x, level in LOSS_LEVELS

@@ -19,13 +19,13 @@ from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, t
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import apart
 
 log = logging.getLogger(__name__)
 
-# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
+# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, params) → (T, H, D), differentiable.
 Attention = Callable[..., Tensor]
 
 # Relative L2 error of output and gradients beyond which a kernel is taken for broken.
@@ -73,7 +73,7 @@ def packed_rows_attention(
     window = window if window and window < layout.longest_context else None
     has = window is not None, softcap is not None
     kind = Kind(q.device.type, q.dtype, q.shape[-1], *has, q.device.index)
-    return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
+    return choose(kind).attend(q, k, v, layout, AttentionParams(scale, window, softcap))
 
 
 @cache
@@ -118,7 +118,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    rule, results = Rule(kind.head_dim**-0.5, *limits), []
+    params, results = AttentionParams(kind.head_dim**-0.5, *limits), []
     runs: list[tuple[Attention, str, torch.dtype]] = [
         (attention, kind.device, kind.dtype),
         (reference.attend, "cpu", torch.float64),
@@ -128,7 +128,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
     for function, device, dtype in runs:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
+        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), params)
         gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
         results.append([out.detach(), *gradients])
     pairs = zip(*results, strict=True)

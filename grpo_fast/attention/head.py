@@ -22,7 +22,7 @@ class Head(NamedTuple):
     logit_scale: float
 
     @property
-    def rule(self) -> dict[str, Any]:
+    def logit_kwargs(self) -> dict[str, Any]:
         """softcap and logit_scale, as keywords of `linear_logps` and of `LossConfig`."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
 

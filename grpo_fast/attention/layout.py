@@ -42,7 +42,7 @@ class Copies(NamedTuple):
         # Stable: the gradients of a row's copies are added in one order, the same bits every time.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
-    def put_back(self, grad: Tensor) -> Tensor:
+    def sum_copies(self, grad: Tensor) -> Tensor:
         """(Tk, …) gradients of the copies → (T, …), summed in their order, in fp32 or better."""
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
@@ -147,7 +147,7 @@ class TreeLayout:
         return seen.to(self.cu_seqlens.device)
 
     @cached_property
-    def views(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[Call, ...]:
         """Call 0: every segment on itself, causally. Call j: every segment with an ancestor at
         distance j on that ancestor, which without descendants there has no queries.
         """
@@ -165,13 +165,13 @@ class TreeLayout:
             run = [(s, above) for s, ancestor in run if (above := self.parents[ancestor]) >= 0]
         return tuple(calls)
 
-    def copies(self, window: int) -> tuple[Call]:
+    def window_calls(self, window: int) -> tuple[Call]:
         """One causal call with each segment's keys behind copies of its ancestors' last window − 1:
         a window moves with each row, a call on an ancestor does not.
         """
-        return self.cached(("copies", window), lambda: self._copies(window))
+        return self.cached(("copies", window), lambda: self._window_calls(window))
 
-    def _copies(self, window: int) -> tuple[Call]:
+    def _window_calls(self, window: int) -> tuple[Call]:
         keys: list[Tensor] = []
         for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
             path = keys[parent] if parent >= 0 else torch.arange(0)

@@ -84,7 +84,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return Copies.of(*ctx.copies).put_back(grad), None
+        return Copies.of(*ctx.copies).sum_copies(grad), None
 
 
 @dataclass(frozen=True)

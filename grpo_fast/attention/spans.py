@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Rule(NamedTuple):
+class AttentionParams(NamedTuple):
     """softmax(mask(softcap(scale·q·kᵀ))): at most `window` keys; softcap(s) = c·tanh(s/c)."""
 
     scale: float
@@ -46,7 +46,7 @@ class Spans:
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
     @cached_property
-    def seen(self) -> tuple[Spans, Tensor]:
+    def with_queries(self) -> tuple[Spans, Tensor]:
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0

@@ -33,7 +33,7 @@ class Trie:
     """
 
     def __init__(self, lengths: Sequence[int], order: Sequence[int], shared: Sequence[int]) -> None:
-        self.ends, self.parents, self.held = [0], [-1], [list[int]()]
+        self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
         path = [0]  # to the last sequence
         for number, common in zip(order, shared, strict=True):
             below = -1
@@ -44,8 +44,8 @@ class Trie:
                 self.parents[below] = path[-1]
             if lengths[number] > common:
                 path.append(self._add(lengths[number], path[-1]))
-            self.held[path[-1]].append(number)
-        self.first = [min(held, default=len(order)) for held in self.held]
+            self.sequences[path[-1]].append(number)
+        self.first = [min(held, default=len(order)) for held in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])
         for node in self.upwards:
@@ -59,7 +59,7 @@ class Trie:
     def _add(self, end: int, parent: int) -> int:
         self.ends.append(end)
         self.parents.append(parent)
-        self.held.append([])
+        self.sequences.append([])
         return len(self.ends) - 1
 
     @classmethod
@@ -98,10 +98,10 @@ class Trie:
         nodes += (plain := [node for node in roots if not self.children[node]])
         parents += [-1] * len(plain)
         home = dict(zip(nodes, range(len(nodes)), strict=True))
-        last = [-1] * sum(map(len, self.held))
+        last = [-1] * sum(map(len, self.sequences))
         for node in self.upwards:
             segment = home.setdefault(node, home.get((self.children[node] or [node])[0], -1))
-            for number in self.held[node]:
+            for number in self.sequences[node]:
                 last[number] = segment
         starts = [self.ends[nodes[parent]] if parent >= 0 else 0 for parent in parents]
         firsts = [self.first[node] for node in nodes]
@@ -130,7 +130,7 @@ class Trie:
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]
-            of_child += [(number, [(0, [number])]) for number in self.held[node]]
+            of_child += [(number, [(0, [number])]) for number in self.sequences[node]]
             items = [part for _, those in sorted(of_child) for part in those]
             room = budget - self.ends[node]
             if node and self.below[node] <= room:

@@ -16,7 +16,7 @@ NAMES = re.compile("window|chunk|floor|original_max")  # of their copies in modu
 
 
 def window_as_mask(
-    *_: Any, config: Any, mask_function: Callable, **asked: Any
+    *_: Any, config: Any, mask_function: Callable, **request: Any
 ) -> int | Callable | None:
     """Return which mask a model requests: the mask function registered with `packed_attention`.
 
@@ -27,12 +27,12 @@ def window_as_mask(
     Raises:
         ValueError: a padding mask.
     """
-    if asked.get("attention_mask") is not None:
+    if request.get("attention_mask") is not None:
         instead = "packed attention takes no padding mask; pack the sequences instead"
         raise ValueError(f"attention_mask: {instead}")
-    size = asked.get("local_size")
+    size = request.get("local_size")
     is_plain = size in (None, getattr(config, "sliding_window", None))
-    return size if is_plain and not asked.get("use_vmap") else mask_function
+    return size if is_plain and not request.get("use_vmap") else mask_function
 
 
 def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:

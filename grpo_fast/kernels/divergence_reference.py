@@ -146,7 +146,7 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
 def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     """(C, V) value and slope of every logit."""
     d = (lp - lq).masked_fill_(lp == lq, 0.0)  # both may be -inf
-    return divergence.leaf(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
+    return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Divergence(NamedTuple):
     beta: float = 0.5
 
     @property
-    def leaf(self) -> Callable[..., tuple[Tensor, Tensor]]:
+    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 

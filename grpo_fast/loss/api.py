@@ -10,7 +10,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, support_fields
-from grpo_fast.loss.autograd import wants_gradient
+from grpo_fast.loss.autograd import needs_gradient
 from grpo_fast.loss.call import LossOutput as LossOutput
 from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.ranks import Agreement
@@ -81,15 +81,15 @@ def linear_logps(
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         temperatures, number = checks.temperatures(target_ids, temperature)
-        checks.rule(softcap, logit_scale, entropy_over, backend)
+        checks.logit_options(softcap, logit_scale, entropy_over, backend)
         checks.support(support, target_ids, is_shard=group is not None)
         support_ids, support_offsets = support_fields(support)
         options = RowOptions(
             hidden_rows=hidden_rows, target_ids=target_ids, temperatures=temperatures,
             temperature=number, softcap=None if softcap is None else float(softcap),
             logit_scale=float(logit_scale), return_entropy=return_entropy,
-            whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
-            support_ids=support_ids, support_offsets=support_offsets,
+            entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary",
+            backend=backend, support_ids=support_ids, support_offsets=support_offsets,
             shard=ranks.shard(tensors[1]),
         )  # fmt: skip
         return call.logps(tensors, options, ranks)
@@ -111,14 +111,14 @@ def logits_logps(
     raise_pending()
     checks.logits(logits, target_ids)
     temperatures, number = checks.temperatures(target_ids, temperature)
-    checks.rule(softcap, logit_scale, entropy_over, backend)
+    checks.logit_options(softcap, logit_scale, entropy_over, backend)
     checks.support(support, target_ids)
     support_ids, support_offsets = support_fields(support)
     options = RowOptions(
         hidden_rows=None, target_ids=target_ids, temperatures=temperatures, temperature=number,
         softcap=None if softcap is None else float(softcap), logit_scale=float(logit_scale),
         return_entropy=return_entropy,
-        whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
+        entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary", backend=backend,
         support_ids=support_ids, support_offsets=support_offsets,
     )  # fmt: skip
     return call.logps((_logit_rows(logits),), options)
@@ -229,7 +229,7 @@ def linear_grpo_loss(
         checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
-        wanted = wants_gradient(*tensors)
+        wanted = needs_gradient(*tensors)
         shard = ranks.shard(tensors[1])
         own = backend, validate, hidden_rows, grad_filter, *support_fields(support)
         options = Options(wanted, *own, shard, divergence=term)
@@ -272,7 +272,7 @@ def logits_grpo_loss(
     if inplace:
         checks.inplace(logits, *tensors)
     own = backend, validate, None, None, *support_fields(support)
-    options = Options(wants_gradient(logits), *own, inplace=inplace)
+    options = Options(needs_gradient(logits), *own, inplace=inplace)
     inputs = BatchInputs(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,

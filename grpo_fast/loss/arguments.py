@@ -55,7 +55,7 @@ class RowOptions(NamedTuple):
     softcap: float | None
     logit_scale: float
     return_entropy: bool
-    whole_entropy: bool  # entropies are over the whole vocabulary, whatever the support
+    entropy_over_vocabulary: bool  # entropies are over the whole vocabulary, whatever the support
     backend: str
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None

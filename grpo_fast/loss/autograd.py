@@ -19,7 +19,7 @@ from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
-from grpo_fast.loss.batch import rows_of_targets
+from grpo_fast.loss.batch import active_target_rows
 from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
 
@@ -27,7 +27,7 @@ NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (c
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
 
 
-def wants_gradient(*tensors: Tensor | None) -> list[bool]:
+def needs_gradient(*tensors: Tensor | None) -> list[bool]:
     """For each tensor of a call, whether autograd will ask for its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
@@ -43,7 +43,7 @@ FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | Non
 # ---- losses: gradients are there when the forward ends ----
 
 
-class Formed(torch.autograd.Function):
+class LossFunction(torch.autograd.Function):
     """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward.
 
     Args:
@@ -83,7 +83,7 @@ class Formed(torch.autograd.Function):
         return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
 
 
-form_loss: Callable[..., FormedOutputs] = Formed.apply
+apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
@@ -135,10 +135,10 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 # ---- logps: gradients are formed when their upstream is known ----
 
 
-TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
+TargetRows = tuple[ActiveRows, Tensor | None]  # as `active_target_rows` gives them
 
 
-class RowPass:
+class LogpsPass:
     def __init__(
         self,
         tensors: RowTensors,
@@ -150,19 +150,21 @@ class RowPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.places = places or find_rows(tensors, options)
+        self.places = places or active_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
-            self.sweep = LogitsSweep.of(tensors[0], None, self.rows, route, options.whole_entropy)
+            self.sweep = LogitsSweep.of(
+                tensors[0], None, self.rows, route, options.entropy_over_vocabulary
+            )
             return
         head = HeadTensors(*tensors)
         self.sweep = linear_sweep(
             head, self.rows,
             head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            whole_entropy=options.whole_entropy,
-            entropy_gradient=entropy_gradient or options.whole_entropy,
+            whole_entropy=options.entropy_over_vocabulary,
+            entropy_gradient=entropy_gradient or options.entropy_over_vocabulary,
             wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
@@ -189,7 +191,7 @@ class RowPass:
         with kernel_precision(self.device):
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
-    def known(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
+    def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
@@ -197,14 +199,14 @@ class RowPass:
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
-def find_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
+def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
     """The active rows of a call; their values are checked here."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
-    return rows_of_targets(options.target_ids, options.rule, targets)
+    return active_target_rows(options.target_ids, options.rule, targets)
 
 
-class Recalled(torch.autograd.Function):
+class LogpsFunction(torch.autograd.Function):
     """Logps whose first backward finds what the workspace still holds."""
 
     @staticmethod
@@ -216,12 +218,12 @@ class Recalled(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = RowPass(tensors, options, places, wanted=wanted)
+        work = LogpsPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options
         ctx.places = work.places
-        ctx.held = (work, stats) if work.sweep.held is not None else None
+        ctx.cached = (work, stats) if work.sweep.held is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -237,23 +239,23 @@ class Recalled(torch.autograd.Function):
             return (None,) * (3 + len(needs))
         # Also where they are not needed: it refuses what was changed since.
         saved = ctx.saved_tensors
-        held = ctx.held
-        ctx.held = None
+        held = ctx.cached
+        ctx.cached = None
         if held is not None and d_entropy is not None and not held[0].sweep.has_entropy_gradient:
             held = None  # exponentials know the logps' gradient only: the logits are formed again
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if held is None:
             tensors = saved[:-3]
             outputs = saved[-3:]
-            work = RowPass(
+            work = LogpsPass(
                 tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,
             )  # fmt: skip
-            held = work, work.known(*outputs)
+            held = work, work.saved_stats(*outputs)
         work, stats = held
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 
 
-recall_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = Recalled.apply
+apply_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = LogpsFunction.apply

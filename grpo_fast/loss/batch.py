@@ -39,11 +39,11 @@ class TokenBatch(NamedTuple):
         validate: str = "auto",
     ) -> TokenBatch:
         """From arguments whose shapes checks.py has seen; their values are checked here."""
-        places = _places(inputs, validate)
+        places = _active_tokens(inputs, validate)
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
-            temperature = places.picked(temperature, torch.float32)
+            temperature = places.select(temperature, torch.float32)
         values.check_numbers(
             validate, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
@@ -53,8 +53,8 @@ class TokenBatch(NamedTuple):
         if targets is None:
             return cls(places.rows(places.segments, rule), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
-        ids = places.picked(inputs.like)
-        ids = values.ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
+        ids = places.select(inputs.like)
+        ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
         return cls(places.rows(ids, rule, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
@@ -67,7 +67,7 @@ class TokenBatch(NamedTuple):
         return token_metrics(*here, self.tokens, self.config, self.rows.num_rows)
 
 
-def rows_of_targets(
+def active_target_rows(
     target_ids: Tensor,  # (B, L) or (T,), -100: no target
     rule: LogitRule,  # temperature: a float, or the shape of target_ids
     targets: Targets,
@@ -77,20 +77,20 @@ def rows_of_targets(
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
-    places = _Places(len(flat), index, flat, flat)
+    places = _ActiveTokens(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
-        temperatures = places.picked(rule.temperature, torch.float32)
+        temperatures = places.select(rule.temperature, torch.float32)
         values.check_numbers("auto", temperature=temperatures)
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
-    ids = values.ids("target_ids", places.picked(flat), end, "auto", expected=expected)
+    ids = values.checked_ids("target_ids", places.select(flat), end, "auto", expected=expected)
     if records:
         return places.rows(ids.clamp(0, end - 1), rule, targets), ignored
     return places.rows(ids, rule, targets), None
 
 
-class _Places(NamedTuple):
+class _ActiveTokens(NamedTuple):
     """Which of a caller's N rows are active, and to which completion they belong."""
 
     num_rows: int  # N
@@ -98,15 +98,15 @@ class _Places(NamedTuple):
     lengths: Tensor  # (B,) int64, active tokens
     segments: Tensor  # (T,) int64
 
-    def picked(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    def select(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
         """The active ones of (N,) numbers, in memory of their own."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
-    def owned(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.picked(x, torch.float32)
+    def select_optional(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self.select(x, torch.float32)
 
     def rows(
         self,
@@ -122,14 +122,14 @@ class _Places(NamedTuple):
         if targets is None or targets.hidden_rows is None:
             return rows
         end = targets.num_hidden
-        predicting = values.ids(
-            "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
+        predicting = values.checked_ids(
+            "hidden_rows", self.select(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
         return rows._replace(hidden_index=predicting, repeats=True)
 
 
-def _places(inputs: BatchInputs, validate: str) -> _Places:
+def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
     like = inputs.like
     count = like.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     index = _active_index(inputs.completion_mask, validate)
@@ -137,7 +137,7 @@ def _places(inputs: BatchInputs, validate: str) -> _Places:
     if index is not None:
         segments = segments.index_select(0, index)
         lengths = torch.bincount(segments, minlength=count)
-    return _Places(like.numel(), index, lengths, segments)
+    return _ActiveTokens(like.numel(), index, lengths, segments)
 
 
 def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
@@ -165,14 +165,16 @@ def _segments(
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
-    cu = values.offsets(cu_seqlens.long(), num_rows, validate)
+    cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
     # From the right, and among the inner offsets: an empty completion has no row, the last row's is
     # below B.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
-def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+def _tokens(
+    places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
+) -> Tokens:
     # 1. The totals that the weights divide by.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
@@ -197,14 +199,14 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
-        per_token = places.picked(advantages, torch.float32)
+        per_token = places.select(advantages, torch.float32)
     return Tokens(
-        per_token, weights, share, places.lengths, places.segments, places.owned(inputs.old_logps),
-        places.owned(inputs.ref_logps), places.owned(inputs.sampling_logps),
+        per_token, weights, share, places.lengths, places.segments, places.select_optional(inputs.old_logps),
+        places.select_optional(inputs.ref_logps), places.select_optional(inputs.sampling_logps),
     )  # fmt: skip
 
 
-def _total(name: str, value: Total | None, places: _Places, validate: str) -> Total | None:
+def _total(name: str, value: Total | None, places: _ActiveTokens, validate: str) -> Total | None:
     if isinstance(value, Tensor):
         value = value.detach().reshape(()).to(places.lengths.device)
-    return values.total(name, value, validate)
+    return values.checked_total(name, value, validate)

@@ -13,11 +13,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
-from grpo_fast.loss.ranks import ALONE, Agreement, own_rows
+from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
@@ -32,20 +32,24 @@ def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
         parameters = inspect.signature(function).parameters
 
         @functools.wraps(function)
-        def door(*args: P.args, **keywords: P.kwargs) -> R:
+        def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
             name = next((x for x in names if keywords.get(x)), None)
             if name or not names:
-                if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
+                if (
+                    torch.compiler.is_compiling()
+                ):  # without fullgraph the wrapper runs again, untraced
                     if name is None:
-                        raise wrong(function.__name__, "a call outside of a graph", "one in")
+                        raise argument_error(
+                            function.__name__, "a call outside of a graph", "one in"
+                        )
                     expected = f"{parameters[name].default} in a graph of torch.compile"
-                    raise wrong(name, expected, type(keywords[name]).__name__)
+                    raise argument_error(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
                     outside: Callable[P, R] = untraced(function)
                     return outside(*args, **keywords)
             return function(*args, **keywords)
 
-        return door
+        return wrapper
 
     return decorate
 
@@ -90,8 +94,8 @@ def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(N, H) rows of hidden, and the weight and bias that this process works with, checked."""
-    weight = own_rows("lm_head_weight", weight, ranks.group)
-    bias = own_rows("bias", bias, ranks.group)
+    weight = local_rows("lm_head_weight", weight, ranks.group)
+    bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
@@ -102,7 +106,7 @@ def loss(
     options: Options,
     config: LossConfig,
     inputs: BatchInputs,
-    ranks: Agreement = ALONE,
+    ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
     # 1. Check the arguments.
@@ -113,14 +117,16 @@ def loss(
         count = 0  # a graph has no divergences
     else:
         known = operators.LOSSES[name]
-        batch = operators.build(known, tensors, options, config, inputs)
+        batch = operators.build_batch(known, tensors, options, config, inputs)
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
             shared = (term.kind, term.coef, term.beta), getattr(term.teacher, "rule", None)
             numbers += repr(shared)
-        ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
+        ranks.check_agreement(
+            tensors, batch.rows.target_ids, options.wanted, options.backend, numbers
+        )
         run = partial(known.run, batch=batch, options=options)
-        outputs = autograd.form_loss(run, options.inplace, *tensors)
+        outputs = autograd.apply_loss(run, options.inplace, *tensors)
         metrics = batch.metrics
         count = len(batch.rows.target_ids)
     # 3. Give the outputs the layout of the call.
@@ -142,19 +148,19 @@ def loss(
 def logps(
     tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
     options: RowOptions,
-    ranks: Agreement = ALONE,
+    ranks: Agreement = NO_GROUP,
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:
-        wanted = autograd.wants_gradient(*tensors)
-        rows = autograd.find_rows(tensors, options)
+        wanted = autograd.needs_gradient(*tensors)
+        rows = autograd.active_rows(tensors, options)
         shared = (
             options.temperature, options.softcap, options.logit_scale, options.return_entropy,
         )  # fmt: skip
         numbers = repr(shared) if options.shard else ""
-        ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        flat, entropy, _ = autograd.recall_logps(options, rows, wanted, *tensors)
+        ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
+        flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
     like = options.target_ids
     shaped = _shaped(flat, like)
     return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require, wrong
+from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
@@ -43,7 +43,7 @@ def tensor(
     kind: str = FLOATING,
     shape: tuple[int, ...] | None = None,
     meaning: str = "",
-    beside: tuple[str, Tensor] | None = None,
+    same_device: tuple[str, Tensor] | None = None,
 ) -> None:
     """Refuse whatever is not a dense, plain tensor of this kind.
 
@@ -52,15 +52,17 @@ def tensor(
         beside: the argument whose device it must share, and its name.
     """
     if is_sharded(x):
-        raise wrong(name, "a plain tensor", f"a {type(x).__name__}")
+        raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
     if not isinstance(x, Tensor) or x.dtype not in KINDS[kind]:
-        raise wrong(name, kind, f"dtype {x.dtype}" if isinstance(x, Tensor) else repr(x))
+        raise argument_error(name, kind, f"dtype {x.dtype}" if isinstance(x, Tensor) else repr(x))
     if x.layout != torch.strided or x.is_nested:
-        raise wrong(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
+        raise argument_error(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
     if shape is not None and tuple(x.shape) != shape:
-        raise wrong(name, f"shape {meaning} = {shape}", tuple(x.shape))
-    if beside is not None and x.device != beside[1].device:
-        raise wrong(name, f"the device of {beside[0]}, {beside[1].device}", x.device)
+        raise argument_error(name, f"shape {meaning} = {shape}", tuple(x.shape))
+    if same_device is not None and x.device != same_device[1].device:
+        raise argument_error(
+            name, f"the device of {same_device[0]}, {same_device[1].device}", x.device
+        )
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:
@@ -73,7 +75,7 @@ def constant(name: str, x: object) -> None:
     """Refuse a tensor that requires grad in a place from which no gradient flows back to it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
-        raise wrong(name, "a tensor without a gradient", came)
+        raise argument_error(name, "a tensor without a gradient", came)
 
 
 def head(
@@ -91,18 +93,18 @@ def head(
     width = tuple(hidden.shape)[-1:]
     shape = tuple(weight.shape)
     if len(shape) != 2:
-        raise wrong(name, "shape (V, H)", shape)
+        raise argument_error(name, "shape (V, H)", shape)
     if not width:
-        raise wrong(like, "shape (B, L, H) or (T, H)", ())
+        raise argument_error(like, "shape (B, L, H) or (T, H)", ())
     if width != shape[1:]:
         expected = f"(V, H) with H = {width[0]} as in {like} {tuple(hidden.shape)}"
-        raise wrong(name, expected, shape)
+        raise argument_error(name, expected, shape)
     if 0 in shape[1 if is_shard else 0 :]:
-        raise wrong(name, "at least one vocabulary row and one column", shape)
-    tensor(name, weight, beside=(like, hidden))
+        raise argument_error(name, "at least one vocabulary row and one column", shape)
+    tensor(name, weight, same_device=(like, hidden))
     if hidden.dtype != weight.dtype:
         came = f"{weight.dtype}; cast one of them"
-        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", came)
+        raise argument_error(name, f"the dtype of {like}, {hidden.dtype}", came)
     if bias is not None:
         tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
@@ -112,29 +114,29 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
-    beside = ("hidden", hidden)
+    same_device = ("hidden", hidden)
     if hidden.dim() != 2:
         why = "its rows index the first of two dimensions; pass (R, H)"
         raise conflict(f"hidden of shape {tuple(hidden.shape)}", "hidden_rows", why)
-    tensor("target_ids", target_ids, IDS, beside=beside)
+    tensor("target_ids", target_ids, IDS, same_device=same_device)
     if target_ids.dim() not in (1, 2):
-        raise wrong("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
+        raise argument_error("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
     shape = tuple(target_ids.shape)
-    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", beside)
+    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", same_device)
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
-        raise wrong("logits", "at least one vocabulary column", tuple(x.shape))
+        raise argument_error("logits", "at least one vocabulary column", tuple(x.shape))
 
 
 def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
     """logps (B, L) or (T,), and the entropy that the config reads."""
     tensor("logps", logps)
     if logps.dim() not in (1, 2):
-        raise wrong("logps", "shape (B, L) or (T,)", tuple(logps.shape))
+        raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
     like_logps("entropy", entropy, logps)
     is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
@@ -143,7 +145,9 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def rule(softcap: float | None, logit_scale: float, entropy_over: str, backend: str) -> None:
+def logit_options(
+    softcap: float | None, logit_scale: float, entropy_over: str, backend: str
+) -> None:
     """The plain options of `linear_logps` and `logits_logps`."""
     choice("backend", backend, BACKENDS)
     choice("entropy_over", entropy_over, CHOICES["entropy_over"])
@@ -166,10 +170,12 @@ def prompt_items(value: object, count: int, config: LossConfig) -> None:
     what = f"(B,) = ({count},), the tokens of each completion's prompt"
     name = "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
-        raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
+        raise argument_error(
+            name, f"{what}, where groups of {config.group_size} are not whole", None
+        )
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise wrong(name, f"None or {what},", came)
+        raise argument_error(name, f"None or {what},", came)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
@@ -182,17 +188,17 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
         came = f"{config.kl_estimator!r}, which linear_divergence computes"
-        raise wrong("kl_estimator", expected, came)
+        raise argument_error("kl_estimator", expected, came)
     like = inputs.like
     advantages = inputs.advantages
     cu_seqlens = inputs.cu_seqlens
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensor("advantages", advantages, beside=("the logps", like))
+    tensor("advantages", advantages, same_device=("the logps", like))
     if tuple(advantages.shape) not in ((count,), tuple(like.shape)):
         expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
-        raise wrong("advantages", expected, tuple(advantages.shape))
+        raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
     for name in CONSTANTS:
@@ -215,7 +221,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
-            raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
+            raise argument_error(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         elif value is not None and not isinstance(value, Tensor):
             number(name, value, "a number > 0", lambda x: x > 0)
 
@@ -239,20 +245,20 @@ def support(
     if support is None:
         return
     if not isinstance(support, Support):
-        raise wrong("support", "None or a Support(ids, offsets)", type(support).__name__)
+        raise argument_error("support", "None or a Support(ids, offsets)", type(support).__name__)
     refuse("support", target_ids, support.ids)
     if is_shard:
         raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
     if grad_filter is not None:
         why = "rows of a support have no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "support", why)
-    beside = ("target_ids", target_ids)
-    tensor("support.ids", support.ids, IDS, beside=beside)
+    same_device = ("target_ids", target_ids)
+    tensor("support.ids", support.ids, IDS, same_device=same_device)
     if support.ids.dim() != 1:
-        raise wrong("support.ids", "shape (nnz,)", tuple(support.ids.shape))
+        raise argument_error("support.ids", "shape (nnz,)", tuple(support.ids.shape))
     meaning = "(T+1,), one set for each target,"
     shape = (target_ids.numel() + 1,)
-    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, beside)
+    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, same_device)
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:
@@ -270,11 +276,11 @@ def is_config(config: object) -> None:
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
     """x (B, L, ·) with target_ids (B, L), or x (T, ·) with target_ids (T,)."""
     if x.dim() not in (2, 3):
-        raise wrong(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
-    tensor("target_ids", target_ids, IDS, beside=(name, x))
+        raise argument_error(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
+    tensor("target_ids", target_ids, IDS, same_device=(name, x))
     if target_ids.shape != x.shape[:-1]:
         expected = f"shape {tuple(x.shape[:-1])} as in {name} {tuple(x.shape)}"
-        raise wrong("target_ids", expected, tuple(target_ids.shape))
+        raise argument_error("target_ids", expected, tuple(target_ids.shape))
 
 
 def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
@@ -284,9 +290,9 @@ def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
         why = "the offsets belong to the packed layout (T,); pass cu_seqlens=None"
         raise conflict(f"cu_seqlens, {came},", "the padded layout (B, L)", why)
     if like.dim() == 1:
-        tensor("cu_seqlens", cu_seqlens, PACKED, beside=("the logps", like))
+        tensor("cu_seqlens", cu_seqlens, PACKED, same_device=("the logps", like))
         assert cu_seqlens is not None
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise wrong("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
+            raise argument_error("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
         if cu_seqlens.numel() == 1 and like.numel():
-            raise wrong("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")
+            raise argument_error("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")

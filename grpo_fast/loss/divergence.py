@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, choice, conflict, number, require, wrong
+from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
@@ -18,7 +18,7 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, Teac
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
-from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
 
@@ -90,12 +90,12 @@ def linear_divergence(
         # In place of target ids, of which the shape, kind and device are checked alone.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-        checks.rule(softcap, logit_scale, "support", backend)
+        checks.logit_options(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
         rule = LogitRule(float(logit_scale), softcap, float(temperature))
         options = (kind, beta)
-        wanted = Wanted(*autograd.wants_gradient(*tensors))
+        wanted = Wanted(*autograd.needs_gradient(*tensors))
         shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
         # 2. Make the pass over all rows, and compare it with those of the other ranks.
@@ -106,9 +106,9 @@ def linear_divergence(
             shard=shard,
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
-        ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
+        ranks.check_agreement(tensors, rows.target_ids, list(wanted), backend, numbers)
         # 3. Run it with autograd.
-        loss, each, *_ = autograd.form_loss(run, False, *tensors)
+        loss, each, *_ = autograd.apply_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
@@ -158,7 +158,7 @@ def checked_term(
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):
-        raise wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
+        raise argument_error("divergence", "None or a DivergenceTerm", type(term).__name__)
     if grad_filter is not None:
         why = "the gradient of a divergence has no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "divergence", why)
@@ -187,12 +187,12 @@ def checked_teacher(
             raise conflict("teacher, a TeacherTopK", other, why)
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
-        raise wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+        raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
-        weight=own_rows("teacher.weight", teacher.weight, ranks.group),
-        bias=own_rows("teacher.bias", teacher.bias, ranks.group),
+        weight=local_rows("teacher.weight", teacher.weight, ranks.group),
+        bias=local_rows("teacher.bias", teacher.bias, ranks.group),
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
@@ -202,7 +202,7 @@ def checked_teacher(
     require(fits, "teacher.weight", expected, came)
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.temperatures(like, teacher.temperature)
-    checks.rule(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
+    checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
     return teacher._replace(hidden=hidden)
 
 
@@ -249,7 +249,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 
 
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
-    checks.tensor(name, x, kind, beside=("hidden", like))
+    checks.tensor(name, x, kind, same_device=("hidden", like))
     fits = x.shape[:-1] == like.shape
     expected = "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
@@ -269,7 +269,7 @@ def _rows(
     index = None
     sets = None
     if hidden_rows is not None:
-        index = values.ids(
+        index = values.checked_ids(
             "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
             expected=f"rows in [0, {num_hidden})",
         )  # fmt: skip

@@ -20,7 +20,7 @@ from grpo_fast.loss.autograd import (
     Context,
     FormedOutputs,
     Gradients,
-    RowPass,
+    LogpsPass,
     RowTensors,
     scaled_gradients,
     with_units,
@@ -34,7 +34,7 @@ from grpo_fast.loss.schema import (
     ROWS,
     Argument,
     Row,
-    carried,
+    graph_fields,
     options_of,
     row_options_of,
 )
@@ -74,7 +74,7 @@ LOSSES = {
 library = torch.library.Library("grpo_fast", "DEF")
 
 
-def build(
+def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
     vocab_size = loss.vocab(tensors)
@@ -88,8 +88,8 @@ def compiled_loss(
     name: str, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> tuple[FormedOutputs, Callable[..., dict[str, Tensor]]]:
     """Nodes of the graph, and what gives the metrics; a graph has no divergences."""
-    row = _row(config, inputs)
-    known = carried(options)
+    row = _pack_arguments(config, inputs)
+    known = graph_fields(options)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered, metrics = outputs[:5]
     has_entropy = _has_entropy(LOSSES[name], tensors, config)
@@ -102,11 +102,11 @@ def compiled_loss(
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options))
+    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *graph_fields(options))
     return logps, entropy
 
 
-def _row(config: LossConfig, inputs: BatchInputs) -> Row:
+def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
     def tensor(x: Total | None) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x
@@ -117,7 +117,7 @@ def _row(config: LossConfig, inputs: BatchInputs) -> Row:
     return [*(tensor(x) for x in inputs), temperature, config.key]
 
 
-def _unpacked(row: Row) -> tuple[LossConfig, BatchInputs]:
+def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
@@ -177,7 +177,7 @@ def _fake_loss(
 ) -> tuple[Tensor, ...]:
     """Outputs of a loss by their shapes alone."""
     x = tensors[0]
-    config, given = _unpacked(row)
+    config, given = _unpack_arguments(row)
     rows = given.like.numel()
     wanted = options.wanted
     has_entropy = _has_entropy(loss, tensors, config)
@@ -205,7 +205,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
-        batch = build(loss, tensors, options, *_unpacked(row))
+        batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
         nothing = result.loss.new_empty(0)
@@ -236,7 +236,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
-        return RowPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
+        return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         options = row_options_of(inputs[count:])
@@ -252,9 +252,9 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         outputs = rest[-3:]
         options = row_options_of(rest[count:-3])
         has_entropy = d_entropy is not None
-        work = RowPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
+        work = LogpsPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))
-        return as_output(work.gradients(work.known(*outputs), d_logps, d_entropy, wanted))
+        return as_output(work.gradients(work.saved_stats(*outputs), d_logps, d_entropy, wanted))
 
     def fake_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         likes = (inputs[0] if x is None else x for x in inputs[:count])

@@ -78,7 +78,7 @@ def linear_loss(
     else:
         route = head_route(options.backend, weight, is_shard=options.shard is not None)
         sweep["tolerance"] = options.grad_filter
-        sweep["whole_entropy"] = batch.config.whole_entropy
+        sweep["whole_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     unit = batch.tokens.unit
     return result if unit is None else in_units(result, unit, hidden.dtype)
@@ -103,7 +103,7 @@ def _with_divergence(
         result = _swept(head, batch, options, wanted)
         each = head.values
     else:
-        sweep["whole_entropy"] = batch.config.whole_entropy
+        sweep["whole_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
         own |= dict(wanted=wanted, is_wide=True)
         each, more = supported_divergence(tensors, rows, route, **own)
@@ -133,7 +133,7 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
     batch = batch.in_range() if has_units else batch
     out = logits if options.inplace else None
     route = rows_route(options.backend, logits)
-    whole = batch.config.whole_entropy
+    whole = batch.config.entropy_over_vocabulary
     sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
     result = _swept(sweep, batch, options, wanted)
     unit = batch.tokens.unit

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from grpo_fast.errors import require, wrong
+from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
@@ -26,8 +26,8 @@ from grpo_fast.kernels.workspace import workspace_bytes
 
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")  # the names of such a mesh dimension
 TEXT_BYTES = 1024  # of a message, in a tensor
-FINE = b"+"
-REFUSED = b"-"
+OK = b"+"
+ERROR = b"-"
 
 
 def is_sharded(x: object) -> bool:
@@ -35,7 +35,7 @@ def is_sharded(x: object) -> bool:
     return hasattr(type(x), "full_tensor")
 
 
-def gathered(name: str, x: Any) -> Any:
+def gather_parameter(name: str, x: Any) -> Any:
     """The whole of a parameter in shards (or copies) over one mesh dimension; a call of all ranks.
 
     Its gradient is averaged over the ranks into the shards. Anything but a DTensor is returned as
@@ -59,8 +59,8 @@ def gathered(name: str, x: Any) -> Any:
             "group=weight.device_mesh where the ranks share the rows of hidden and each holds rows "
             "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
         )
-        raise wrong(name, expected, f"{came}; {advice}")
-    return _gathered(x)
+        raise argument_error(name, expected, f"{came}; {advice}")
+    return _gather(x)
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
@@ -72,17 +72,17 @@ def process_group(group: Any) -> distributed.ProcessGroup:
         group = group.get_group()
     came = str(group if isinstance(group, int | str) else type(group).__name__)
     if not isinstance(group, distributed.ProcessGroup):
-        raise wrong("group", f"{expected} that this process is in", came)
+        raise argument_error("group", f"{expected} that this process is in", came)
     return group
 
 
-def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
-    """A parameter's rows on this rank of the group; without a group the whole of it (`gathered`).
+def local_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
+    """A parameter's rows on this rank of the group; without a group the whole of it (`gather_parameter`).
 
     Raises ValueError for a DTensor that is not sharded by rows over the ranks of the group.
     """
     if group is None or not is_sharded(x):
-        return gathered(name, x)
+        return gather_parameter(name, x)
     from torch.distributed.tensor import Shard
 
     ranks = distributed.get_process_group_ranks
@@ -95,7 +95,7 @@ def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
     return x.to_local()
 
 
-class _Gathered(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """All-gather forward; mean over the ranks, scattered, backward."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Gathered(torch.autograd.Function):
         return reduced / ctx.mesh.size()  # gloo has no mean
 
 
-_gathered: Callable[[Any], Tensor] = _Gathered.apply
+_gather: Callable[[Any], Tensor] = _Gather.apply
 
 
 class Agreement:
@@ -129,7 +129,7 @@ class Agreement:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.is_open and isinstance(error, Exception):
-            self._tell(REFUSED, str(error) or type(error).__name__)
+            self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
         """The shard of this weight's rows; None without a group.
@@ -139,13 +139,13 @@ class Agreement:
         if self.group is None:
             return None
         refuse("group", weight, "a group")
-        sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
+        sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
-    def ready(
+    def check_agreement(
         self,
         tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
         target_ids: Tensor,  # (T,) of the active rows
@@ -167,14 +167,14 @@ class Agreement:
             "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }
-        told = [text.split("\n") for text in self._tell(FINE, "\n".join(facts.values()))]
+        answers = [text.split("\n") for text in self._exchange(OK, "\n".join(facts.values()))]
         self.is_open = False
-        for rank, others in enumerate(told):
-            for name, first, other in zip(facts, told[0], others, strict=True):
+        for rank, others in enumerate(answers):
+            for name, first, other in zip(facts, answers[0], others, strict=True):
                 came = f"{first} on rank 0 and {other} on rank {rank}"
                 require(first == other, name, "the same on every rank of group", came)
 
-    def _tell(self, verdict: bytes, text: str) -> list[str]:
+    def _exchange(self, verdict: bytes, text: str) -> list[str]:
         """Gather one line of each rank, in their order. Where one refuses, all raise its error."""
         assert self.group is not None
         self.is_open = False  # where this fails nobody waits any more
@@ -187,7 +187,7 @@ class Agreement:
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
         texts = [x[1:].decode(errors="ignore") for x in lines]  # the cut may split a character
-        refusals = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == REFUSED}
+        refusals = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
         if not refusals:
             self.is_open = True
             return texts
@@ -196,7 +196,7 @@ class Agreement:
         raise ValueError(message if is_common else f"{message} (on rank {rank} of group)")
 
 
-ALONE = Agreement(None)
+NO_GROUP = Agreement(None)
 
 
 def checksum(x: Tensor) -> int:

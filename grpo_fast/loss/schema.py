@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 
 Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
@@ -23,17 +23,17 @@ TYPES = {
     "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
     "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
     "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
-    "whole_entropy": "bool",
+    "entropy_over_vocabulary": "bool",
 }  # fmt: skip
-Carried = type[BatchInputs] | type[Options] | type[RowOptions]
+Arguments = type[BatchInputs] | type[Options] | type[RowOptions]
 
 
-def names_of(kind: Carried) -> list[str]:
+def names_of(kind: Arguments) -> list[str]:
     """The fields that a graph carries, in the order of the operators' arguments."""
     return [name for name in kind._fields if name in TYPES]
 
 
-def schema_of(kind: Carried) -> str:
+def schema_of(kind: Arguments) -> str:
     return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
 
 
@@ -43,21 +43,23 @@ ROWS = schema_of(RowOptions)
 NUM_OPTIONS = len(names_of(Options))
 
 
-def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
+def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
     """Return the fields that a schema carries. Raise a ValueError if another field is set: the
     public functions keep these calls out of graphs (`call.outside_of_graphs`).
     """
     for name, value in zip(options._fields, options, strict=True):
-        if name not in TYPES and value:  # a value that is carried may be a traced tensor
-            raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
+        if name not in TYPES and value:  # a value that is graph_fields may be a traced tensor
+            raise argument_error(
+                name, "its default in a graph of torch.compile", type(value).__name__
+            )
     return tuple(getattr(options, name) for name in names_of(type(options)))
 
 
 def options_of(values: Row) -> Options:
-    """The inverse of `carried`."""
+    """The inverse of `graph_fields`."""
     return Options(**dict(zip(names_of(Options), values, strict=True)))
 
 
 def row_options_of(values: Row) -> RowOptions:
-    """The inverse of `carried`."""
+    """The inverse of `graph_fields`."""
     return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import doors
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
@@ -39,7 +39,7 @@ _pending: list[_Pending] = []
 _lock = threading.Lock()
 
 
-def told_late(x: Tensor, validate: str) -> bool:
+def is_checked_later(x: Tensor, validate: str) -> bool:
     """Whether bad values of x are reported by a later call, so that this one computes with them."""
     return x.is_cuda and validate == "auto"
 
@@ -69,7 +69,7 @@ def check_values(checks: list[Check], validate: str) -> None:
     """A ValueError for the first flag that is set: at once, or when it has reached the host."""
     if not checks or is_capturing(checks[0][0]):
         return
-    if told_late(checks[0][0], validate):
+    if is_checked_later(checks[0][0], validate):
         flags, messages = zip(*checks, strict=True)
         host, ready = on_its_way(torch.stack(flags))
         with _lock:
@@ -80,7 +80,7 @@ def check_values(checks: list[Check], validate: str) -> None:
             raise ValueError(message)
 
 
-def elements(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
+def value_check(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
     """A check for bad elements of x: the message names the first and how many there are; on a GPU,
     which is not waited for, it says `on_device`.
     """
@@ -132,27 +132,27 @@ def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -
     for name, x in tensors.items():
         if isinstance(x, Tensor) and name in rules:
             expected, otherwise, is_bad = rules[name]
-            checks.append(elements(x, is_bad(x), f"{name}: expected {expected}", otherwise))
+            checks.append(value_check(x, is_bad(x), f"{name}: expected {expected}", otherwise))
     check_values(checks, validate)
 
 
 # ---- one kind of value each
 
 
-def total(name: str, value: Total | None, validate: str) -> Total | None:
+def checked_total(name: str, value: Total | None, validate: str) -> Total | None:
     """A number > 0; on the host wherever it can be read there without a sync."""
     if not isinstance(value, Tensor):
         return value
     if value.is_cpu:
         number = float(value)
         if not 0 < number < math.inf:
-            raise wrong(name, "a number > 0", number)
+            raise argument_error(name, "a number > 0", number)
         return number
     check_values([(~is_positive(value), f"{name}: expected a number > 0")], validate)
     return value.double()
 
 
-def offsets(
+def checked_offsets(
     cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
 ) -> Tensor:
     """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
@@ -164,10 +164,10 @@ def offsets(
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
-    return cu.clamp(0, num_rows).cummax(0).values if told_late(cu, validate) else cu
+    return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
 
 
-def ids(
+def checked_ids(
     name: str, x: Tensor, end: int, validate: str, *, expected: str, kind: str = "ids"
 ) -> Tensor:
     """x inside [0, end); clamped where the flag comes late."""
@@ -178,7 +178,7 @@ def ids(
     if x.device.type == "cpu":
         message += f", got {kind} from {low.item()} to {high.item()}"
     check_values([((low < 0) | (high >= end), message)], validate)
-    return x.clamp(0, end - 1) if told_late(x, validate) else x
+    return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
 
 
 def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
@@ -200,7 +200,7 @@ def support_rows(
     """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
     # 1. Where the set of each active row begins, and how many ids it has.
     count = len(support.ids)
-    bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
+    bounds = checked_offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts = bounds[:-1]
     lengths = bounds.diff()
     if active_index is not None:
@@ -224,12 +224,12 @@ def support_rows(
         places = starts[rows] - bounds[rows] + torch.arange(total, device=columns.device)
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
-    columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
+    columns = checked_ids("support.ids", columns, vocab_size, validate, expected=expected)
     # 4. Find each target in its set.
     target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, validate)
-    if told_late(places, validate):
+    if is_checked_later(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own, others, columns, bounds, places)
 

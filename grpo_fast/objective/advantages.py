@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, kind_of, number, require, wrong
+from grpo_fast.errors import argument_error, choice, kind_of, number, require
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
 # leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
@@ -30,7 +30,7 @@ def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
-def rewards_as_they_are(r: Tensor) -> Tensor:
+def raw_rewards(r: Tensor) -> Tensor:
     """A = r."""
     return r
 
@@ -104,13 +104,13 @@ def gdpo(
     A reward that is NaN is left out of its completion's sum, as in TRL.
     """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
-    a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).nansum(0)
+    a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
     known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
 
 
-def _moved(a: Tensor, r: Tensor) -> Tensor:
+def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """The advantages of (N, G) rewards, exactly 0 in groups whose rewards are all equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     return torch.where(lowest == highest(r), 0.0, a)
@@ -136,7 +136,7 @@ def passk(r: Tensor) -> Tensor:
 
 
 MODES: dict[str, Callable[..., Tensor]] = {
-    "rewards": rewards_as_they_are,
+    "rewards": raw_rewards,
     "baseline": baseline,
     "centered": centered,
     "normalized": normalized,
@@ -218,7 +218,7 @@ def group_advantages(
         lengths = options.get("lengths")
         if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
             expected = f"a tensor of completion lengths (N*G,) = {tuple(rewards.shape)}"
-            raise wrong("lengths", expected, kind_of(lengths))
+            raise argument_error("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
     # 2. Compute in fp64, group by group.
@@ -229,14 +229,14 @@ def group_advantages(
         return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
-        advantages = _moved(advantages, grouped)
+        advantages = _zero_equal_groups(advantages, grouped)
     # 3. Completions without a verdict get 0; bound the others, which must fit into fp32.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
         largest = f"{grouped.nan_to_num().abs().max().item():g}"
-        raise wrong("rewards", "advantages within fp32", f"rewards up to {largest}")
+        raise argument_error("rewards", "advantages within fp32", f"rewards up to {largest}")
     return advantages
 
 

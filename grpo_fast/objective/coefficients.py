@@ -66,27 +66,27 @@ def token_loss(
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
     # 2. The leaf: loss and slope of every token.
-    loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
-    if objective.window == "geometric":
+    loss, slope = objective.function(logps, ratio.log, tokens.advantages, *config.params)
+    if objective.ratio_kind == "geometric":
         mean = tokens.completion_mean(loss)
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
-    elif objective.window == "detached_mean":
+    elif objective.ratio_kind == "detached_mean":
         # `importance_ratio` clamps the mean, and a clamp has no slope.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
     # 3. Weigh them, and lead the slope to the logps.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
-    if objective.window == "geometric":
+    if objective.ratio_kind == "geometric":
         grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
     elif objective.slope_of == "log_ratio":
-        grad = ratio.route(weights * slope, tokens)
+        grad = ratio.slope_to_logps(weights * slope, tokens)
     else:
         grad = weights * slope
-    is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
-    grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
+    is_nan = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
+    grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
     # 4. Add the KL to the reference.
     total = policy
@@ -136,7 +136,9 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
     log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
     log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
-    loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *config.params)
+    loss, slope = OBJECTIVES[config.loss_type].function(
+        logps, log_ratio, advantages, *config.params
+    )
     losses = torch.where(weights == 0, 0.0, weights * loss)
     grad = torch.where(weights == 0, 0.0, weights * slope)
     if kl_weights is not None and ref_logps is not None:
@@ -173,7 +175,7 @@ def policy_weights(
     weights = tokens.token_weights
     if keep_entropy is not None:
         weights = torch.where(keep_entropy, weights, 0.0)
-    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].window != "sum")
+    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].ratio_kind != "sum")
 
 
 def weighted_kl(
@@ -184,10 +186,10 @@ def weighted_kl(
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    has_own = OBJECTIVES[config.loss_type].window == "ratio"
+    has_own = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_own else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r
-    through_ratio = ratio.route(tokens.token_weights * kl, tokens)
+    through_ratio = ratio.slope_to_logps(tokens.token_weights * kl, tokens)
     return kl, tokens.token_weights * r * slope + through_ratio
 
 

@@ -41,14 +41,14 @@ NULLABLE = (
 # Options that only some losses read: given to another one they would be ignored, so they are
 # refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
 # `replace` keeps one that was filled in.
-OWN_OPTIONS = (
+LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
 )  # fmt: skip
 
 
-def reads(objective: Objective, option: str) -> bool:
-    """Whether one of OWN_OPTIONS does something for this objective or its KL."""
+def reads_option(objective: Objective, option: str) -> bool:
+    """Whether one of LOSS_SPECIFIC_OPTIONS does something for this objective or its KL."""
     if option.startswith("kl_"):
         return objective.reference
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
@@ -98,7 +98,7 @@ class LossConfig:
 
     Raises:
         ValueError: an option out of range, two that exclude each other, or one changed from its
-            default that this loss type does not read (`OWN_OPTIONS`); the message names the field.
+            default that this loss type does not read (`LOSS_SPECIFIC_OPTIONS`); the message names the field.
     """
 
     loss_type: str = "dapo"
@@ -215,17 +215,17 @@ class LossConfig:
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        for name in OWN_OPTIONS:
+        for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
-            if value != default and not reads(objective, name):
-                readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads(x, name))
+            if value != default and not reads_option(objective, name):
+                readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads_option(x, name))
                 why = (
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
-        if of_current and objective.window == "sum":
+        if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"
             raise conflict(f"corrections.ratio={of_current[0].ratio!r}", loss, why)
 
@@ -268,7 +268,7 @@ class LossConfig:
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
-    def whole_entropy(self) -> bool:
+    def entropy_over_vocabulary(self) -> bool:
         """True when entropies are over the whole vocabulary, also beside a support."""
         return self.needs_entropy and self.entropy_over == "vocabulary"
 
@@ -276,7 +276,7 @@ class LossConfig:
     def is_token_local(self) -> bool:
         """True when dL/dlogp of a row follows from that row alone: one pass is enough."""
         return (
-            OBJECTIVES[self.loss_type].window == "ratio"
+            OBJECTIVES[self.loss_type].ratio_kind == "ratio"
             and self.importance_sampling_level == "token"
             and self.top_entropy_quantile == 1
             and all(x.ratio == "old/sampling" for x in self.corrections)

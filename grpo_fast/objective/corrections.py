@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, names_nearest, number, require, wrong
+from grpo_fast.errors import argument_error, choice, conflict, names_nearest, number, require
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -118,7 +118,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
         return ()
     listed = (value,) if isinstance(value, (Correction, Mapping)) else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
-        raise wrong("corrections", "Corrections or their fields", repr(value))
+        raise argument_error("corrections", "Corrections or their fields", repr(value))
     names = {f.name for f in dataclasses.fields(Correction)}
     corrections: list[Correction] = []
     for x in listed:
@@ -127,7 +127,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
         elif isinstance(x, Mapping) and set(x) <= names:
             corrections.append(Correction(**x))
         else:
-            raise wrong("corrections", f"a Correction or its {sorted(names)}", repr(x))
+            raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

@@ -57,8 +57,10 @@ def k2(d, most=INF, reach=INF):
 def k3(d, most=INF, reach=INF):
     taken = tl.clamp(d, -reach, reach)
     near = tl.clamp(taken, -1e30, 20.0)
-    bent = -expm1(near)
-    value, slope = clamped(expm1_minus(near) - bent * (taken - near), bent, d, most, reach)
+    slope_near = -expm1(near)
+    value, slope = clamped(
+        expm1_minus(near) - slope_near * (taken - near), slope_near, d, most, reach
+    )
     return value, slope
 
 

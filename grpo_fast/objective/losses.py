@@ -21,7 +21,7 @@ LOG_RATIO_MAX = 20.0
 MEAN_LOG_RATIO_MAX = 10.0
 
 # (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or values of Triton.
-Leaf = Callable[..., Any]
+TokenFunction = Callable[..., Any]
 LEVELS = ("token", "sequence", "sequence_sum")
 
 
@@ -126,10 +126,10 @@ class Objective(NamedTuple):
     """How one loss type is put together.
 
     Attributes:
-        leaf: its function above.
+        function: its function above.
         params: names of the leaf's hyperparameters, resolved by `LossConfig.params`.
         aggregation: default normaliser (`grpo_fast.objective.aggregation.AGGREGATIONS`).
-        window: what `log_ratio` is: "ratio" (the token's, or its completion's mean or sum at the
+        ratio_kind: what `log_ratio` is: "ratio" (the token's, or its completion's mean or sum at the
             levels of sequences), "detached_mean" (gspo_token), "sum" (vespo's log weight),
             "geometric" (gmpo).
         slope_of: "log_ratio" when the slope reaches logp through the ratio, "logp" when directly.
@@ -141,10 +141,10 @@ class Objective(NamedTuple):
         follows_advantage: whether the leaf's slope is 0 where the advantage is.
     """
 
-    leaf: Leaf
+    function: TokenFunction
     params: tuple[str, ...] = ()
     aggregation: str = "sequence_mean"
-    window: str = "ratio"
+    ratio_kind: str = "ratio"
     slope_of: str = "log_ratio"
     levels: tuple[str, ...] = LEVELS
     clips: str | None = None
@@ -180,9 +180,11 @@ OBJECTIVES: dict[str, Objective] = {
     "vespo": Objective(
         vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
     ),
-    "gmpo": Objective(gmpo, CLIP, window="geometric", levels=("token",), follows_advantage=False),
+    "gmpo": Objective(
+        gmpo, CLIP, ratio_kind="geometric", levels=("token",), follows_advantage=False
+    ),
     "gspo": PPO._replace(levels=("sequence",)),
-    "gspo_token": PPO._replace(window="detached_mean", slope_of="logp", levels=("token",)),
+    "gspo_token": PPO._replace(ratio_kind="detached_mean", slope_of="logp", levels=("token",)),
     "dppo_tv": Objective(dppo_tv, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),
     "dppo_kl": Objective(dppo_kl, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),
     "kimi": KIMI,
@@ -190,27 +192,28 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def unchanged(function: Leaf) -> Leaf:
+def unchanged(function: TokenFunction) -> TokenFunction:
     return function
 
 
 def bind(
-    leaf: Leaf,
+    function: TokenFunction,
     tl: object,
-    wrap: Callable[[Leaf], Leaf] = unchanged,
+    wrap: Callable[[TokenFunction], TokenFunction] = unchanged,
     words: Mapping[str, object] | None = None,
-) -> Leaf:
-    """The same leaf with another module behind `tl`, its helpers too.
+) -> TokenFunction:
+    """The same function with another module behind `tl`, its helpers too.
 
     Args:
-        leaf: a leaf of this module or of `kl.py`.
+        function: a function of this module or of `kl.py`.
         tl: the module that gives exp, where, … (for example `triton.language`).
-        wrap: applied to the leaf and to each helper it calls (for example `triton.jit`).
+        wrap: applied to the function and to each helper it calls (for example `triton.jit`).
         words: helpers by name that replace the torch ones (for example `expm1`).
     """
-    scope = {**leaf.__globals__, "tl": tl, **(words or {})}
-    for name in leaf.__code__.co_names:
+    scope = {**function.__globals__, "tl": tl, **(words or {})}
+    for name in function.__code__.co_names:
         helper = scope.get(name)
-        if isinstance(helper, types.FunctionType) and helper.__module__ == leaf.__module__:
+        if isinstance(helper, types.FunctionType) and helper.__module__ == function.__module__:
             scope[name] = bind(helper, tl, wrap, words)
-    return wrap(types.FunctionType(leaf.__code__, scope, leaf.__name__, leaf.__defaults__))
+    code = function.__code__
+    return wrap(types.FunctionType(code, scope, function.__name__, function.__defaults__))

@@ -35,7 +35,7 @@ def token_metrics(
         active = active | (result.grad_entropy != 0)
 
     # 2. What every loss reports.
-    is_pooled = objective.window in ("sum", "geometric")
+    is_pooled = objective.ratio_kind in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
         "policy_loss": result.policy.sum(dtype=torch.float64).float(),
@@ -57,7 +57,7 @@ def token_metrics(
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
     elif objective.clips == "vespo":
         signs = torch.where(tokens.advantages < 0, -1.0, 1.0)
-        _, slope = objective.leaf(logps, ratio.log, signs, *config.params)
+        _, slope = objective.function(logps, ratio.log, signs, *config.params)
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
         metrics |= sampling_metrics(old_logps, correction.weights, tokens)

@@ -30,7 +30,7 @@ class Ratio(NamedTuple):
     # (T,) → (B,): how a completion's log ratio is made of its tokens'; None: each has its own
     pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
-    def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
+    def slope_to_logps(self, slope: Tensor, tokens: Tokens) -> Tensor:
         """dL/d(log ratio) → dL/dlogp: itself, or its completion's sum through the mean or sum."""
         return slope if self.pool is None else tokens.to_tokens(self.pool(tokens, slope))
 
@@ -39,7 +39,7 @@ def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
     raw = logps - old_logps
-    window = OBJECTIVES[config.loss_type].window
+    window = OBJECTIVES[config.loss_type].ratio_kind
     if window == "sum":
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:

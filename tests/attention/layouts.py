@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
-# By the name of its provider: (q, k, v, layout, rule) → output.
+# By the name of its provider: (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}
 
 
@@ -38,10 +38,14 @@ def inputs(
 
 
 def results(
-    attention: Callable, given: Sequence[Tensor], layout: TreeLayout, rule: Rule, dtype=None
+    attention: Callable,
+    given: Sequence[Tensor],
+    layout: TreeLayout,
+    params: AttentionParams,
+    dtype=None,
 ) -> list[Tensor]:
     """Output, dq, dk and dv of `inputs`, computed in `dtype` (theirs if None)."""
     *qkv, grad = (x.to(dtype or x.dtype) for x in given)
     leaves = [x.detach().requires_grad_() for x in qkv]
-    out = attention(*leaves, layout, rule)
+    out = attention(*leaves, layout, params)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

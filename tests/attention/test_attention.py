@@ -82,14 +82,14 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     raising = Provider("raising", lambda kind: True, lambda *_: 1 / 0)
     unable = Provider("unable", lambda kind: False, lambda *_: 1 / 0)
 
-    def without_prompts(q, k, v, layout, rule):
-        return honest.attend(q, k, v, TreeLayout.of(layout.lengths), rule)
+    def without_prompts(q, k, v, layout, params):
+        return honest.attend(q, k, v, TreeLayout.of(layout.lengths), params)
 
-    def wrong_gradient(q, k, v, layout, rule):
-        return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, rule)
+    def wrong_gradient(q, k, v, layout, params):
+        return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, params)
 
-    def nan_gradient(q, k, v, layout, rule):
-        return honest.attend(q, k, v, layout, rule) + 0 * (k.sum() - k.sum().detach()).sqrt()
+    def nan_gradient(q, k, v, layout, params):
+        return honest.attend(q, k, v, layout, params) + 0 * (k.sum() - k.sum().detach()).sqrt()
 
     liars = [
         Provider(f.__name__, lambda kind: True, f)

@@ -10,7 +10,7 @@ import torch
 from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import csrc
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
@@ -26,7 +26,7 @@ LAYOUTS = {  # lengths of segments; of the first ones, how many completions look
     "a tree": ([17, 130, 40, 1, 9, 150, 3], (-1, -1, 0, 0, 1, 2, 4)),
 }
 HEADS = [((4, 4), 32), ((4, 2), 20), ((6, 1), 64), ((7, 1), 131)]  # of queries and of keys, D
-RULE = Rule(0.3)
+RULE = AttentionParams(0.3)
 ROUNDING = 4 * 2**-23
 
 
@@ -106,7 +106,7 @@ def test_large_scores_leave_one_key():
 )
 def test_refusals_name_the_argument(name, change):
     q, k, v, _ = given_of(TreeLayout.of([6]))
-    given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "rule": RULE}
+    given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "params": RULE}
     csrc.forward(**given)
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
         csrc.forward(**change(given))

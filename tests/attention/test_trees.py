@@ -24,7 +24,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.train.models.memory_options import enable_checkpointing
 from tests.attention.families import MODELS, small_model
 from tests.attention.layouts import ATTENTION, inputs, results
@@ -240,7 +240,7 @@ def test_a_plan_cuts_below_the_branch_that_exceeds_it():
 def test_thousands_of_turns_take_no_recursion_and_little_time():
     samples, start = comb(1200), time.process_time()
     pack = pack_tree(samples, merge_cost=0)
-    assert len(pack.layout.lengths) == 2399 and len(pack.layout.views) == 1200
+    assert len(pack.layout.lengths) == 2399 and len(pack.layout.calls) == 1200
     assert time.process_time() - start < 10  # 1.3 s alone on this kind of machine
     assert len(plan_trees(samples, 500)) > 20
     ids = list(range(5000))
@@ -251,12 +251,12 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
     """A path cut into nodes: its output and gradients are as near to fp64 as in one piece."""
-    whole, rule = TreeLayout.of([8 * depth]), Rule(0.3)
+    whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
     given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
-    exact, errors = results(dense, given_, whole, rule, torch.float64), []
+    exact, errors = results(dense, given_, whole, params, torch.float64), []
     for layout in (cut, whole):
-        found = results(ATTENTION["flash_cpu"], given_, layout, rule)
+        found = results(ATTENTION["flash_cpu"], given_, layout, params)
         errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)])
     for in_nodes, in_one in zip(*errors, strict=True):
         assert in_nodes <= 1.5 * in_one

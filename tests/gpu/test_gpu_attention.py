@@ -15,7 +15,7 @@ import torch
 from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import flex, reference
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
 
@@ -45,7 +45,7 @@ KINDS = [
 
 def rule_of(kind):
     limits = 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
-    return Rule(kind.head_dim**-0.5, *limits)
+    return AttentionParams(kind.head_dim**-0.5, *limits)
 
 
 def problem(name, kind, heads=(6, 2)):

@@ -107,10 +107,10 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 def test_what_no_schema_carries_is_refused():
     """The net under the public doors: a field of the options that a graph would lose."""
     plain = Options([True], grad_filter=0.1)
-    assert schema.options_of(schema.carried(plain)) == plain
+    assert schema.options_of(schema.graph_fields(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
         with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
-            schema.carried(plain._replace(**{name: True}))
+            schema.graph_fields(plain._replace(**{name: True}))
 
 
 # ----------------------------------------------------------
@@ -123,21 +123,23 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     """
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
-    real, checked = operators.build, []
+    real, checked = operators.build_batch, []
 
     def build(loss, tensors, options, config, given):
-        monkeypatch.setattr(operators, "build", real)  # the operator itself builds a batch, too
+        # The operator itself builds a batch, too.
+        monkeypatch.setattr(operators, "build_batch", real)
         name = next(name for name, known in operators.LOSSES.items() if known is loss)
-        inputs = (*tensors, *options[: operators.NUM_OPTIONS], *operators._row(config, given))
+        packed = operators._pack_arguments(config, given)
+        inputs = (*tensors, *options[: operators.NUM_OPTIONS], *packed)
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(
             getattr(torch.ops.grpo_fast, f"{name}_loss").default, inputs, test_utils=utils
         )
         checked.append(name)
-        monkeypatch.setattr(operators, "build", build)
+        monkeypatch.setattr(operators, "build_batch", build)
         return real(loss, tensors, options, config, given)
 
-    monkeypatch.setattr(operators, "build", build)
+    monkeypatch.setattr(operators, "build_batch", build)
     for entropy_coef in (0.0, 0.1):
         options = options_for("grpo", beta=0.1, entropy_coef=entropy_coef)
         case = make_case(116, dtype=dtype, sampling=True, **options)

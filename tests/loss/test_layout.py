@@ -143,7 +143,7 @@ def test_a_layout_by_hand():
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
     assert layout.parents == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
     assert (layout.total, layout.longest_context, layout.has_tree) == (14, 6, True)
-    itself, across = layout.views
+    itself, across = layout.calls
     assert across.queries == slice(5, 12) and across.keys == slice(0, 5)
     assert itself.spans.cu_q.tolist() == itself.spans.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14]
     assert itself.spans.causal and not across.spans.causal
@@ -151,16 +151,16 @@ def test_a_layout_by_hand():
     assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
     assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
     # two rows of the prompt in front of each completion
-    (gathered,) = layout.copies(3)
+    (gathered,) = layout.window_calls(3)
     rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
-    assert gathered.keys.rows.tolist() == rows and gathered is layout.copies(3)[0]
+    assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
     assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
     # Three levels: the ancestors of each distance are one run of rows, with or without queries.
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 3, 4])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1] == (slice(5, 18), slice(0, 12), (5, 2, 0, 5, 1))
     assert calls[2] == (slice(12, 18), slice(0, 5), (5, 1)) and tree.prefixes[-2:] == (7, 4)
 
@@ -205,11 +205,11 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """`Copies.put_back` is the transpose of gathering."""
+    """`Copies.sum_copies` is the transpose of gathering."""
     layout = pack_groups(numbered(groups)).layout
-    (call,) = layout.copies(window)
+    (call,) = layout.window_calls(window)
     rows, spans = call.keys.rows, call.spans
     grad = torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
     expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, rows, grad)
-    assert torch.equal(call.keys.put_back(grad), expected)
+    assert torch.equal(call.keys.sum_copies(grad), expected)
     assert sum(spans.queries) == layout.total and sum(spans.keys) == len(rows)

@@ -70,7 +70,7 @@ def test_leaf_value_and_slope(loss_type, delta):
     tokens = zip(lp.split(1), lr.split(1), A.split(1), strict=True)
     expected = torch.cat([single_token(loss_type, *token, options) for token in tokens])
     (slope,) = torch.autograd.grad(expected.sum(), lp)
-    leaf = OBJECTIVES[loss_type].leaf
+    leaf = OBJECTIVES[loss_type].function
     value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-6)
     own = own if isinstance(own, torch.Tensor) else torch.full_like(lr, own)
@@ -84,7 +84,7 @@ def test_a_slope_in_fp32_keeps_its_digits(loss_type):
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
     logp = torch.full_like(lr, -4.0)
     slopes = [
-        torch.as_tensor(OBJECTIVES[loss_type].leaf(*inputs, *params)[1]).double()
+        torch.as_tensor(OBJECTIVES[loss_type].function(*inputs, *params)[1]).double()
         for inputs in ((logp, lr, A), (logp.double(), lr.double(), A.double()))
     ]
     torch.testing.assert_close(*slopes, rtol=5e-6, atol=1e-7)
@@ -137,7 +137,7 @@ def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
     """r exactly at the bound, and r = 1 (on policy): slope −r·A."""
-    leaf = OBJECTIVES["grpo"].leaf
+    leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     for epsilon in (0.0, 0.2):

@@ -5,21 +5,25 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Saved
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import contiguous_rows, detached
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq), all fp32."""
     given = map(contiguous_rows, (q, k, v))
     operator = loader.door("attention", "attention")
-    return operator(*given, spans.cu_q, spans.cu_k, spans.causal, rule.scale)
+    return operator(*given, spans.cu_q, spans.cu_k, spans.causal, params.scale)
 
 
-def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.door("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal
-    return operator(*given, detached(saved.lse), *places, rule.scale)
+    return operator(*given, detached(saved.lse), *places, params.scale)

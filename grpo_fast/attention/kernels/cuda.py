@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
@@ -24,98 +24,98 @@ def longest(spans: Spans) -> tuple[int, int]:
     return max(2, *spans.queries), max(spans.keys)
 
 
-def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
+def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
     """Keys visible to the left and to the right of a query's own, −1 for all."""
     if not spans.causal:
         return -1, -1
-    return (-1 if rule.window is None else rule.window - 1), 0
+    return (-1 if params.window is None else params.window - 1), 0
 
 
 # torch's built-in FA2
-def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
-    left, right = window_of(spans, rule)
+def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+    left, right = window_of(spans, params)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False,
-        scale=rule.scale, window_size_left=left, window_size_right=right,
+        scale=params.scale, window_size_left=left, window_size_right=right,
     )[:2]  # fmt: skip
 
 
-def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
-    left, right = window_of(spans, rule)
+def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    left, right = window_of(spans, params)
     # Of the random numbers of dropout: never read.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
-        spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
+        spans.causal, state, state[:0], scale=params.scale, window_size_left=left,
         window_size_right=right,
     )  # fmt: skip
 
 
 # package flash-attn
-def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(params), **_options(spans, params)
     )[:2]
 
 
-def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
-        alibi_slopes=None, **_determinism(), **_softcap(rule), **_options(spans, rule),
+        alibi_slopes=None, **_determinism(), **_softcap(params), **_options(spans, params),
     )  # fmt: skip
     return gradients
 
 
 # flash_attn_interface, FA3
-def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+        q, k, v, causal=spans.causal, **_softcap(params), **_options(spans, params)
     )[:2]
 
 
-def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
         grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
-        **_determinism(), **_softcap(rule), **_options(spans, rule),
+        **_determinism(), **_softcap(params), **_options(spans, params),
     )  # fmt: skip
     return dq, dk, dv
 
 
 # flash_attn.cute, FA4: it says None for "all" and derives the right side of a causal window itself.
-def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, rule, none=True)
+        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
     )[:2]
 
 
-def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
         # Its first releases wait for ever, or store registers, where keys have no queries.
-        inner, rows = spans.seen
+        inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
-        dq, *parts = fa4_backward(grad, seen, inner, rule)
+        dq, *parts = fa4_backward(grad, seen, inner, params)
         dk, dv = (torch.zeros_like(saved.k).index_copy_(0, rows, x) for x in parts)
         return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
         *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
-        **_options(spans, rule, none=True),
+        **_options(spans, params, none=True),
     )[:3]  # fmt: skip
 
 
-def _options(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, Any]:
-    (max_q, max_k), (left, right) = longest(spans), window_of(spans, rule)
+def _options(spans: Spans, params: AttentionParams, *, none: bool = False) -> dict[str, Any]:
+    (max_q, max_k), (left, right) = longest(spans), window_of(spans, params)
     return {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
-        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": rule.scale,
+        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": params.scale,
         "window_size_left": None if none and left < 0 else left,
         "window_size_right": None if none and left < 0 else right,
     }  # fmt: skip
 
 
-def _softcap(rule: Rule) -> dict[str, float]:
-    return {"softcap": rule.softcap or 0.0}
+def _softcap(params: AttentionParams) -> dict[str, float]:
+    return {"softcap": params.softcap or 0.0}
 
 
 def _determinism() -> dict[str, bool]:

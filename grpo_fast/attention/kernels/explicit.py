@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 # Scores of one chunk (H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
@@ -27,32 +27,32 @@ class Chunk(NamedTuple):
     visible: Tensor | None  # (queries, keys) bool, None for all
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
     wide = torch.promote_types(q.dtype, torch.float32)
     qs, ks, vs = _heads(q, k, v)
     out, lse = (qs.new_empty(x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
-    for chunk in _chunks(qs, ks, causal, rule.window):
-        scores, _ = _scores(qs, ks, chunk, rule)
+    for chunk in _chunks(qs, ks, causal, params.window):
+        scores, _ = _scores(qs, ks, chunk, params)
         lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse[..., None]).exp_()
         out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(wide)
     return out.transpose(0, 1), lse
 
 
-def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
+def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
     lse, wide = saved.lse, saved.lse.dtype
     qs, ks, vs = _heads(*saved[:3])
     gs, os = (x.transpose(0, 1).to(wide) for x in (grad, saved.out))
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
-    for chunk in _chunks(qs, ks, causal, rule.window):
+    for chunk in _chunks(qs, ks, causal, params.window):
         at, seen = (slice(None), chunk.queries), (slice(None), chunk.keys)
-        scores, slope = _scores(qs, ks, chunk, rule)
+        scores, slope = _scores(qs, ks, chunk, params)
         weights = scores.sub_(lse[at][..., None]).exp_()
         dv[seen] += weights.mT @ gs[at]
         weights *= (gs[at] @ vs[seen].to(wide).mT).sub_(delta[at][..., None])
-        weights *= rule.scale if slope is None else slope.mul_(rule.scale)
+        weights *= params.scale if slope is None else slope.mul_(params.scale)
         dq[at] = weights @ ks[seen].to(wide)
         dk[seen] += weights.mT @ qs[at].to(wide)
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
@@ -87,17 +87,19 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
         yield Chunk(slice(start, stop), slice(first, last), seen)
 
 
-def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
+) -> tuple[Tensor, Tensor | None]:
     """Masked scores of a chunk (H, queries, keys) and the softcap's slope there."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q[:, chunk.queries].to(wide) @ k[:, chunk.keys].to(wide).mT
     slope = None
-    if rule.softcap is None:
-        scores.mul_(rule.scale)
+    if params.softcap is None:
+        scores.mul_(params.scale)
     else:
-        capped = scores.mul_(rule.scale / rule.softcap).tanh_()
+        capped = scores.mul_(params.scale / params.softcap).tanh_()
         slope = 1 - capped.square()
-        scores = capped.mul_(rule.softcap)
+        scores = capped.mul_(params.softcap)
     if chunk.visible is not None:
         scores.masked_fill_(~chunk.visible, -torch.inf)
     return scores, slope

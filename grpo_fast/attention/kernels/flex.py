@@ -14,18 +14,18 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 BLOCK = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
-    mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
+    mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
     # Without a compiler flex_attention stores all T² scores, which a CPU test may.
     out = _function(q.is_cuda)(
-        q4, k4, v4, score_mod=_score_mod(rule.softcap), block_mask=mask, scale=rule.scale,
+        q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[0].transpose(0, 1)

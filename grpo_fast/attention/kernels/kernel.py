@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.layout import Call
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -35,9 +35,9 @@ class Kernel(NamedTuple):
     A span of keys may have no queries: its dk and dv are zero. The reverse does not occur.
 
     Attributes:
-        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in
+        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D), lse (H, Tq) in
             fp32 or better.
-        backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
+        backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv; the output and lse in `saved`
             may be merged with those of other keys.
     """
 
@@ -52,21 +52,21 @@ def over_spans(
     which would take fp32 products in 16 bits, is off.
 
     Args:
-        forward: (q (L, H, D), k (S, H_kv, D), v, causal, rule) → output (L, H, D), lse (H, L) in
+        forward: (q (L, H, D), k (S, H_kv, D), v, causal, params) → output (L, H, D), lse (H, L) in
             fp32 or better.
-        backward: (grad (L, H, D), saved, causal, rule) → dq, dk and dv; the last two may have one
+        backward: (grad (L, H, D), saved, causal, params) → dq, dk and dv; the last two may have one
             head for each of the queries'.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=wide)
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
-                out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, rule)
+                out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, params)
         return out, lse
 
-    def back(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+    def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
         if 0 in spans.queries:
@@ -74,7 +74,7 @@ def over_spans(
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
                 span = Saved(q[at], k[keys], v[keys], out[at], lse[:, at])
-                dq[at], *parts = backward(grad[at], span, spans.causal, rule)
+                dq[at], *parts = backward(grad[at], span, spans.causal, params)
                 for target, x in zip((dk, dv), parts, strict=True):
                     target[keys] = x.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv

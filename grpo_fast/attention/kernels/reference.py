@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
@@ -17,13 +17,13 @@ def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(N
     return related & (distance >= 0) & (distance < (window or layout.total + 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D), in fp32 or better, differentiable by autograd."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    weights = scores.masked_fill(~visible(layout, rule.window), -torch.inf).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    weights = scores.masked_fill(~visible(layout, params.window), -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

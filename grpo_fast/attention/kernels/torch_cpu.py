@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 _ops = torch.ops.aten
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
     fold, *heads = _heads(q, k, v, causal)
     part, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
-        _folded(q, fold), *heads, 0.0, causal, scale=rule.scale
+        _folded(q, fold), *heads, 0.0, causal, scale=params.scale
     )
     return _unfolded(part, fold), _unfolded(lse[..., None], fold)[..., 0].t()
 
 
-def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
+def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
     q, k, v, out, lse = saved
     fold, *heads = _heads(q, k, v, causal)
     dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
         _folded(grad, fold), _folded(q, fold), *heads, _folded(out, fold),
-        _folded(lse.t()[..., None], fold)[..., 0], 0.0, causal, scale=rule.scale,
+        _folded(lse.t()[..., None], fold)[..., 0], 0.0, causal, scale=params.scale,
     )  # fmt: skip
     return _unfolded(dq, fold), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 

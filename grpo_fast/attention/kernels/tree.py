@@ -1,7 +1,7 @@
 """Attention of a packed row: each segment causally on itself and on all its ancestors.
 
 Without parents this is one varlen call. In a tree there is one more for every distance to an
-ancestor (`TreeLayout.views`), merged by their log-sum-exps:
+ancestor (`TreeLayout.calls`), merged by their log-sum-exps:
 
     (o₁, l₁) = every segment on itself, causal
     (o₂, l₂) = q[segments with a j-th ancestor] on k, v[j-th ancestors], not causal
@@ -25,21 +25,21 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.layout import Call, Copies, TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
-Work = tuple[tuple[Call, ...], Rule, Kernel]
+Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
 # Numbers of the output that are merged at once: bounds the fp32 copies of two 16-bit outputs.
 MERGE_NUMBERS = 2**25
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule, *, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams, *, kernel: Kernel
 ) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once."""
-    calls = layout.views
-    if rule.window is not None and layout.has_tree:
-        calls = layout.copies(rule.window)
-    return PackedAttention.apply(q, k, v, (calls, rule, kernel))
+    calls = layout.calls
+    if params.window is not None and layout.has_tree:
+        calls = layout.window_calls(params.window)
+    return PackedAttention.apply(q, k, v, (calls, params, kernel))
 
 
 class PackedAttention(torch.autograd.Function):
@@ -47,11 +47,11 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
-        (first, *others), rule, kernel = ctx.work = work
-        out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
+        (first, *others), params, kernel = ctx.work = work
+        out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _wide(out, others)
         for call in others:  # no name for a part: it would live on beside the next
-            at, inputs = call.queries, (call.take(k), call.take(v), call.spans, rule)
+            at, inputs = call.queries, (call.take(k), call.take(v), call.spans, params)
             merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -61,15 +61,15 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("packed attention has no double backward (create_graph=True)")
-        (first, *others), rule, kernel = ctx.work
+        (first, *others), params, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
-        grads = list(kernel.backward(grad, saved.part(first), first.spans, rule))
+        grads = list(kernel.backward(grad, saved.part(first), first.spans, params))
         for n in range(3):  # in place: what is replaced is free before the next one's turn
             if n and isinstance(first.keys, Copies):
-                grads[n] = first.keys.put_back(grads[n])
+                grads[n] = first.keys.sum_copies(grads[n])
             grads[n] = _wide(grads[n], others)
         for call in others:
-            inputs = grad[call.queries], saved.part(call), call.spans, rule
+            inputs = grad[call.queries], saved.part(call), call.spans, params
             wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
             for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
                 whole[rows] += part

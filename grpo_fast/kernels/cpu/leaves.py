@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
 MAX_PARAMS = 4  # p0 … p3 of the kernels' doors
 
@@ -60,12 +60,12 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-def objective_leaves() -> list[Leaf]:
+def objective_leaves() -> list[TokenFunction]:
     """The leaves of `OBJECTIVES`, each once; their order numbers them."""
-    return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
+    return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
-def kl_leaves() -> list[Leaf]:
+def kl_leaves() -> list[TokenFunction]:
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -79,7 +79,9 @@ def header() -> str:
 
 
 def print_header(
-    objectives: list[Leaf], estimators: list[Leaf], divergences: Sequence[Leaf] = ()
+    objectives: list[TokenFunction],
+    estimators: list[TokenFunction],
+    divergences: Sequence[TokenFunction] = (),
 ) -> str:
     """Functions that choose a leaf by its number; divergences are on vectors."""
     tables = [
@@ -91,7 +93,7 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
+def table(name: str, arguments: tuple[str, ...], leaves: Sequence[TokenFunction]) -> str:
     """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
     cases = []
     for index, leaf in enumerate(leaves):
@@ -109,7 +111,7 @@ def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[TokenFunction]) -> str:
     cases = [
         f"  if constexpr (index == {i}) {{"
         f"{body(leaf, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
@@ -122,7 +124,7 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Leaf]) 
 
 
 def body(
-    leaf: Leaf,
+    leaf: TokenFunction,
     arguments: Sequence[str],
     words: dict[str, str],
     helpers: dict[str, str],

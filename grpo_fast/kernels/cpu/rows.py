@@ -59,7 +59,7 @@ def row_grad_(
 def leaf_arguments(key: str) -> tuple[float, ...]:
     """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors by a key."""
     config = LossConfig.from_key(key)
-    objective = leaves.objective_leaves().index(OBJECTIVES[config.loss_type].leaf)
+    objective = leaves.objective_leaves().index(OBJECTIVES[config.loss_type].function)
     estimator = leaves.kl_leaves().index(KL_ESTIMATORS[config.kl_estimator])
     params = (*config.params, *[0.0] * leaves.MAX_PARAMS)[: leaves.MAX_PARAMS]
     return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits

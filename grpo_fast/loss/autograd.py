@@ -1,9 +1,12 @@
-"""The autograd functions of the passes, outside of torch.compile (operators.py has the others).
+"""Autograd functions of the passes without torch.compile; `operators.py` has the compiled ones.
 
-A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
-them over, once, so that they become `.grad` without a copy; another backward computes them again.
-Logps keep the logits (or exponentials) of as many rows as the workspace holds until the first
-backward, which forms the others again: 6 to 8·N·V·H flops for the linear ones.
+A loss computes its gradients in the forward pass. The first backward multiplies them by the
+upstream scalar and returns the same tensors, so that they become `.grad` without a copy. A second
+backward (`retain_graph=True`) computes them again.
+
+Logps cache the logits, or their exponentials, of as many rows as the workspace holds. The first
+backward uses the cache and recomputes the remaining rows: 6 to 8·N·V·H flops for the linear
+functions.
 """
 
 from __future__ import annotations
@@ -28,27 +31,29 @@ OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one
 
 
 def needs_gradient(*tensors: Tensor | None) -> list[bool]:
-    """For each tensor of a call, whether autograd will ask for its gradient."""
+    """Return, for each tensor of a call, whether autograd will need its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
 
-Context = Any  # of an autograd function: torch sets its attributes, and we set ours
+Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# The loss, logps, entropy, what grad_filter left out, and divergences.
+# Loss, logps, entropy, share left out by grad_filter, divergence.
 FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# ---- losses: gradients are there when the forward ends ----
+# ---- Losses: gradients are computed in the forward pass
 
 
 class LossFunction(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward.
+    """Autograd function of a loss pass, which computes the gradients in its forward.
 
     Args:
-        overwrites: the gradient is written over the only tensor, so nothing is there to form it
-            again from.
+        run: the pass, `run(*tensors) -> LossResult`.
+        overwrites: True if the pass writes the gradient over its only tensor. A second backward is
+            then impossible, because the input is gone.
+        inputs: the differentiable tensors.
     """
 
     @staticmethod
@@ -60,7 +65,8 @@ class LossFunction(torch.autograd.Function):
         if not overwrites:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
-            # Autograd does not see the kernels write: who saved the logits must hear of it.
+            # Autograd cannot see the kernels overwrite the logits. Raise the version, so that a
+            # backward that needs the old values fails instead of using the gradient as logits.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run = run
@@ -87,7 +93,9 @@ apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """(gradient, unit) of each tensor; None where it was not wanted: a pass returns (0,) there."""
+    """Return (gradient, unit) for each tensor; the gradient is None where a pass returned (0,) for
+    "not needed".
+    """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
         factors = units.detach().unbind()
@@ -103,12 +111,21 @@ def scaled_gradients(
     needs_grad: tuple[bool, ...],
     form_again: Callable[[], Gradients],
 ) -> list[Tensor | None]:
-    """`ctx.gradients`, or at a second backward those of `form_again`, times the upstream scalar."""
+    """Return the gradients of a loss, multiplied by the upstream gradient.
+
+    Args:
+        ctx: the context; `ctx.gradients` holds the gradients of the forward pass until the first
+            call.
+        grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
+        needs_grad: for each tensor, whether autograd needs its gradient.
+        form_again: computes the gradients again, for a second backward.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
-    # Once: autograd makes these very tensors `.grad`, so a second backward must get others.
+    # Use the stored gradients only once: autograd stores these tensors as `.grad`, and a second
+    # backward would modify them in place.
     gradients = ctx.gradients
     ctx.gradients = None
     gradients = form_again() if gradients is None else gradients
@@ -121,7 +138,9 @@ def scaled_gradients(
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient · upstream in place; an upstream of 1 costs nothing, and no sync."""
+    """Multiply a gradient by the upstream scalar in place. Free for an upstream of 1 on the CPU;
+    never a GPU sync.
+    """
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -132,13 +151,23 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     return gradient.mul_(upstream)
 
 
-# ---- logps: gradients are formed when their upstream is known ----
+# ---- Logps: gradients are computed in the backward pass
 
 
-TargetRows = tuple[ActiveRows, Tensor | None]  # as `active_target_rows` gives them
+TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_rows`
 
 
 class LogpsPass:
+    """Computation of logps, and of their gradients, over the active rows of one call.
+
+    Args:
+        tensors: (hidden, weight, bias) or (logits,), flat.
+        options: how to compute the logps.
+        places: the active rows, if they are already known.
+        entropy_gradient: True if the backward pass has an upstream gradient of the entropies.
+        wanted: which tensors need a gradient.
+    """
+
     def __init__(
         self,
         tensors: RowTensors,
@@ -169,7 +198,14 @@ class LogpsPass:
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
-        """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
+        """Compute the logps.
+
+        Args:
+            keep: whether to cache logits for the backward pass.
+
+        Returns:
+            (logps, entropy, lse) of all N rows, and the statistics of the T active rows.
+        """
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
@@ -181,6 +217,7 @@ class LogpsPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
+        """Compute the tensors' gradients from the upstream gradients of logps and entropies."""
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)
@@ -192,22 +229,26 @@ class LogpsPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
+        """Return the statistics of the active rows from saved outputs, in place of a second
+        forward.
+        """
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
+        """Set the rows without a target to 0. They are still present only in a CUDA graph."""
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
 def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
-    """The active rows of a call; their values are checked here."""
+    """Return the active rows of a call, after checking the values of targets and temperatures."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
     return active_target_rows(options.target_ids, options.rule, targets)
 
 
 class LogpsFunction(torch.autograd.Function):
-    """Logps whose first backward finds what the workspace still holds."""
+    """Autograd function of logps. Its first backward uses the logits that the forward cached."""
 
     @staticmethod
     def forward(
@@ -237,22 +278,29 @@ class LogpsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
             return (None,) * (3 + len(needs))
-        # Also where they are not needed: it refuses what was changed since.
+        # Read the saved tensors even if the cache makes them unnecessary: autograd then raises if
+        # one was modified since.
         saved = ctx.saved_tensors
-        held = ctx.cached
+        cached = ctx.cached
         ctx.cached = None
-        if held is not None and d_entropy is not None and not held[0].sweep.has_entropy_gradient:
-            held = None  # exponentials know the logps' gradient only: the logits are formed again
+        if (
+            cached is not None
+            and d_entropy is not None
+            and not cached[0].sweep.has_entropy_gradient
+        ):
+            # Cached exponentials give the gradient of logps only. The entropy gradient needs the
+            # logits again.
+            cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
-        if held is None:
+        if cached is None:
             tensors = saved[:-3]
             outputs = saved[-3:]
             work = LogpsPass(
                 tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,
             )  # fmt: skip
-            held = work, work.saved_stats(*outputs)
-        work, stats = held
+            cached = work, work.saved_stats(*outputs)
+        work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed

@@ -1,8 +1,9 @@
-"""`TokenBatch`: a caller's arguments, checked and flat, as the one object that travels in a call.
+"""`TokenBatch`: the active tokens of a call in flat form.
 
-Both layouts become T active rows with their completion; what the mask switches off is gathered
-away, so that it can reach nothing. A batch shares no memory with the caller's tensors per token:
-its metrics are computed when somebody reads them.
+Padded and packed layouts become T active rows and the completion of each row. Masked rows are
+removed before any computation, so that their values cannot reach a result. A batch copies the
+caller's per-token tensors, because metrics are computed later, when the caller may have changed
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
-    """T active tokens: which rows they are, what the objective knows of them, and the objective."""
+    """T active tokens: their rows, their inputs of the objective, and the objective."""
 
     rows: ActiveRows
     tokens: Tokens
@@ -35,10 +36,10 @@ class TokenBatch(NamedTuple):
         cls,
         config: LossConfig,
         inputs: BatchInputs,
-        targets: Targets | None = None,  # None: `inputs.like` holds logps
+        targets: Targets | None = None,  # None in `grpo_loss`, which has no targets
         validate: str = "auto",
     ) -> TokenBatch:
-        """From arguments whose shapes checks.py has seen; their values are checked here."""
+        """Build the batch from arguments whose shapes are checked, and check their values."""
         places = _active_tokens(inputs, validate)
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
@@ -58,21 +59,41 @@ class TokenBatch(NamedTuple):
         return cls(places.rows(ids, rule, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
-        """The same batch with weights of at most 1, and the power of two that made them so."""
+        """Return the batch with its token weights scaled by a power of two, so that the largest is
+        0.5 to 1.
+
+        fp16 gradients of small weights would underflow otherwise. `tokens.unit` holds the factor.
+        """
         return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-        """0-d metrics by TRL's names of a call that gave these logps and entropies, (N,) each."""
-        here = self.rows.active(logps), self.rows.active(entropy)
-        return token_metrics(*here, self.tokens, self.config, self.rows.num_rows)
+        """Compute the metrics of a call, 0-d tensors by TRL's names.
+
+        Args:
+            logps: (N,), the logps that the call returned.
+            entropy: (N,), or None.
+        """
+        active = self.rows.active
+        return token_metrics(
+            active(logps), active(entropy), self.tokens, self.config, self.rows.num_rows
+        )
 
 
 def active_target_rows(
-    target_ids: Tensor,  # (B, L) or (T,), -100: no target
-    rule: LogitRule,  # temperature: a float, or the shape of target_ids
+    target_ids: Tensor,  # (B, L) or (T,)
+    rule: LogitRule,
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph those without one, too."""
+    """Return the rows of `linear_logps` and `logits_logps`, and a mask of those to be set to 0.
+
+    Rows with target -100 are removed, and the mask is None. In a CUDA graph the number of rows must
+    not depend on values, so all rows stay and the mask marks those with target -100.
+
+    Args:
+        target_ids: (B, L) or (T,), -100 for no target.
+        rule: transform of the logits; its temperature is a float or has the shape of target_ids.
+        targets: the vocabulary, hidden rows and support of the targets.
+    """
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
@@ -91,15 +112,15 @@ def active_target_rows(
 
 
 class _ActiveTokens(NamedTuple):
-    """Which of a caller's N rows are active, and to which completion they belong."""
+    """The active rows of a call with N rows, and the completion of each."""
 
     num_rows: int  # N
-    active_index: Tensor | None  # (T,) int64; None: all
-    lengths: Tensor  # (B,) int64, active tokens
+    active_index: Tensor | None  # (T,) int64; None: all N rows
+    lengths: Tensor  # (B,) int64, active tokens of each completion
     segments: Tensor  # (T,) int64
 
     def select(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The active ones of (N,) numbers, in memory of their own."""
+        """Return a flat copy of the active elements of x, which has N elements."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
             return x.to(dtype, copy=True)
@@ -115,10 +136,13 @@ class _ActiveTokens(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
+        """Return the rows in the form that the kernels take."""
         rows = ActiveRows(self.num_rows, self.active_index, target_ids, rule, self.active_index)
         if targets is not None and targets.support is not None:
-            own = targets.support, self.active_index, target_ids, targets.vocab_size, validate
-            rows = rows._replace(support=values.support_rows(*own))
+            support = values.support_rows(
+                targets.support, self.active_index, target_ids, targets.vocab_size, validate
+            )
+            rows = rows._replace(support=support)
         if targets is None or targets.hidden_rows is None:
             return rows
         end = targets.num_hidden
@@ -158,7 +182,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
 def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
-    """(B,) rows of every completion and (N,) the completion of every row."""
+    """Return the number of rows of each completion (B,), and the completion of each row (N,)."""
     device = like.device
     num_rows = like.numel()
     if cu_seqlens is None:
@@ -167,15 +191,15 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # From the right, and among the inner offsets: an empty completion has no row, the last row's is
-    # below B.
+    # side="right" and inner offsets only: empty completions then get no row, and the last row maps
+    # to a completion below B even if GPU offsets are wrong.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
 def _tokens(
     places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
 ) -> Tokens:
-    # 1. The totals that the weights divide by.
+    # 1. Check the totals that token weights are divided by.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
@@ -187,22 +211,27 @@ def _tokens(
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )
-    # 2. The weight of every token.
+    # 2. Compute the weight of every token.
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )[places.segments]  # fmt: skip
-    # The mean of an entropy bonus: over the prompts where that of the loss is.
-    share = weights if by_prompt else None if items is None else 1.0 / items
-    # 3. An advantage for every token.
+    # An entropy bonus is averaged over prompts if the loss is, else over tokens.
+    entropy_weight: float | Tensor | None = None
+    if by_prompt:
+        entropy_weight = weights
+    elif items is not None:
+        entropy_weight = 1.0 / items
+    # 3. Expand advantages to one per token.
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
         per_token = places.select(advantages, torch.float32)
     return Tokens(
-        per_token, weights, share, places.lengths, places.segments, places.select_optional(inputs.old_logps),
-        places.select_optional(inputs.ref_logps), places.select_optional(inputs.sampling_logps),
+        per_token, weights, entropy_weight, places.lengths, places.segments,
+        places.select_optional(inputs.old_logps), places.select_optional(inputs.ref_logps),
+        places.select_optional(inputs.sampling_logps),
     )  # fmt: skip
 
 

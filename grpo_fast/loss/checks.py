@@ -1,4 +1,4 @@
-"""Every refusal of a shape, dtype, device or option: a ValueError; values.py looks at values."""
+"""Checks of shapes, dtypes, devices and options, each a ValueError. `values.py` checks values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs
 from grpo_fast.loss.ranks import is_sharded
+from grpo_fast.loss.values import IGNORED_TARGET as IGNORED_TARGET
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 VALIDATE = ("auto", "full")
-IGNORED_TARGET = -100
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING = "a floating-point tensor (16, 32 or 64 bits)"
-KINDS = {  # by the words of a refusal
+KINDS = {  # the allowed dtypes for each description in a message
     FLOATING: FLOATS,
     "an int64 or int32 tensor": (torch.int64, torch.int32),
     "an int64 tensor": (torch.int64,),
@@ -30,7 +30,8 @@ KINDS = {  # by the words of a refusal
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# Arguments of a loss that no gradient reaches. A caller who forgets .detach() would expect one.
+# Arguments of a loss that receive no gradient. A tensor that requires grad is an error here,
+# because a caller who forgot .detach() would expect a gradient.
 CONSTANTS = (
     "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
     "num_items_in_batch", "num_completions_in_batch",
@@ -45,11 +46,15 @@ def tensor(
     meaning: str = "",
     same_device: tuple[str, Tensor] | None = None,
 ) -> None:
-    """Refuse whatever is not a dense, plain tensor of this kind.
+    """Raise a ValueError unless x is a dense, unsharded tensor of the given kind.
 
     Args:
-        shape, meaning: the shape it must have, and that shape in letters; None: any.
-        beside: the argument whose device it must share, and its name.
+        name: the argument's name.
+        x: the argument.
+        kind: a key of KINDS.
+        shape: the required shape; None: any.
+        meaning: the required shape in letters, for the message.
+        same_device: name and tensor of the argument whose device x must share.
     """
     if is_sharded(x):
         raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
@@ -66,13 +71,14 @@ def tensor(
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:
+    """Check that an optional tensor has the shape and device of the logps."""
     if x is not None:
         meaning = "(B, L)" if like.dim() == 2 else "(T,)"
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
 
 
 def constant(name: str, x: object) -> None:
-    """Refuse a tensor that requires grad in a place from which no gradient flows back to it."""
+    """Raise a ValueError if x requires grad, although no gradient reaches it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
         raise argument_error(name, "a tensor without a gradient", came)
@@ -86,7 +92,15 @@ def head(
     *,
     is_shard: bool = False,
 ) -> None:
-    """hidden (..., H), weight (V, H) and bias (V,) fit each other. A shard may be empty."""
+    """Check that hidden, weight and bias fit together.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        names: the three arguments' names, for the messages.
+        is_shard: True if the weight holds the rows of one rank, of which there may be none.
+    """
     like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
@@ -110,7 +124,7 @@ def head(
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
-    """hidden in the layout of target_ids; or (R, H) and the row that predicts each target."""
+    """Check that hidden has the layout of target_ids or, with hidden_rows, that it is (R, H)."""
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
@@ -126,6 +140,7 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
+    """Check that logits are (B, L, V) or (T, V) and fit target_ids."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -133,7 +148,7 @@ def logits(x: Tensor, target_ids: Tensor) -> None:
 
 
 def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
-    """logps (B, L) or (T,), and the entropy that the config reads."""
+    """Check logps, and the entropy if the config needs one."""
     tensor("logps", logps)
     if logps.dim() not in (1, 2):
         raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
@@ -148,7 +163,7 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
 def logit_options(
     softcap: float | None, logit_scale: float, entropy_over: str, backend: str
 ) -> None:
-    """The plain options of `linear_logps` and `logits_logps`."""
+    """Check the options of `linear_logps` and `logits_logps` that are no tensors."""
     choice("backend", backend, BACKENDS)
     choice("entropy_over", entropy_over, CHOICES["entropy_over"])
     number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
@@ -157,7 +172,9 @@ def logit_options(
 
 
 def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """(a temperature for each target, 1.0), or (None, one temperature for all)."""
+    """Check the temperature. Return (temperature per target, 1.0) or (None, temperature of all
+    targets).
+    """
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
         constant("temperature", temperature)
@@ -167,27 +184,32 @@ def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tenso
 
 
 def prompt_items(value: object, count: int, config: LossConfig) -> None:
-    what = f"(B,) = ({count},), the tokens of each completion's prompt"
+    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
+    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
     name = "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
         raise argument_error(
-            name, f"{what}, where groups of {config.group_size} are not whole", None
+            name, f"{meaning}, where groups of {config.group_size} are not whole", None
         )
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise argument_error(name, f"None or {what},", came)
+        raise argument_error(name, f"None or {meaning},", came)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
-    """The tensors of a loss per token and per completion, in the layout of `inputs.like`.
+    """Check the per-token and per-completion tensors of a loss against the layout of `inputs.like`.
 
     Args:
-        has_logits: the config's temperature is read.
+        config: the objective.
+        inputs: the tensors.
+        has_logits: True if the function computes logps from logits, so that the temperature is
+            used.
     """
     is_config(config)
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        came = f"{config.kl_estimator!r}, which linear_divergence computes"
+        kind = EXACT[config.kl_estimator]
+        came = f"{config.kl_estimator!r}; add linear_divergence(..., kind={kind!r}) to the loss"
         raise argument_error("kl_estimator", expected, came)
     like = inputs.like
     advantages = inputs.advantages
@@ -203,15 +225,15 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         like_logps(name, getattr(inputs, name), like)
     for name in CONSTANTS:
         constant(name, getattr(inputs, name))
-    of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
-    if inputs.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
-        why = "these corrections read the sampler's logps"
-        raise conflict("sampling_logps=None", f"corrections of kind {of_sampler[0].kind!r}", why)
+    reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
+        why = "these corrections read the sampler's logps; pass sampling_logps"
+        raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
         constant("temperature", config.temperature)
     if config.uses_reference and inputs.ref_logps is None:
-        why = "the KL needs the reference's logps"
+        why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)
     if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         why = "its beta weighs the step from old_logps; pass ref_logps=None"
@@ -229,6 +251,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
 def options(
     backend: str, validate: str, grad_filter: float | None = None, *, is_shard: bool = False
 ) -> None:
+    """Check the options of a loss call that are no tensors."""
     choice("backend", backend, BACKENDS)
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
@@ -241,7 +264,7 @@ def options(
 def support(
     support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
-    """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
+    """Check a `Support` against the targets, and that no other option excludes it."""
     if support is None:
         return
     if not isinstance(support, Support):
@@ -262,8 +285,8 @@ def support(
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:
-    """Logits that may be written over: flat is a view of them, and its rows share no memory."""
-    shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
+    """Check that logits can be overwritten: `flat` is a view of x, and its rows do not overlap."""
+    shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
         raise ValueError(f"logits: {expected}, got strides {x.stride()}")
@@ -274,7 +297,7 @@ def is_config(config: object) -> None:
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
-    """x (B, L, ·) with target_ids (B, L), or x (T, ·) with target_ids (T,)."""
+    """Check that x is (B, L, ·) with target_ids (B, L), or (T, ·) with target_ids (T,)."""
     if x.dim() not in (2, 3):
         raise argument_error(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
     tensor("target_ids", target_ids, IDS, same_device=(name, x))

@@ -1,4 +1,4 @@
-"""Attention over spans in C++ for the CPU (csrc/api/attention.cpp): fp32, no padding."""
+"""Attention over spans in C++ on the CPU (csrc/api/attention.cpp), in fp32 and without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from grpo_fast.kernels.types import contiguous_rows, detached
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq), all fp32."""
+    """Return the output (Tq, H, D) and lse (H, Tq) of fp32 inputs q (Tq, H, D), k and v (Tk, H_kv,
+    D).
+    """
     given = map(contiguous_rows, (q, k, v))
     operator = loader.door("attention", "attention")
     return operator(*given, spans.cu_q, spans.cu_k, spans.causal, params.scale)
@@ -22,7 +24,7 @@ def forward(
 def backward(
     grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+    """Return the gradients of q, k and v. `saved.out` and `saved.lse` may include other keys."""
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.door("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal

@@ -1,7 +1,8 @@
-"""Attention with explicit scores, a chunk of queries at a time: any device, window and softcap.
+"""Attention with explicit scores, one chunk of queries at a time, for any device, window and
+softcap.
 
-Of a chunk only the keys that it can see are multiplied; `CHUNK_SCORES` bounds the memory. Products
-are taken in fp32 or better.
+A chunk is multiplied only with the keys that it can see. `CHUNK_SCORES` bounds the memory. Products
+are computed in fp32 or better.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch import Tensor
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
 from grpo_fast.attention.spans import AttentionParams
 
-# Scores of one chunk (H·queries·keys); 4M are 16 MiB in fp32.
+# Largest number of scores of one chunk, H·queries·keys; 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# A chunk no shorter than this: matrix products of fewer rows run slowly.
+# Smallest number of queries in a chunk: matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
 
 
 class Chunk(NamedTuple):
     queries: slice
     keys: slice
-    visible: Tensor | None  # (queries, keys) bool, None for all
+    visible: Tensor | None  # (queries, keys) bool; None: all
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
@@ -40,14 +41,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionPar
 
 
 def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
-    lse, wide = saved.lse, saved.lse.dtype
+    lse = saved.lse
+    wide = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
     gs, os = (x.transpose(0, 1).to(wide) for x in (grad, saved.out))
+    # D = rowsum(dO∘O), as in FlashAttention: dS = P∘(dP − D).
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
     for chunk in _chunks(qs, ks, causal, params.window):
-        at, seen = (slice(None), chunk.queries), (slice(None), chunk.keys)
+        at = (slice(None), chunk.queries)
+        seen = (slice(None), chunk.keys)
         scores, slope = _scores(qs, ks, chunk, params)
         weights = scores.sub_(lse[at][..., None]).exp_()
         dv[seen] += weights.mT @ gs[at]
@@ -59,14 +63,14 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(H, L, D) each, key heads repeated."""
+    """Return q, k and v as (H, L, D), with key heads repeated."""
     groups = q.shape[1] // k.shape[1]
     ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     return q.transpose(0, 1), ks, vs
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Cut the queries (H, L, D) so that the scores of a chunk stay under CHUNK_SCORES."""
+    """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
     # Causal spans are aligned at the bottom right: query i sees the keys up to i + before.
@@ -90,7 +94,9 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
 def _scores(
     q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
 ) -> tuple[Tensor, Tensor | None]:
-    """Masked scores of a chunk (H, queries, keys) and the softcap's slope there."""
+    """Return the masked scores of a chunk, (H, queries, keys), and the slope of the softcap, or
+    None.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q[:, chunk.queries].to(wide) @ k[:, chunk.keys].to(wide).mT
     slope = None

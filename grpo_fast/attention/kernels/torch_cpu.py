@@ -1,7 +1,7 @@
-"""torch's CPU FlashAttention over spans, a call for each; not fp16.
+"""torch's CPU FlashAttention over spans, one call per span; no fp16.
 
-It takes (1, H, L, D). Where every query sees every key (completions on their prompt), the query
-heads of a key head are laid one after the other as more queries of it: no copy of the keys.
+The operator takes (1, H, L, D). Where every query sees every key (completions on their prompt), the
+query heads that share a key head become additional queries of it, which avoids a copy of the keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
-    """How many query heads are one; k and v (1, heads, S, D), repeated to H heads if causal."""
+    """Return the number of query heads to fold, and k and v as (1, heads, S, D).
+
+    Causal calls cannot fold, because folding reorders the queries; they get keys repeated to H
+    heads.
+    """
     groups = q.shape[1] // k.shape[1]
     if causal and groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -42,12 +46,12 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, 
 
 
 def _folded(x: Tensor, fold: int) -> Tensor:
-    """(L, H, D) → (1, H/fold, L·fold, D)."""
+    """Reshape (L, H, D) to (1, H/fold, L·fold, D)."""
     return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _unfolded(x: Tensor, fold: int) -> Tensor:
-    """(1, H/fold, L·fold, D) → (L, H, D)."""
+    """Reshape (1, H/fold, L·fold, D) to (L, H, D)."""
     return x[0].unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
 
 

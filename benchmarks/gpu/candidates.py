@@ -98,11 +98,11 @@ def call_of(
     """
     from grpo_fast.kernels.gpu import exponentials, linear
     from grpo_fast.kernels.gpu.rows import row_loss_
-    from grpo_fast.kernels.types import LogitRule
+    from grpo_fast.kernels.types import LogitTransform
     from grpo_fast.objective.coefficients import RowTerms
     from grpo_fast.objective.config import LossConfig
 
-    dtype, rule = getattr(torch, candidate.dtype), LogitRule(1.0, None, 1.0)
+    dtype, rule = getattr(torch, candidate.dtype), LogitTransform(1.0, None, 1.0)
     targets = torch.randint(vocab, (rows,), device=device)
     if candidate.kind == "rows":
         logits = torch.randn(rows, vocab, device=device).to(dtype)

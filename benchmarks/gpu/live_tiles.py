@@ -30,7 +30,7 @@ from grpo_fast.kernels.gpu.epilogue import fold_tile, halves
 from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch
 from grpo_fast.kernels.gpu.linear import load_tile
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats
+from grpo_fast.kernels.types import Exponentials, LogitTransform, RowStats
 
 ROWS, COLUMNS = 128, 64
 TILE_COLUMNS = tl.constexpr(COLUMNS)
@@ -95,7 +95,7 @@ def weighed_exponentials(
     hidden: Tensor,  # (T, H) 16 bits
     weight: Tensor,  # (V, H)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    rule: LogitTransform,
     out: Tensor,  # (T, V)
 ) -> tuple[Exponentials, Tensor]:
     """`head_exponentials`, and (tiles, T) fp32: log Σ e^z of each row over each tile's columns

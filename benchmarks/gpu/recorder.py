@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         """In the place of a Triton launch."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
-        if name == "slice_kernel" and not options["ONLY_FAR"]:
+        if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
         else:
             self.add(name, KERNEL_BYTES.get(name, all_of)(given))

@@ -22,7 +22,7 @@ from benchmarks.gpu.live_tiles import LiveTiles, live_product, live_tiles, weigh
 from benchmarks.gpu.predict import LIVE_SHARES
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
 from grpo_fast.kernels.gpu.gradients import add_targets_, scaled_hidden, times, write_hidden_
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 896)
 ROUNDING = 3e-3  # of each of the two results that are compared
@@ -57,9 +57,12 @@ def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, Live
     """dH and dW of Σ grad_logps·logps; with a tolerance, from live tiles."""
     hidden, weight, ids, slopes, matrix = p
     if tolerance is None:
-        found, log_sums = head_exponentials(hidden, weight, None, ids, LogitRule(), matrix), None
+        found, log_sums = (
+            head_exponentials(hidden, weight, None, ids, LogitTransform(), matrix),
+            None,
+        )
     else:
-        found, log_sums = weighed_exponentials(hidden, weight, ids, LogitRule(), matrix)
+        found, log_sums = weighed_exponentials(hidden, weight, ids, LogitTransform(), matrix)
     by_row, by_target = times(slopes, found.unit, found.target_unit, hidden.shape[0])
     scaled, live = scaled_hidden(hidden, by_row, hidden.dtype), None
     if tolerance is None or log_sums is None:

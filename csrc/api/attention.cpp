@@ -91,7 +91,7 @@ float* scratch(int64_t count) {
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
-  const int64_t width = whole_tiles(seen), rows = end - begin;
+  const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
   const Matrix<float> scores{queries + rows * p.depth, width}, sums{scores.row(4), p.depth};
@@ -103,8 +103,9 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + whole_tiles(last), kUnseen);
-      found[i] = exponentials(scores.row(i), whole_tiles(last));
+      std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
+                kUnseen);
+      found[i] = exponentials(scores.row(i), round_up_to_tile(last));
       std::memset(sums.row(i), 0, p.depth * sizeof(float));
     }
     add_tokens<count>({scores.data, 1, width}, v.read(span.first_k, span.head), last, p.depth,
@@ -161,7 +162,7 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
-    for (int64_t t = 0; t < whole_tiles(count); t += kLanes) {
+    for (int64_t t = 0; t < round_up_to_tile(count); t += kLanes) {
       const Ints is_seen = lane_numbers() + static_cast<int32_t>(t) < static_cast<int32_t>(seen);
       const Floats e = exp_floored(floor_exponent(load(weights + t) - block.lse[i]));
       store(weights + t, keep_where(is_seen, e));
@@ -173,7 +174,7 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
 // One thread has a span in one head: it owns dK and dV of it, and adds to them in the order of the
 // rows.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
-  const int64_t depth = p.depth, width = whole_tiles(span.keys);
+  const int64_t depth = p.depth, width = round_up_to_tile(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
   float* k_tiles = scratch(2 * width * depth + 3 * in_rows + 2 * scores + 2 * kBackwardRows);
   float *v_tiles = k_tiles + width * depth, *free = v_tiles + width * depth;

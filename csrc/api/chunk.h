@@ -6,7 +6,7 @@
 
 namespace grpo_fast {
 
-struct Rule {
+struct LogitTransform {
   double logit_scale;
   std::optional<double> softcap;
   double temperature;
@@ -14,13 +14,13 @@ struct Rule {
 };
 
 inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_ids,
-                           const Rule& rule) {
+                           const LogitTransform& transform) {
   const auto* ids = checked_vector<int64_t>(target_ids, rows, "target_ids");
-  const float* temperatures = checked_vector(rule.temperatures, rows, "temperature");
-  STD_TORCH_CHECK(!rule.softcap || *rule.softcap > 0, "softcap: expected a positive number, got ",
-                  *rule.softcap);
-  const double softcap = rule.softcap.value_or(0);
-  return {rows, columns, ids, rule.logit_scale, softcap, rule.temperature, temperatures};
+  const float* temperatures = checked_vector(transform.temperatures, rows, "temperature");
+  STD_TORCH_CHECK(!transform.softcap || *transform.softcap > 0,
+                  "softcap: expected a positive number, got ", *transform.softcap);
+  const double softcap = transform.softcap.value_or(0);
+  return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
 // (C + 1,) from 0 to `end`, never falling.
@@ -35,9 +35,9 @@ inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
 
 // Rows of unequal length, one after another in a vector (numbers,).
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
-                            const Rule& rule) {
+                            const LogitTransform& transform) {
   const int64_t* found = checked_offsets(offsets, numbers);
-  Chunk chunk = checked_chunk(offsets.size(0) - 1, numbers, places, rule);
+  Chunk chunk = checked_chunk(offsets.size(0) - 1, numbers, places, transform);
   chunk.offsets = found;
   return chunk;
 }

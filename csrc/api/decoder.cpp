@@ -21,7 +21,7 @@ Problem<float, float> problem_of(int64_t rows, int64_t width, int64_t depth, con
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
-int64_t words_of(const Problem<float, float>& p) {
+int64_t packed_words(const Problem<float, float>& p) {
   return p.slices() * p.panels() * kPanelWords;
 }
 
@@ -31,7 +31,7 @@ Tensor pack(Tensor weight) {
   STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
   const Problem<float, float> p = problem_of(0, weight.size(0), weight.size(1), nullptr,
                                              data<const float>(weight), weight.stride(0));
-  const Tensor packed = empty(weight, words_of(p));
+  const Tensor packed = empty(weight, packed_words(p));
   pack_panels(p, torch::stable::get_num_threads(), data<uint32_t>(packed));
   return packed;
 }
@@ -52,7 +52,7 @@ struct Packed {
 };
 
 Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth) {
-  const int64_t words = words_of(problem_of(0, width, depth, nullptr, nullptr, 0));
+  const int64_t words = packed_words(problem_of(0, width, depth, nullptr, nullptr, 0));
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && is_fp32(x), name,
                   ": expected float32, packed");
   STD_TORCH_CHECK(x.numel() == words, name, ": expected ", words, " packed numbers, got ",
@@ -140,18 +140,18 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,
                    double eps, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,
-                   Tensor own_k, Tensor own_v, Tensor lengths, Tensor counts, int64_t time,
-                   double scale, std::optional<int64_t> window) {
+                   Tensor completion_k, Tensor completion_v, Tensor lengths, Tensor counts,
+                   int64_t time, double scale, std::optional<int64_t> window) {
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
   const int64_t rows = x.size(0), hidden = x.size(1);
-  Held held =
-      checked_held(prompt_k, prompt_v, own_k, own_v, lengths, counts, rows, time, window);
-  const int64_t depth = held.depth, keys = held.heads, width = (heads + 2 * keys) * depth;
+  KvCache cache = checked_cache(prompt_k, prompt_v, completion_k, completion_v, lengths, counts,
+                                rows, time, window);
+  const int64_t depth = cache.depth, keys = cache.heads, width = (heads + 2 * keys) * depth;
   STD_TORCH_CHECK(heads > 0 && heads % keys == 0, "heads: expected a multiple of ", keys,
                   ", got ", heads);
   STD_TORCH_CHECK(inner > 0 && depth % 2 == 0, "inner, D: expected some columns, an even number");
-  check_lying(cos, "cos", {rows, depth}), check_lying(sin, "sin", {rows, depth});
+  check_contiguous(cos, "cos", {rows, depth}), check_contiguous(sin, "sin", {rows, depth});
 
   const int64_t columns = hidden + width + heads * depth + 3 * inner;
   const Tensor room = empty(x, rows * columns);
@@ -180,7 +180,7 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
       found,
       both,
       gated,
-      {std::move(held), projected, k, v, depth, width, depth, width, depth, width, heads / keys,
+      {std::move(cache), projected, k, v, depth, width, depth, width, depth, width, heads / keys,
        static_cast<float>(scale), found},
   };
   layer.run();
@@ -196,8 +196,8 @@ STABLE_TORCH_LIBRARY(grpo_fast_decoder, library) {
       "decode_layer_(Tensor(a!) x, Tensor norm, Tensor qkv, Tensor? bias, Tensor? q_norm,"
       " Tensor? k_norm, Tensor out_weight, Tensor post_norm, Tensor gate_up, Tensor down,"
       " int heads, int inner, float eps, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,"
-      " Tensor(b!) own_k, Tensor(c!) own_v, Tensor lengths, Tensor counts, int time, float scale,"
-      " int? window) -> ()");
+      " Tensor(b!) completion_k, Tensor(c!) completion_v, Tensor lengths, Tensor counts,"
+      " int time, float scale, int? window) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_decoder, CPU, library) {

@@ -8,12 +8,13 @@
 namespace grpo_fast {
 namespace {
 
-Chunk chunk_of(const Tensor& logits, const Rule& rule, const std::optional<Tensor>& offsets) {
+Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
+               const std::optional<Tensor>& offsets) {
   check_rows(logits, "logits");
   STD_TORCH_CHECK(is_fp32(logits), "logits: expected float32");
   const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
-  Chunk chunk{rows, logits.size(1), nullptr, rule.logit_scale, rule.softcap.value_or(0),
-              rule.temperature, checked_vector(rule.temperatures, rows, "temperature")};
+  Chunk chunk{rows, logits.size(1), nullptr, transform.logit_scale, transform.softcap.value_or(0),
+              transform.temperature, checked_vector(transform.temperatures, rows, "temperature")};
   if (offsets) chunk.offsets = checked_offsets(*offsets, logits.size(1));
   return chunk;
 }
@@ -35,7 +36,7 @@ const double* doubles(const std::optional<Tensor>& x, int64_t count, const char*
 }
 
 DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row) {
-  return {chunk.start(logits, row), chunk.width(row), chunk.rule(row), chunk.softcap > 0};
+  return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
 }
 
 template <class F>

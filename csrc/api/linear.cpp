@@ -23,11 +23,12 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
           checked_vector(bias, columns, "bias"), is_fp32(weight), tiles};
 }
 
-void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_weights) {
-  STD_TORCH_CHECK(!has_weights || out, "out: expected a matrix for the weights, got None");
+void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_exponentials) {
+  STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the weights, got None");
   if (!out) return;
   check_rows(*out, "out");
-  const bool is_right = is_fp32(*out) || (has_weights && out->scalar_type() == ScalarType::Short);
+  const bool is_int16 = out->scalar_type() == ScalarType::Short;
+  const bool is_right = is_fp32(*out) || (has_exponentials && is_int16);
   STD_TORCH_CHECK(is_right && out->size(0) == chunk.rows && out->size(1) == chunk.columns,
                   "out: expected float32 (", chunk.rows, ", ", chunk.columns,
                   "), or int16 for weights");
@@ -40,20 +41,21 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 // row, by row and column. out (T, V) gets raw logits in fp32, or weights in fp32 or Positive16
 // (int16). known_lse, known_logps: of these rows from another call.
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
-                    std::optional<Tensor> out, bool has_weights, std::optional<Tensor> known_lse,
-                    std::optional<Tensor> known_logps, double logit_scale,
+                    std::optional<Tensor> out, bool has_exponentials,
+                    std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
+                    double logit_scale,
                     std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy, bool tiles) {
   const Head head = checked_head(hidden, weight, bias, tiles);
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = checked_chunk(hidden.size(0), head.columns, target_ids, rule);
-  check_out(chunk, out, has_weights);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = checked_chunk(hidden.size(0), head.columns, target_ids, transform);
+  check_out(chunk, out, has_exponentials);
   const bool is_known = known_lse && known_logps;
   if (is_known) {
     checked_vector(known_lse, chunk.rows, "known_lse");
     checked_vector(known_logps, chunk.rows, "known_logps");
   }
-  const int64_t units = has_weights ? chunk.rows : 0;
+  const int64_t units = has_exponentials ? chunk.rows : 0;
   const Tensor lse = is_known ? *known_lse : empty(hidden, chunk.rows);
   const Tensor logps = is_known ? *known_logps : empty(hidden, chunk.rows);
   const Tensor entropy = empty(hidden, return_entropy ? chunk.rows : 0);
@@ -61,8 +63,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   SweepOutputs to{};
   to.rows = {data<float>(lse), data<float>(logps), return_entropy ? data<float>(entropy) : nullptr};
   to.unit = data<float>(unit), to.target_unit = data<float>(target_unit);
-  if (out && is_fp32(*out)) (has_weights ? to.weights : to.logits) = matrix<float>(*out);
-  if (out && !is_fp32(*out)) to.narrow = matrix<Positive16>(*out);
+  if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
+  if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
   if (chunk.rows > 0)  // beside a tanh the entropy costs little
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
@@ -87,7 +89,7 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
 STABLE_TORCH_LIBRARY(grpo_fast_linear, library) {
   library.def(
       "linear_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target_ids,"
-      " Tensor(a!)? out, bool has_weights, Tensor? known_lse, Tensor? known_logps,"
+      " Tensor(a!)? out, bool has_exponentials, Tensor? known_lse, Tensor? known_logps,"
       " float logit_scale, float? softcap, float temperature, Tensor? temperatures,"
       " bool return_entropy, bool tiles)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -38,12 +38,12 @@ void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const 
 }
 
 // With offsets the logits are (1, V): rows of unequal length, one after another.
-Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const Rule& rule,
+Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransform& transform,
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
-  if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, rule);
+  if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, transform);
   STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) beside offsets");
-  return checked_ragged(logits.size(1), *offsets, target_ids, rule);
+  return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 
 void check_out(const Tensor& logits, const Tensor& out) {
@@ -59,7 +59,7 @@ template <class V>
 void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
                       const RowOutputs& to) {
   const auto columns = chunk.row_of(logits, row);
-  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.rule(row)));
+  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
 // Tensors for what is known of every row, (C,); entropy (0,) unless wanted.
@@ -78,8 +78,8 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
                                              bool return_entropy, std::optional<Tensor> offsets) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
   with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
     using V = decltype(variant);
@@ -93,8 +93,8 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
                std::optional<Tensor> temperatures, std::optional<Tensor> offsets) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   check_out(logits, out);
   STD_TORCH_CHECK(!grad_entropy || entropy,
                   "entropy: expected the rows' entropies, as grad_entropy is given, got None");
@@ -110,20 +110,20 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
   });
 }
 
-void check_leaf(const Leaf& leaf) {
+void check_function(const LossFunction& function) {
   const auto check = [](const char* name, int64_t number, int64_t count) {
     STD_TORCH_CHECK(number >= 0 && number < count, name, ": expected a number below ", count,
                     ", got ", number);
   };
-  check("objective", leaf.objective, k_objective_count);
-  check("kl", leaf.kl, k_kl_estimator_count);
+  check("objective", function.objective, k_objective_count);
+  check("kl", function.kl, k_kl_estimator_count);
 }
 
 // lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,).
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
-                    const RowTerms& terms, const Leaf& leaf, bool return_entropy) {
+                    const RowTerms& terms, const LossFunction& function, bool return_entropy) {
   const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
   const Statistics found(logits, chunk.rows, return_entropy || terms.grad_entropy);
   const RowOutputs& to = found.to;
@@ -137,7 +137,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
       // A row without a target does not count, whatever its terms hold.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
-      if (counts) loss = row_loss(leaf, terms, row, to.logps[row]);
+      if (counts) loss = row_loss(function, terms, row, to.logps[row]);
       losses_to[row] = static_cast<float>(loss.value);
       grad_to[row] = static_cast<float>(loss.slope);
       if (!counts) return write_zeros(chunk.start(d, row), chunk.columns);
@@ -155,8 +155,8 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     double kl_most, double kl_reach,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, transform);
   check_out(logits, out);
   const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
                        checked_vector<float>(policy_weights, chunk.rows, "policy_weights"),
@@ -164,9 +164,9 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                        checked_vector(old_logps, chunk.rows, "old_logps"),
                        checked_vector(ref_logps, chunk.rows, "ref_logps"),
                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  const Leaf leaf{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
-  check_leaf(leaf);
-  return loss_pass(logits, out, chunk, terms, leaf, return_entropy);
+  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
+  check_function(function);
+  return loss_pass(logits, out, chunk, terms, function, return_entropy);
 }
 
 }  // namespace
@@ -185,8 +185,9 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
-      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap, float temperature,"
-      " Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap,"
+      " float temperature, Tensor? temperatures, bool return_entropy)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {

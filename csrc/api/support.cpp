@@ -1,4 +1,4 @@
-// A head whose rows of logits exist in a few columns only, the ids that a sampler kept: hidden ->
+// A head whose rows of logits exist in a few columns only, the ids that a sampler sets: hidden ->
 // logits, statistics and slopes, and d-logits -> the gradients of hidden and weight. What they
 // compute is said in grpo_fast/kernels/support_reference.py.
 #include <torch/csrc/stable/library.h>
@@ -35,11 +35,11 @@ Gathered<T> gathered(const Tensor& x) {
 }
 
 // The columns of R rows: those of row r are ids[offsets[r]] to ids[offsets[r + 1] - 1].
-struct Kept {
+struct SupportSets {
   int64_t rows, numbers;  // R, nnz
   const int64_t *ids, *offsets;
 
-  Kept(const Tensor& ids_, const Tensor& offsets_, int64_t vocabulary)
+  SupportSets(const Tensor& ids_, const Tensor& offsets_, int64_t vocabulary)
       : rows(offsets_.size(0) - 1), numbers(ids_.size(0)),
         ids(checked_indices(ids_, numbers, vocabulary, "ids")),
         offsets(checked_offsets(offsets_, numbers)) {}
@@ -74,19 +74,19 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
 // or -1.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
-  const Kept kept(ids, offsets, vocabulary);
-  const int64_t* targets = checked_vector<int64_t>(target_ids, kept.rows, "target_ids");
-  const Tensor places = empty(ids, kept.rows, ScalarType::Long);
+  const SupportSets sets(ids, offsets, vocabulary);
+  const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
+  const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
   std::vector<int64_t> last(vocabulary, -1);  // the row in which an id was seen last
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
-  for (int64_t row = 0; row < kept.rows; ++row) {
+  for (int64_t row = 0; row < sets.rows; ++row) {
     to[row] = -1;
-    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
-      const int64_t id = kept.ids[i];
+    for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
+      const int64_t id = sets.ids[i];
       if (last[id] == row) *repeated = id;
-      if (id == targets[row]) to[row] = i - kept.offsets[row];
+      if (id == targets[row]) to[row] = i - sets.offsets[row];
       last[id] = row;
     }
   }
@@ -98,13 +98,13 @@ template <class T>
 struct Head {
   Gathered<T> weight;
   const float* bias;  // (V,), or null
-  const Kept& kept;
+  const SupportSets& sets;
 
   // to (nnz,): x . weight[id] + bias[id]
   void logits(const T* x, int64_t row, float* to) const {
-    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
-      const int64_t id = kept.ids[i];
-      const T* next = weight.row(kept.next(i));
+    for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
+      const int64_t id = sets.ids[i];
+      const T* next = weight.row(sets.next(i));
       to[i] = dot_product(x, weight.row(id), weight.columns, next) + (bias ? bias[id] : 0);
     }
   }
@@ -112,9 +112,9 @@ struct Head {
   // to (H,): the sum of d * weight[id]; a d of 0 adds nothing, also of inf and NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
-    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
-      const T* next = weight.row(kept.next(i));
-      if (d[i] != 0) add_row(weight.row(kept.ids[i]), d[i], weight.columns, to, next);
+    for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
+      const T* next = weight.row(sets.next(i));
+      if (d[i] != 0) add_row(weight.row(sets.ids[i]), d[i], weight.columns, to, next);
     }
   }
 };
@@ -122,10 +122,10 @@ struct Head {
 void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t row,
                       const RowOutputs& to) {
   const Columns<float> columns = chunk.row_of(logits, row);
-  const RowRule rule = chunk.rule(row);
-  to.put(row, chunk.softcap > 0 ? row_statistics<true, true>(columns, rule)
-              : to.entropy      ? row_statistics<false, true>(columns, rule)
-                                : row_statistics<false, false>(columns, rule));
+  const RowTransform transform = chunk.transform(row);
+  to.put(row, chunk.softcap > 0 ? row_statistics<true, true>(columns, transform)
+              : to.entropy      ? row_statistics<false, true>(columns, transform)
+                                : row_statistics<false, false>(columns, transform));
 }
 
 // -> raw logits (nnz,), lse, logps, entropy ((0,) unless wanted), and the derivative of every logp
@@ -138,27 +138,27 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
                   std::optional<double> softcap, double temperature,
                   std::optional<Tensor> temperatures, bool return_entropy, bool return_slopes) {
   check_head(hidden, weight);
-  const Kept kept(ids, offsets, weight.size(0));
-  const Sources sources(index, kept.rows, hidden);
-  const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = checked_ragged(kept.numbers, offsets, places, rule);
+  const SupportSets sets(ids, offsets, weight.size(0));
+  const Sources sources(index, sets.rows, hidden);
+  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = checked_ragged(sets.numbers, offsets, places, transform);
   const float* added = checked_vector(bias, weight.size(0), "bias");
   const int64_t depth = weight.size(1);
-  const Tensor raw = empty(weight, kept.numbers), lse = empty(weight, kept.rows);
-  const Tensor logps = empty(weight, kept.rows);
-  const Tensor entropy = empty(weight, return_entropy ? kept.rows : 0);
-  const Tensor slopes = matrix_like(weight, return_slopes ? kept.rows : 0, depth);
+  const Tensor raw = empty(weight, sets.numbers), lse = empty(weight, sets.rows);
+  const Tensor logps = empty(weight, sets.rows);
+  const Tensor entropy = empty(weight, return_entropy ? sets.rows : 0);
+  const Tensor slopes = matrix_like(weight, return_slopes ? sets.rows : 0, depth);
   const RowOutputs to{data<float>(lse), data<float>(logps),
                       return_entropy ? data<float>(entropy) : nullptr};
-  const std::vector<float> ones(return_slopes ? kept.rows : 0, 1.0f);
-  std::vector<float> d(return_slopes ? kept.numbers : 0);
-  const Matrix<float> z{data<float>(raw), kept.numbers}, dz{d.data(), kept.numbers};
+  const std::vector<float> ones(return_slopes ? sets.rows : 0, 1.0f);
+  std::vector<float> d(return_slopes ? sets.numbers : 0);
+  const Matrix<float> z{data<float>(raw), sets.numbers}, dz{d.data(), sets.numbers};
   const Coefficients at{to.lse, to.logps, nullptr, ones.data(), nullptr};
   with_element(weight, "weight", [&](auto element) {
     using T = decltype(element);
     const auto h = gathered<T>(hidden);
-    const Head<T> head{gathered<T>(weight), added, kept};
-    for_each_row(kept.rows, kept.width() * depth, [&](int64_t row) {
+    const Head<T> head{gathered<T>(weight), added, sets};
+    for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       head.logits(h.row(sources[row]), row, z.data);
       write_statistics(chunk, z, row, to);
       if (!return_slopes) return;
@@ -173,13 +173,13 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
 // -> (R, H) fp32: the sum of d * weight[id] over the ids of each row.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
-  const Kept kept(ids, offsets, weight.size(0));
-  const float* factors = checked_vector<float>(d, kept.numbers, "d");
+  const SupportSets sets(ids, offsets, weight.size(0));
+  const float* factors = checked_vector<float>(d, sets.numbers, "d");
   const int64_t depth = weight.size(1);
-  const Tensor out = matrix_like(d, kept.rows, depth);
+  const Tensor out = matrix_like(d, sets.rows, depth);
   with_element(weight, "weight", [&](auto element) {
-    const Head<decltype(element)> head{gathered<decltype(element)>(weight), nullptr, kept};
-    for_each_row(kept.rows, kept.width() * depth, [&](int64_t row) {
+    const Head<decltype(element)> head{gathered<decltype(element)>(weight), nullptr, sets};
+    for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       head.hidden(factors, row, data<float>(out) + row * depth);
     });
   });
@@ -192,13 +192,13 @@ struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
 
-  ById(const Kept& kept, const Sources& sources, const float* d, int64_t vocabulary)
-      : starts(vocabulary + 2), terms(kept.numbers) {
-    for (int64_t i = 0; i < kept.numbers; ++i) ++starts[kept.ids[i] + 2];
+  ById(const SupportSets& sets, const Sources& sources, const float* d, int64_t vocabulary)
+      : starts(vocabulary + 2), terms(sets.numbers) {
+    for (int64_t i = 0; i < sets.numbers; ++i) ++starts[sets.ids[i] + 2];
     for (int64_t id = 2; id < vocabulary + 2; ++id) starts[id] += starts[id - 1];
-    for (int64_t row = 0; row < kept.rows; ++row)
-      for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i)
-        terms[starts[kept.ids[i] + 1]++] = {d[i], sources[row]};
+    for (int64_t row = 0; row < sets.rows; ++row)
+      for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i)
+        terms[starts[sets.ids[i] + 1]++] = {d[i], sources[row]};
   }
 };
 
@@ -209,9 +209,9 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
   const int64_t vocabulary = out.size(0), depth = hidden.size(1);
   STD_TORCH_CHECK(out.size(1) == depth && out.is_contiguous(), "out: expected contiguous (V, ",
                   depth, ")");
-  const Kept kept(ids, offsets, vocabulary);
-  const Sources sources(index, kept.rows, hidden);
-  const ById by(kept, sources, checked_vector<float>(d, kept.numbers, "d"), vocabulary);
+  const SupportSets sets(ids, offsets, vocabulary);
+  const Sources sources(index, sets.rows, hidden);
+  const ById by(sets, sources, checked_vector<float>(d, sets.numbers, "d"), vocabulary);
   const int64_t blocks = (vocabulary + kVocabularyBlock - 1) / kVocabularyBlock;
   with_element(hidden, "hidden", [&](auto element) {
     with_element(out, "out", [&](auto stored) {

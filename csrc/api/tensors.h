@@ -50,7 +50,7 @@ inline void check_operand(const Tensor& x, const char* name) {
 }
 
 // (2, 3), for a message.
-inline std::string words_of(std::initializer_list<int64_t> shape) {
+inline std::string shape_text(std::initializer_list<int64_t> shape) {
   std::string words;
   for (const int64_t size : shape) words += (words.empty() ? "(" : ", ") + std::to_string(size);
   return words + ")";
@@ -62,7 +62,7 @@ inline void check(const Tensor& x, const char* name, std::initializer_list<int64
   bool is_same = x.dim() == static_cast<int64_t>(shape.size());
   int64_t axis = 0;
   for (const int64_t size : shape) is_same = is_same && x.size(axis) == size, ++axis;
-  STD_TORCH_CHECK(is_same, name, ": expected ", words_of(shape));
+  STD_TORCH_CHECK(is_same, name, ": expected ", shape_text(shape));
   STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
 }
 

@@ -26,17 +26,17 @@ struct Share {
 };
 
 // Keys and values of N prompts and of their B completions.
-struct Held {
+struct KvCache {
   const float *prompt_k, *prompt_v;  // (N, H_kv, tiles, D, kTile) and (N, H_kv, tiles, kTile, D)
-  float *own_k, *own_v;              // the same of B completions
+  float *completion_k, *completion_v;              // the same of B completions
   const int64_t* lengths;            // (N,) of the prompts
   int64_t heads, depth;              // H_kv, D
-  int64_t longest, room, time;       // tokens that the tiles of each hold; those kept so far
+  int64_t longest, room, time;       // tokens that the tiles of each hold; those sets so high_nll
   int64_t window;                    // tokens that are seen, itself included
   std::vector<Share> shares;
 };
 
-struct Attention : Held {
+struct Attention : KvCache {
   const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): of the new tokens
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
   int64_t repeats;                                      // H/H_kv
@@ -44,49 +44,50 @@ struct Attention : Held {
   float* out;  // (B, H, D)
 };
 
-inline void keep(const Attention& p, int64_t row, int64_t head) {
+inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
-  float* keys = p.own_k + at + (p.time - lane) * p.depth + lane;
-  float* values = p.own_v + at + p.time * p.depth;
+  float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
+  float* values = p.completion_v + at + p.time * p.depth;
   const float* k = p.k + head * p.k_head + row * p.k_row;
   for (int64_t d = 0; d < p.depth; ++d) keys[d * kTile] = k[d];
   std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
 }
 
-inline Tokens prompt_of(const Attention& p, const Share& share, int64_t head) {
+inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head) {
   const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
   const int64_t end = p.lengths[share.prompt];
   const int64_t first = std::max<int64_t>(0, end + p.time + 1 - p.window);
   return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
 }
 
-inline Tokens own_of(const Attention& p, int64_t row, int64_t head) {
+inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
-  return {p.own_k + at, p.own_v + at, std::max<int64_t>(0, end - p.window), end};
+  return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
 // The attention of one key-value head of a share: its queries are (row, repeat), row by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
-  const int64_t split = whole_tiles(p.lengths[share.prompt]);
-  const int64_t width = split + whole_tiles(p.time + 1), queries = share.rows * p.repeats;
+  const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
+  const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
   // body(what some queries see, the first, how many, their scores of it)
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
-      body(prompt_of(p, share, head), i, count, Matrix<float>{buffer.data() + i * width, width});
+      body(prompt_tokens(p, share, head), i, count,
+           Matrix<float>{buffer.data() + i * width, width});
     });
     for (int64_t r = 0; r < share.rows; ++r)
       by_rows(r * p.repeats, (r + 1) * p.repeats, [&](int64_t i, auto count) {
-        body(own_of(p, share.first + r, head), i, count,
+        body(completion_tokens(p, share.first + r, head), i, count,
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
-    keep(p, row, head);
+    append_kv(p, row, head);
     for (int64_t j = 0; j < p.repeats; ++j)
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
@@ -120,22 +121,25 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
-inline void check_lying(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+inline void check_contiguous(const Tensor& x, const char* name,
+                             std::initializer_list<int64_t> shape) {
   check(x, name, shape);
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-inline Held checked_held(const Tensor& prompt_k, const Tensor& prompt_v, const Tensor& own_k,
-                         const Tensor& own_v, const Tensor& lengths, const Tensor& counts,
-                         int64_t rows, int64_t time, std::optional<int64_t> window) {
-  STD_TORCH_CHECK(prompt_k.dim() == 5 && own_k.dim() == 5, "prompt_k and own_k: expected 5 axes");
+inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
+                             const Tensor& completion_k, const Tensor& completion_v,
+                             const Tensor& lengths, const Tensor& counts, int64_t rows,
+                             int64_t time, std::optional<int64_t> window) {
+  STD_TORCH_CHECK(prompt_k.dim() == 5 && completion_k.dim() == 5,
+                  "prompt_k and completion_k: expected 5 axes");
   const int64_t prompts = prompt_k.size(0), heads = prompt_k.size(1), depth = prompt_k.size(3);
-  const int64_t longest = prompt_k.size(2) * kTile, room = own_k.size(2) * kTile;
+  const int64_t longest = prompt_k.size(2) * kTile, room = completion_k.size(2) * kTile;
   STD_TORCH_CHECK(heads > 0, "prompt_k: expected at least one head");
-  check_lying(prompt_k, "prompt_k", {prompts, heads, longest / kTile, depth, kTile});
-  check_lying(prompt_v, "prompt_v", {prompts, heads, longest / kTile, kTile, depth});
-  check_lying(own_k, "own_k", {rows, heads, room / kTile, depth, kTile});
-  check_lying(own_v, "own_v", {rows, heads, room / kTile, kTile, depth});
+  check_contiguous(prompt_k, "prompt_k", {prompts, heads, longest / kTile, depth, kTile});
+  check_contiguous(prompt_v, "prompt_v", {prompts, heads, longest / kTile, kTile, depth});
+  check_contiguous(completion_k, "completion_k", {rows, heads, room / kTile, depth, kTile});
+  check_contiguous(completion_v, "completion_v", {rows, heads, room / kTile, kTile, depth});
   STD_TORCH_CHECK(time >= 0 && time < room, "time: expected less than ", room, ", got ", time);
   STD_TORCH_CHECK(!window || *window > 0, "window: expected at least 1");
   const int64_t* ends = checked_vector<int64_t>(lengths, prompts, "lengths");
@@ -149,9 +153,9 @@ inline Held checked_held(const Tensor& prompt_k, const Tensor& prompt_v, const T
       shares.push_back({n, row, std::min(kRowsTogether, end - row)});
   }
   STD_TORCH_CHECK(row == rows, "counts: expected ", rows, " rows in all, got ", row);
-  return {data<float>(prompt_k), data<float>(prompt_v), data<float>(own_k), data<float>(own_v),
-          ends, heads, depth, longest, room, time, window.value_or(longest + room),
-          std::move(shares)};
+  return {data<float>(prompt_k), data<float>(prompt_v), data<float>(completion_k),
+          data<float>(completion_v), ends, heads, depth, longest, room, time,
+          window.value_or(longest + room), std::move(shares)};
 }
 
 }  // namespace grpo_fast

@@ -14,13 +14,13 @@ constexpr int64_t kTile = 16;  // tokens; a whole number of registers
 static_assert(kTile % kLanes == 0);
 constexpr int64_t kTermsTogether = 64;  // of a dot product, before their sum is added to the others
 
-inline int64_t whole_tiles(int64_t tokens) {
+inline int64_t round_up_to_tile(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
 }
 
 // The tokens of x, (count, D), as tiles; zeros behind the last one.
 inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t depth, float* tiles) {
-  for (int64_t token = 0; token < whole_tiles(count); ++token) {
+  for (int64_t token = 0; token < round_up_to_tile(count); ++token) {
     float* to = tiles + token / kTile * kTile * depth + token % kTile;
     for (int64_t d = 0; d < depth; ++d) to[d * kTile] = token < count ? x.row(token)[d] : 0.0f;
   }
@@ -72,7 +72,7 @@ template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
-  const int64_t whole = whole_tiles(end);
+  const int64_t whole = round_up_to_tile(end);
   if constexpr (kRows < 4)  // sums that do not wait for each other, as many as an adder is long
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
@@ -130,7 +130,7 @@ constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 // In the tiles of [first, end): -inf as the score of tokens outside of it.
 inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + first / kTile * kTile, scores + first, kUnseen);
-  std::fill(scores + end, scores + whole_tiles(end), kUnseen);
+  std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
 struct SoftmaxSums {

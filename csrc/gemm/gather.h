@@ -20,7 +20,7 @@ struct Gathered {
 
 // body(column) for the whole vectors of two rows, four at a time; asks for the same of `next`.
 template <class T, class Body>
-GRPO_FAST_INLINE int64_t by_four(const T* next, int64_t columns, const Body& body) {
+GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, const Body& body) {
   int64_t column = 0;
   for (; column + 4 * kLanes <= columns; column += 4 * kLanes) {
     prefetch<4 * kLanes>(next + column);
@@ -33,7 +33,7 @@ GRPO_FAST_INLINE int64_t by_four(const T* next, int64_t columns, const Body& bod
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};
-  int64_t k = by_four(next, depth, [&](int64_t column) GRPO_FAST_BODY {
+  int64_t k = for_each_four_vectors(next, depth, [&](int64_t column) GRPO_FAST_BODY {
     for (int part = 0; part < 4; ++part) {
       const int64_t at = column + part * kLanes;
       sums[part] = fma(load(a + at), load(b + at), sums[part]);
@@ -52,7 +52,7 @@ inline void add_row(const T* x, float factor, int64_t columns, float* sums, cons
     const Floats before = load_up_to(sums + at, count);
     store_up_to(sums + at, fma(load_up_to(x + at, count), splat(factor), before), count);
   };
-  int64_t column = by_four(next, columns, [&](int64_t at) GRPO_FAST_BODY {
+  int64_t column = for_each_four_vectors(next, columns, [&](int64_t at) GRPO_FAST_BODY {
     for (int part = 0; part < 4; ++part) add(at + part * kLanes, kLanes);
   });
   for (; column < columns; column += kLanes) add(column, columns - column);

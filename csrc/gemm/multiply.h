@@ -62,7 +62,7 @@ struct Problem {
 };
 
 // `size` in equal parts of at most `most`, in multiples.
-inline int64_t evened(int64_t size, int64_t most, int64_t multiple) {
+inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
@@ -75,15 +75,15 @@ struct Blocks {
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
-    const bool packs_cheaply = is_packed || p.b.k_down;  // else the side of b is kept short
+    const bool packs_cheaply = is_packed || p.b.k_down;  // else the side of b is sets short
     // Beside few columns the sums are small, and leave room for more packed rows.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
     for (;;) {
-      rows = evened(p.m, most_rows, std::max(group, kRows));
-      columns = fixed_columns ? fixed_columns : evened(p.n, most_columns, kPanel);
+      rows = even_part(p.m, most_rows, std::max(group, kRows));
+      columns = fixed_columns ? fixed_columns : even_part(p.n, most_columns, kPanel);
       across = (p.n + columns - 1) / columns;
       count = (p.m + rows - 1) / rows * across;
       const bool narrow = fixed_columns || most_columns <= kPanel, low = most_rows <= least_rows;

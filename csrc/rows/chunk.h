@@ -1,4 +1,4 @@
-// Rows of logits, whether they exist or not, with a target and a rule each.
+// Rows of logits, whether they exist or not, with a target and a transform each.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,9 +19,11 @@ struct Chunk {
 
   int64_t width(int64_t row) const { return offsets ? offsets[row + 1] - offsets[row] : columns; }
 
-  bool has_target(int64_t row) const { return target_ids[row] >= 0 && target_ids[row] < width(row); }
+  bool has_target(int64_t row) const {
+    return target_ids[row] >= 0 && target_ids[row] < width(row);
+  }
 
-  RowRule rule(int64_t row) const {
+  RowTransform transform(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
     return {static_cast<float>(logit_scale / softcap), static_cast<float>(softcap / t), scale};

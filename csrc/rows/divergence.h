@@ -7,7 +7,7 @@
 // the student is certain, slope - center p would cancel.
 #pragma once
 
-#include "leaves.h"  // printed off objective/divergences.py by kernels/cpu/leaves.py
+#include "loss_functions.h"  // printed off objective/divergences.py by kernels/cpu/leaves.py
 #include "rows/gradient.h"
 
 namespace grpo_fast {
@@ -16,19 +16,20 @@ namespace grpo_fast {
 struct DivergenceSide {
   const float* x;
   int64_t count;
-  RowRule rule;
+  RowTransform transform;
   bool is_capped;
   int64_t top = 0;  // where the largest is
   float shift = 0, rest = 0;  // lse = shift + rest: a log-probability near 0 keeps its digits
 
   GRPO_FAST_INLINE Floats below(Floats raw) const {
-    return is_capped ? exponent<true>(raw, rule, shift).t : exponent<false>(raw, rule, shift).t;
+    return is_capped ? exponent<true>(raw, transform, shift).t
+                     : exponent<false>(raw, transform, shift).t;
   }
   GRPO_FAST_INLINE Floats logp(Floats raw) const { return below(raw) - rest; }
 
-  // dz/draw without the rule's chain.
-  GRPO_FAST_INLINE Floats bend(Floats raw) const {
-    return is_capped ? tanh_and_slope(raw * rule.inner).slope : splat(1.0f);
+  // dz/draw without the transform's chain.
+  GRPO_FAST_INLINE Floats tanh_slope(Floats raw) const {
+    return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
   void set(double lse) {
@@ -38,9 +39,10 @@ struct DivergenceSide {
   }
 
   void find_top() {
-    const float largest = largest_of(Columns<float>{x, count, -1}, rule.inner);
+    const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
-      const uint32_t hits = bits_of(load_up_to(x + c, count - c) * rule.inner == splat(largest));
+      const Floats scaled = load_up_to(x + c, count - c) * transform.inner;
+      const uint32_t hits = bits_of(scaled == splat(largest));
       if (hits) {
         top = c + __builtin_ctz(hits);
         return;
@@ -118,17 +120,17 @@ class DivergenceRow {
 
   // The gradient of weight D over the slopes.
   void write(float* out, double center, double weight) const {
-    const double factor = weight * p_.rule.chain;
+    const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);
     by_vectors(p_.count, [&](int64_t column, int64_t n) GRPO_FAST_BODY {
       const Floats raw = load_up_to(p_.x + column, n);
       const Floats p = exp_floored(floor_exponent(p_.logp(raw)));
       const Floats d = fma(p, -c, load_up_to(out + column, n)) * scale;
-      store_up_to(out + column, d * p_.bend(raw), n);
+      store_up_to(out + column, d * p_.tanh_slope(raw), n);
     });
-    const double lp = lp_top_, bend = p_.bend(splat(raw_top_))[0];
+    const double lp = lp_top_, tanh_slope = p_.tanh_slope(splat(raw_top_))[0];
     const double d = -std::expm1(lp) * of_top_ - std::exp(lp) * (center - of_top_);
-    out[p_.top] = static_cast<float>(d * factor * bend);
+    out[p_.top] = static_cast<float>(d * factor * tanh_slope);
   }
 
  private:

@@ -16,20 +16,20 @@
 
 namespace grpo_fast {
 
-// Sums alone, those of WriteWeights. A NaN becomes the largest: its row then counts as far from its
+// Sums alone, those of WriteExponentials. A NaN becomes the largest: its row then counts as high_nll from its
 // target.
-struct SumWeights : Ignore {
+struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
 template <bool kSoftcap, class Out>
-struct WriteWeights : SumWeights {
+struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
   Out* out;
 
-  explicit WriteWeights(Out* out) : out(out) {}
+  explicit WriteExponentials(Out* out) : out(out) {}
 
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
     // max drops a NaN.
@@ -47,7 +47,7 @@ struct Dominant {
 
 // Notes the weights of a run above a threshold.
 template <bool kSoftcap>
-struct NoteAbove : SumWeights {
+struct NoteAbove : SumExponentials {
   float threshold;
   int64_t row, first;
   std::vector<Dominant>& found;
@@ -62,9 +62,9 @@ struct NoteAbove : SumWeights {
 
 // Found run by run, by all threads, while the sum of a row is known in part: more than need be,
 // fewer at the end.
-class DominantWeights {
+class DominantExponentials {
  public:
-  explicit DominantWeights(int64_t rows) : known_(rows) {}
+  explicit DominantExponentials(int64_t rows) : known_(rows) {}
 
   // Of the sum of a row's weights `sum` more is known; what another thread adds at the same time
   // may be lost.
@@ -87,15 +87,15 @@ class DominantWeights {
   // Those of one run, from column `first` of its row on, where the largest e by lane shows that
   // there may be some.
   template <bool kSoftcap>
-  void note(int64_t row, int64_t first, const Columns<float>& run, const RowRule& rule, float shift,
-            Floats largest) {
+  void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
+            float shift, Floats largest) {
     // Final sums are rounded otherwise.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;
     Totals totals;
     const NoteAbove<kSoftcap> note_above{{}, threshold, row, first, own};
-    add_run<kSoftcap, false>(run, rule, shift, totals, note_above);
+    add_run<kSoftcap, false>(run, transform, shift, totals, note_above);
     const std::lock_guard<std::mutex> lock(mutex_);
     found_.insert(found_.end(), own.begin(), own.end());
   }

@@ -26,7 +26,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   T* out = chunk.start(to, row);
   // A select, not a product: a row without coefficients may hold NaN.
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
-  const RowRule rule = chunk.rule(row);
+  const RowTransform transform = chunk.transform(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;
   // Read before the loop may write over it.
@@ -34,13 +34,13 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   // lse was rounded to fp32; z_y - logp gives it back with the digits of logp, mostly the smaller.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
-    lse = final_logit<kSoftcap>(raw_target, rule) - logp;
+    lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  const double scale = -std::exp(shift - lse) * rule.chain;
+  const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);
   const auto gradient = [&](Floats raw) GRPO_FAST_BODY {
-    const Exponent found = exponent<kSoftcap>(raw, rule, shift);
+    const Exponent found = exponent<kSoftcap>(raw, transform, shift);
     const Floats t = floor_exponent(found.t);
     const Floats d = exp_floored(t) * fma(t, linear, constant);
     return kSoftcap ? d * found.slope : d;
@@ -57,11 +57,11 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     store_up_to(out + column, gradient(load_up_to(columns.x + column, left)), left);
   }
   if (!has_target) return;
-  const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * rule.inner;
-  const double bent = kSoftcap ? std::tanh(scaled) : 0;
+  const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * transform.inner;
+  const double capped = kSoftcap ? std::tanh(scaled) : 0;
   double dz = -g * std::expm1(logp);
   if (p != 0) dz -= g_entropy * p * (logp + entropy);
-  const double d = dz * rule.chain * (1 - bent * bent);
+  const double d = dz * transform.chain * (1 - capped * capped);
   store_up_to(out + columns.target, splat(static_cast<float>(d)), 1);
 }
 

@@ -1,12 +1,12 @@
 // The loss of a token-level objective at one row, by the leaves that the package prints as C++.
 #pragma once
 
-#include "leaves.h"  // printed off objective/losses.py and kl.py by kernels/cpu/leaves.py
+#include "loss_functions.h"  // printed off objective/losses.py and kl.py by kernels/cpu/leaves.py
 
 namespace grpo_fast {
 
-// Which leaf, and its parameters.
-struct Leaf {
+// Which function, and its parameters.
+struct LossFunction {
   int64_t objective, kl;
   bool kl_times_ratio;
   double p[4], kl_p[2];
@@ -18,8 +18,9 @@ struct RowTerms {
 };
 
 // (policy_weight l + kl_weight KL, its derivative) at a logp; NaN where that is: comparisons inside
-// a leaf and a weight of 0 would hide it.
-inline ValueAndSlope row_loss(const Leaf& leaf, const RowTerms& terms, int64_t row, double logp) {
+// a function and a weight of 0 would hide it.
+inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
+                              double logp) {
   if (std::isnan(logp)) return {logp, logp};
   double log_ratio = terms.old_logps ? logp - terms.old_logps[row] : 0.0;
   if (log_ratio > kLogRatioMax) log_ratio = kLogRatioMax;
@@ -27,12 +28,12 @@ inline ValueAndSlope row_loss(const Leaf& leaf, const RowTerms& terms, int64_t r
   const double kl_weight = terms.kl_weights && terms.ref_logps ? terms.kl_weights[row] : 0;
   ValueAndSlope sum{0, 0};
   if (weight != 0) {
-    sum = objective(leaf.objective, logp, log_ratio, terms.advantages[row], leaf.p);
+    sum = objective(function.objective, logp, log_ratio, terms.advantages[row], function.p);
     sum = {weight * sum.value, weight * sum.slope};
   }
   if (kl_weight != 0) {
-    ValueAndSlope term = kl_estimator(leaf.kl, terms.ref_logps[row] - logp, leaf.kl_p);
-    if (leaf.kl_times_ratio) {
+    ValueAndSlope term = kl_estimator(function.kl, terms.ref_logps[row] - logp, function.kl_p);
+    if (function.kl_times_ratio) {
       const double ratio = std::exp(log_ratio);
       term = {term.value * ratio, (term.slope + term.value) * ratio};
     }

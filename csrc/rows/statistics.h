@@ -20,9 +20,9 @@ struct PartialSums {
 
 // z of one element in fp64: for the target, whose logit enters logp undamped.
 template <bool kSoftcap>
-inline double final_logit(float raw, const RowRule& rule) {
-  const double scaled = static_cast<double>(raw) * rule.inner;
-  return kSoftcap ? rule.outer * std::tanh(scaled) : scaled;
+inline double final_logit(float raw, const RowTransform& transform) {
+  const double scaled = static_cast<double>(raw) * transform.inner;
+  return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
 inline PartialSums partial(float shift, const Totals& totals) {
@@ -46,42 +46,43 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
 // The maximum's z, from the largest raw * inner. Finite where that is -inf, so that -inf - shift is
 // -inf and never NaN.
 template <bool kSoftcap>
-inline float shift_of(float largest, const RowRule& rule) {
-  if (largest == -kInfinity) return kSoftcap ? -rule.outer : std::numeric_limits<float>::lowest();
-  return kSoftcap ? rule.outer * std::tanh(largest) : largest;
+inline float shift_of(float largest, const RowTransform& transform) {
+  if (largest == -kInfinity)
+    return kSoftcap ? -transform.outer : std::numeric_limits<float>::lowest();
+  return kSoftcap ? transform.outer * std::tanh(largest) : largest;
 }
 
 // Of a row in memory, which is read once: blocks of kBlock columns stay in L1 between the maximum
 // and the exponentials. Without kEntropy the entropy means nothing.
 template <bool kSoftcap, bool kEntropy, class T>
-RowStatistics row_statistics(const Columns<T>& row, const RowRule& rule) {
-  float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, rule);
+RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transform) {
+  float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, transform);
   Totals totals;
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
-    const float found = largest_of(block, rule.inner);
+    const float found = largest_of(block, transform.inner);
     if (found > largest) {
       largest = found;
-      const float next = shift_of<kSoftcap>(largest, rule);
+      const float next = shift_of<kSoftcap>(largest, transform);
       const double change = static_cast<double>(shift) - next, factor = std::exp(change);
       if constexpr (kEntropy) totals.moment = (totals.moment + totals.sum * change) * factor;
       totals.sum = totals.sum * factor;
       shift = next;
     }
     for (int64_t run = 0; run < block.count; run += kRun)
-      add_run<kSoftcap, kEntropy>(block.part(run, kRun), rule, shift, totals);
+      add_run<kSoftcap, kEntropy>(block.part(run, kRun), transform, shift, totals);
   }
   if (row.target < 0) return finished(partial(shift, totals), nullptr);
-  const double z_target = final_logit<kSoftcap>(load_one(row.x + row.target), rule);
+  const double z_target = final_logit<kSoftcap>(load_one(row.x + row.target), transform);
   return finished(partial(shift, totals), &z_target);
 }
 
 // Of a run, relative to its own maximum.
 template <bool kSoftcap, bool kEntropy>
-PartialSums run_sums(const Columns<float>& run, const RowRule& rule) {
-  const float shift = shift_of<kSoftcap>(largest_of(run, rule.inner), rule);
+PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
+  const float shift = shift_of<kSoftcap>(largest_of(run, transform.inner), transform);
   Totals totals;
-  add_run<kSoftcap, kEntropy>(run, rule, shift, totals);
+  add_run<kSoftcap, kEntropy>(run, transform, shift, totals);
   return partial(shift, totals);
 }
 

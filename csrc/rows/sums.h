@@ -17,7 +17,7 @@ constexpr int64_t kRun = 512;     // columns summed in fp32 before the sum is wi
 static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-struct RowRule {
+struct RowTransform {
   float inner;   // logit_scale / temperature, or logit_scale / softcap
   float outer;   // softcap / temperature; not read without a soft cap
   double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
@@ -46,12 +46,12 @@ struct Exponent {
 };
 
 template <bool kSoftcap>
-GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowRule& rule, float shift) {
+GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, float shift) {
   if constexpr (kSoftcap) {
-    const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
-    return {fma(bent.value, rule.outer, -shift), bent.slope};
+    const TanhAndSlope tanh = tanh_and_slope(raw * transform.inner);
+    return {fma(tanh.value, transform.outer, -shift), tanh.slope};
   }
-  return {fma(raw, rule.inner, -shift), splat(1.0f)};
+  return {fma(raw, transform.inner, -shift), splat(1.0f)};
 }
 
 // The largest raw * inner of some columns. A NaN is skipped here and shows in the sums.
@@ -91,8 +91,8 @@ struct Sums {
 // Four vectors that the end of the row or the target runs through: what does not count is left out
 // of the sums.
 template <bool kSoftcap, class T, class Sum, class Emit>
-inline void add_ragged(const Columns<T>& columns, int64_t first, const RowRule& rule, float shift,
-                       Sum (&sums)[4], const Emit& emit) {
+inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
+                       float shift, Sum (&sums)[4], const Emit& emit) {
   const Ints lanes = lane_numbers();
   for (int part = 0; part < 4 && part * kLanes < columns.count; ++part) {
     const Ints here = lanes + part * kLanes;
@@ -100,7 +100,7 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowRule& 
     const Ints counted = (here < count) & (here != static_cast<int32_t>(columns.target));
     const int64_t left = columns.count - part * kLanes;
     const Floats raw = load_up_to(columns.x + part * kLanes, left);
-    const Exponent found = exponent<kSoftcap>(raw, rule, shift);
+    const Exponent found = exponent<kSoftcap>(raw, transform, shift);
     const Floats t = Emit::floored(found.t), e = keep_where(counted, exp_floored(t));
     sums[part].add(keep_where(counted, t), e);
     emit(first + part * kLanes, left, e, found.slope);
@@ -110,7 +110,7 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowRule& 
 // Adds a run of at most kRun columns, without the target. emit(column, count, e^t, slope) sees
 // every vector, with 0 for e^t in the target's lane.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
-GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowRule& rule, float shift,
+GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transform, float shift,
                               Totals& totals, const Emit& emit = {}) {
   constexpr int64_t kStep = 4 * kLanes;
   using Lanes = Sums<kEntropy, Emit>;
@@ -118,7 +118,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowRule& rule, float 
   const auto add_whole = [&](int64_t begin, int64_t end) GRPO_FAST_BODY {
     Lanes a = sums[0], b = sums[1], c = sums[2], d = sums[3];
     const auto add = [&](Lanes& to, int64_t column) GRPO_FAST_BODY {
-      const Exponent found = exponent<kSoftcap>(load(run.x + column), rule, shift);
+      const Exponent found = exponent<kSoftcap>(load(run.x + column), transform, shift);
       const Floats t = Emit::floored(found.t), e = exp_floored(t);
       to.add(t, e);
       emit(column, kLanes, e, found.slope);
@@ -132,7 +132,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowRule& rule, float 
     sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;
   };
   const auto add_part = [&](int64_t first, int64_t size) {
-    add_ragged<kSoftcap>(run.part(first, size), first, rule, shift, sums, emit);
+    add_ragged<kSoftcap>(run.part(first, size), first, transform, shift, sums, emit);
   };
   const int64_t whole = run.count / kStep * kStep, target = run.target;
   // The step with the target.

@@ -5,8 +5,8 @@
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
 //
 // s must be known before the row is: s = z[target], one dot product per row (lse - s = -logp), so
-// that one exponential serves the weight and the sum. Rows with -logp > kFar, with NaN or without a
-// target are summed again relative to their maximum, and weighed again with s = lse. A row's
+// that one exponential serves the weight and the sum. Rows with -logp > kMaxNll, with NaN or without a
+// target are summed again relative to their maximum, and sum_and_store again with s = lse. A row's
 // statistics are those of slices of kSliceColumns columns, joined in their order: its bits do not
 // depend on the other rows, on the threads, or on what is stored.
 #pragma once
@@ -21,17 +21,17 @@ namespace grpo_fast {
 
 constexpr int64_t kSliceColumns = 256;
 constexpr int64_t kGroupRows = 1024;  // at a time: their partial sums take 24 bytes per slice
-constexpr double kFar = 20.0;         // nats between z[target] and lse
+constexpr double kMaxNll = 20.0;         // nats between z[target] and lse
 static_assert(kSliceColumns % kPanel == 0 && kSliceColumns <= kRun);
 
 // Where a sweep's results go. At most one of the matrices (T, V) is there.
 struct SweepOutputs {
   RowOutputs rows;
   float *unit, *target_unit;  // (T,), where weights are
-  Matrix<float> logits, weights;
-  Matrix<Positive16> narrow;  // weights
+  Matrix<float> logits, exponentials;
+  Matrix<Positive16> exponentials16;  // weights
 
-  bool has_weights() const { return weights.data || narrow.data; }
+  bool has_exponentials() const { return exponentials.data || exponentials16.data; }
 };
 
 // Without kEntropy the entropies mean nothing.
@@ -40,10 +40,10 @@ class Sweep {
  public:
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
-        dominant_(to.narrow.data ? chunk.rows : 0) {
+        dominant_(to.exponentials16.data ? chunk.rows : 0) {
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
-      shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.rule(row)));
+      shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
     }
   }
 
@@ -52,18 +52,19 @@ class Sweep {
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
-      each(all, true, [&](const Piece& piece) { return weighed(piece, false); });
-    const Rows far = far_rows();
+      each(all, true, [&](const Piece& piece) { return sum_and_store(piece, false); });
+    const Rows high_nll = high_nll_rows();
     if (!is_known)
-      each(far, true, [&](const Piece& piece) {
-        return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.rule(piece.row));
+      each(high_nll, true, [&](const Piece& piece) {
+        return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
-    if (!to_.has_weights()) return {};
-    for (const int64_t row : far) shifts_[row] = to_.rows.lse[row];
-    if (to_.narrow.data) dominant_.settle(weight_sums(), far);
-    each(is_known ? all : far, false, [&](const Piece& piece) { return weighed(piece, true); });
+    if (!to_.has_exponentials()) return {};
+    for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
+    if (to_.exponentials16.data) dominant_.settle(exponential_sums(), high_nll);
+    each(is_known ? all : high_nll, false,
+         [&](const Piece& piece) { return sum_and_store(piece, true); });
     write_units();
-    return to_.narrow.data ? dominant_.finished() : std::vector<Dominant>{};
+    return to_.exponentials16.data ? dominant_.finished() : std::vector<Dominant>{};
   }
 
  private:
@@ -94,7 +95,7 @@ class Sweep {
       };
       head_.multiply(group, count, kSliceColumns, finish);
       for (int64_t i = 0; joins && i < count; ++i) {
-        const double z = final_logit<kSoftcap>(targets_[group[i]], chunk_.rule(group[i]));
+        const double z = final_logit<kSoftcap>(targets_[group[i]], chunk_.transform(group[i]));
         const double* z_target = chunk_.has_target(group[i]) ? &z : nullptr;
         to_.rows.put(group[i], finished(joined(sums.data() + i * slices, slices), z_target));
       }
@@ -102,37 +103,39 @@ class Sweep {
   }
 
   // Sums relative to the row's shift, and what goes to the matrix. has_sum: the row's is known.
-  PartialSums weighed(const Piece& piece, bool has_sum) {
+  PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
     const Columns<float>& run = piece.run;
-    const RowRule rule = chunk_.rule(row);
+    const RowTransform transform = chunk_.transform(row);
     const float shift = shifts_[row];
     Totals totals;
     const auto add = [&](const auto& emit) GRPO_FAST_BODY {
-      add_run<kSoftcap, kEntropy>(run, rule, shift, totals, emit);
+      add_run<kSoftcap, kEntropy>(run, transform, shift, totals, emit);
       return partial(shift, totals);
     };
     if (to_.logits.data)
       std::memcpy(to_.logits.row(row) + column, run.x, run.count * sizeof(float));
-    if (!to_.has_weights()) return add(SumWeights{});
-    if (to_.weights.data) return add(WriteWeights<kSoftcap, float>(to_.weights.row(row) + column));
-    const auto sums = add(WriteWeights<kSoftcap, Positive16>(to_.narrow.row(row) + column));
+    if (!to_.has_exponentials()) return add(SumExponentials{});
+    if (to_.exponentials.data)
+      return add(WriteExponentials<kSoftcap, float>(to_.exponentials.row(row) + column));
+    Positive16* to = to_.exponentials16.row(row) + column;
+    const auto sums = add(WriteExponentials<kSoftcap, Positive16>(to));
     if (!has_sum) dominant_.raise(row, sums.rest);
-    dominant_.note<kSoftcap>(row, column, run, rule, shift, totals.largest);
+    dominant_.note<kSoftcap>(row, column, run, transform, shift, totals.largest);
     return sums;
   }
 
-  Rows far_rows() const {
-    Rows far;
+  Rows high_nll_rows() const {
+    Rows high_nll;
     for (int64_t row = 0; row < chunk_.rows; ++row) {
       const double distance = static_cast<double>(to_.rows.lse[row]) - shifts_[row];
-      if (!chunk_.has_target(row) || !(distance <= kFar)) far.push_back(row);
+      if (!chunk_.has_target(row) || !(distance <= kMaxNll)) high_nll.push_back(row);
     }
-    return far;
+    return high_nll;
   }
 
   // Of the weights of every row, from its statistics.
-  std::vector<double> weight_sums() const {
+  std::vector<double> exponential_sums() const {
     std::vector<double> sums(chunk_.rows);
     for (int64_t row = 0; row < chunk_.rows; ++row) {
       const double lse = to_.rows.lse[row], logp = to_.rows.logps[row];
@@ -143,12 +146,13 @@ class Sweep {
 
   void write_units() const {
     for (int64_t row = 0; row < chunk_.rows; ++row) {
-      const RowRule rule = chunk_.rule(row);
-      const double scaled = static_cast<double>(targets_[row]) * rule.inner;
-      const double bent = kSoftcap ? std::tanh(scaled) : 0, lse = to_.rows.lse[row];
-      const double miss = -std::expm1(to_.rows.logps[row]);
-      to_.unit[row] = static_cast<float>(-std::exp(shifts_[row] - lse) * rule.chain);
-      to_.target_unit[row] = static_cast<float>(miss * (1 - bent * bent) * rule.chain);
+      const RowTransform transform = chunk_.transform(row);
+      const double scaled = static_cast<double>(targets_[row]) * transform.inner;
+      const double capped = kSoftcap ? std::tanh(scaled) : 0, lse = to_.rows.lse[row];
+      const double one_minus_p = -std::expm1(to_.rows.logps[row]);
+      to_.unit[row] = static_cast<float>(-std::exp(shifts_[row] - lse) * transform.chain);
+      const double slope = one_minus_p * (1 - capped * capped) * transform.chain;
+      to_.target_unit[row] = static_cast<float>(slope);
     }
   }
 
@@ -157,7 +161,7 @@ class Sweep {
   const SweepOutputs& to_;
   std::vector<float> shifts_;   // s of every row
   std::vector<float> targets_;  // raw logits of the targets, of the product
-  DominantWeights dominant_;    // where the weights are Positive16
+  DominantExponentials dominant_;    // where the weights are Positive16
 };
 
 }  // namespace grpo_fast

@@ -22,7 +22,7 @@ from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.self_test import apart
+from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
 
@@ -119,14 +119,14 @@ def _tested(attention: Attention, kind: Kind) -> float:
     A new thread would use GPU 0.
     """
     if kind.device != "cuda":
-        return apart(lambda: self_test(attention, kind))
+        return in_fresh_thread(lambda: self_test(attention, kind))
     index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
 
     def run() -> float:
         with torch.cuda.device(index):
             return self_test(attention, kind)
 
-    return apart(run)
+    return in_fresh_thread(run)
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:

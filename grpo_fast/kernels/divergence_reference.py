@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.reference import by_length, final_logits
+from grpo_fast.kernels.reference import final_logits, rows_by_length
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 # Logits of a block of rows: its temporaries stay in a CPU's cache.
 BLOCK = 1 << 17
@@ -25,8 +25,8 @@ def row_divergence_(
     teacher: Tensor,  # (C, V) raw
     weights: Tensor,  # (C,)
     divergence: Divergence,
-    rule: LogitRule,
-    teacher_rule: LogitRule,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V), which may be `teacher`
     known: DivergenceRows | None = None,
@@ -46,8 +46,8 @@ def row_divergence_(
         out = None if out is None else out[0]
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
-        z, chain = final_logits(logits[at], rule.rows(rows))
-        y, _ = final_logits(teacher[at], teacher_rule.rows(rows))
+        z, chain = final_logits(logits[at], transform.rows(rows))
+        y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -68,7 +68,7 @@ def row_topk_divergence_(
     teacher: TeacherTopK,  # of C rows
     weights: Tensor,  # (C,)
     divergence: Divergence,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
@@ -81,7 +81,7 @@ def row_topk_divergence_(
     values = []
     for rows, _ in _blocks(logits):
         # 1. The student at the K ids, and its other logits.
-        z, chain = final_logits(logits[rows], rule.rows(rows))
+        z, chain = final_logits(logits[rows], transform.rows(rows))
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
@@ -101,8 +101,8 @@ def row_topk_divergence_(
         if out is not None:
             # 4. Its gradient; that of the last category is dealt to the other ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
-            far = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
-            dz = rest.sub_(far).exp_().mul_(d[:, -1:])
+            shift = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
+            dz = rest.sub_(shift).exp_().mul_(d[:, -1:])
             dz.scatter_add_(1, ids, torch.where(is_one, d[:, :-1], 0.0))
             w = weights[rows, None].to(z.dtype)
             out[rows] = dz.mul_(w * chain).masked_fill_(w == 0, 0.0)
@@ -132,7 +132,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of one length (n,), and where they lie in a vector (n, k)."""
-    for here, at in by_length(offsets):
+    for here, at in rows_by_length(offsets):
         yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
 
 

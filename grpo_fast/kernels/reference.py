@@ -7,33 +7,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, pick
+from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, pick
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
 
-def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
+def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
     """z (C, V) in fp32 (fp64 stays fp64) and dz/draw, a float or (C, 1) or (C, V)."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    slope: Tensor | float = rule.logit_scale
-    if rule.logit_scale != 1:
-        z = z * rule.logit_scale
-    if rule.softcap is not None:
-        bent = torch.tanh(z / rule.softcap)
-        z = bent * rule.softcap
-        slope = (1 - bent * bent) * slope
-    if isinstance(rule.temperature, Tensor):
-        temperature = rule.temperature.to(z.dtype)[:, None]
+    slope: Tensor | float = transform.logit_scale
+    if transform.logit_scale != 1:
+        z = z * transform.logit_scale
+    if transform.softcap is not None:
+        tanh = torch.tanh(z / transform.softcap)
+        z = tanh * transform.softcap
+        slope = (1 - tanh * tanh) * slope
+    if isinstance(transform.temperature, Tensor):
+        temperature = transform.temperature.to(z.dtype)[:, None]
         return z / temperature, slope / temperature
-    if rule.temperature != 1:
-        return z / rule.temperature, slope / rule.temperature
+    if transform.temperature != 1:
+        return z / transform.temperature, slope / transform.temperature
     return z, slope
 
 
 def row_logps(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,) int64
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
@@ -46,14 +46,14 @@ def row_logps(
     """
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
-        for here, at in by_length(offsets):
-            own = target_ids[here], rule.rows(here)
+        for here, at in rows_by_length(offsets):
+            own = target_ids[here], transform.rows(here)
             stats = row_logps(logits[0, at], *own, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
         return sums[0], sums[1], sums[2] if return_entropy else None
-    z, _ = final_logits(logits, rule)
+    z, _ = final_logits(logits, transform)
     lse, logps, entropy = row_statistics(z, target_ids, return_entropy=return_entropy)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
 
@@ -65,7 +65,7 @@ def row_statistics(
     return_entropy: bool,
 ) -> RowStats:
     """`row_logps` in the dtype of z. Where a row has no target, its lse and entropy are right."""
-    columns = columns_of(target_ids, z)[:, None]
+    columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
@@ -84,12 +84,12 @@ def row_statistics(
     return lse, logps, entropy
 
 
-def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
+def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
     """(C,) the targets' columns; where there is none, any."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
-def by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
@@ -103,7 +103,7 @@ def row_grad_(
     stats: RowStats,
     grad_logps: Tensor,  # (C,)
     grad_entropy: Tensor | None,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
@@ -116,22 +116,22 @@ def row_grad_(
     """
     # 1. Rows of unequal length: those of one length at a time.
     if offsets is not None:
-        for here, at in by_length(offsets):
+        for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
             g, g_entropy = pick(here, grad_logps, grad_entropy)
             ids = target_ids[here]
             rows = logits[0, at]
-            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, rule.rows(here))
+            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
         return logits
     # 2. The gradient of the logp: -g·p, and g·(1 - p) in the target's column.
     out = logits if out is None else out
     lse, logps, entropy = stats
-    z, slope = final_logits(logits, rule)
+    z, slope = final_logits(logits, transform)
     logp_all = z - lse.to(z.dtype)[:, None]
     p = logp_all.exp()
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
-    columns = columns_of(target_ids, logits)[:, None]
+    columns = target_columns(target_ids, logits)[:, None]
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
@@ -152,7 +152,7 @@ def row_loss_(
     target_ids: Tensor,  # (C,)
     terms: RowTerms,
     config: LossConfig,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
 ) -> RowLoss:
@@ -163,13 +163,13 @@ def row_loss_(
     A row whose target lies outside [0, V) does not count: it is written as zeros and has loss 0,
     whatever it and its terms hold.
     """
-    stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
+    stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    counts = target_ids == columns_of(target_ids, logits)
+    counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )
-    row_grad_(logits, target_ids, stats, grad, grad_entropy, rule, out=out)
+    row_grad_(logits, target_ids, stats, grad, grad_entropy, transform, out=out)
     return RowLoss(*stats, losses, grad)

@@ -2,7 +2,7 @@
 
 Environment:
     GRPO_FAST_LOG=1                  say on stderr what runs, the first time
-    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
+    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `uses_csrc_gemm`)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The doors of one backend (documented in reference.py, cpu/linear.py, gpu/gradients.py)."""
+    """The kernel_module of one backend (documented in reference.py, cpu/linear.py, gpu/gradients.py)."""
 
     row_logps: Callable[..., RowStats]
     row_grad_: Callable[..., Tensor]
@@ -56,7 +56,7 @@ class Route(NamedTuple):
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
-        kernels: its doors; those that start from hidden are None where they are not taken.
+        kernels: its kernel_module; those that start from hidden are None where they are not taken.
         exponentials: dtype of what `head_exponentials` writes; None: logits are stored.
         product: whose matrix products: "own", "own, AMX", or "torch".
     """
@@ -93,7 +93,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     """
     name = _resolved(backend, weight)
     is_16_bits = weight.dtype == torch.bfloat16
-    is_own = own_product(weight)
+    is_own = uses_csrc_gemm(weight)
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
@@ -106,9 +106,9 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 
 @functools.cache
-def doors(rows: str, backend: str) -> ModuleType:
+def kernel_module(rows: str, backend: str) -> ModuleType:
     """The module for "support", rows in a sampler's sets, or for "divergence", rows beside a
-    teacher's; <rows>_reference.py documents its doors.
+    teacher's; <rows>_reference.py documents its kernel_module.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
     if backend == "cpu" and loader.unavailable(rows) is not None:
@@ -117,7 +117,7 @@ def doors(rows: str, backend: str) -> ModuleType:
     return _module(name)
 
 
-def own_product(x: Tensor) -> bool:
+def uses_csrc_gemm(x: Tensor) -> bool:
     """Whether products with x as their second operand are our own (csrc) instead of torch's.
 
     Through MKL torch multiplies fp32 without AVX-512 on an AMD core, which is half of a Zen 5 and
@@ -198,14 +198,15 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """The route with its doors; `from_hidden`: the folder of the kernels that start there."""
+    """The route with its kernel_module; `from_hidden`: the folder of the kernels that start there."""
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
     if from_hidden:
         head = _module(f"{from_hidden}.linear")
         exponentials = _module("gpu.exponentials") if backend == "triton" else head
-        doors = head.head_logps, exponentials.head_exponentials
-        kernels = kernels._replace(head_logps=doors[0], head_exponentials=doors[1])
+        kernels = kernels._replace(
+            head_logps=head.head_logps, head_exponentials=exponentials.head_exponentials
+        )
     if backend == "triton":
         kernels = kernels._replace(
             row_coefficients=_module("gpu.coefficients").row_coefficients,

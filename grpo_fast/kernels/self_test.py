@@ -9,7 +9,7 @@ from typing import TypeVar
 R = TypeVar("R")
 
 
-def apart(test: Callable[[], R]) -> R:
+def in_fresh_thread(test: Callable[[], R]) -> R:
     """The result of a test in a thread of its own: autocast, inference mode, default devices,
     dispatch modes and checkpointing's hooks belong to a thread.
     """

@@ -72,8 +72,8 @@ class Support(NamedTuple):
 class SupportRows(NamedTuple):
     """Rows of logits that exist only where the sampler looked: R of the T active rows."""
 
-    own: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
-    others: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
+    row_index: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
+    dense_index: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
     ids: Tensor  # (nnz,) int64, columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
     places: Tensor  # (R,) int64: where the row's target stands in it, from 0
@@ -82,16 +82,16 @@ class SupportRows(NamedTuple):
     def rows(self) -> Tensor:
         return rows_of(self.offsets, len(self.ids))
 
-    def of_all(self, x: Tensor) -> Tensor:
-        return x if self.own is None else x.index_select(0, self.own)
+    def select(self, x: Tensor) -> Tensor:
+        return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
         """(T,) from the values of these rows (R,), and of the others."""
-        if self.own is None:
+        if self.row_index is None:
             return own
-        assert self.others is not None and others is not None
+        assert self.dense_index is not None and others is not None
         merged = own.new_empty(len(own) + len(others))
-        return merged.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
+        return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:

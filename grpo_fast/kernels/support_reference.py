@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import LogitRule, add_rows_, scaled_rows
+from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
 BLOCK_ELEMENTS = 4 << 20
@@ -37,7 +37,7 @@ def head_rows(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     return_slopes: bool,
@@ -48,10 +48,10 @@ def head_rows(
     places = rows.places
     offsets = rows.offsets
     stats = reference.row_logps(
-        raw[None], places, rule, return_entropy=return_entropy, offsets=offsets
+        raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
     )
     if return_slopes:
-        own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, rule
+        own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
         slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from grpo_fast.errors import names_nearest
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.divergences import DIVERGENCES
 
 
@@ -45,8 +45,8 @@ class TeacherHead(NamedTuple):
     logit_scale: float = 1.0
 
     @property
-    def rule(self) -> LogitRule:
-        return LogitRule(self.logit_scale, self.softcap, self.temperature)
+    def transform(self) -> LogitTransform:
+        return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
         return self._replace(hidden=self.hidden[rows])

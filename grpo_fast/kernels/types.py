@@ -18,7 +18,7 @@ ROW_MULTIPLE = 32
 POSITIVE16 = torch.int16
 
 
-class LogitRule(NamedTuple):
+class LogitTransform(NamedTuple):
     """How raw logits become the distribution's.
 
     z = softcap · tanh(logit_scale · raw / softcap) / temperature
@@ -28,19 +28,19 @@ class LogitRule(NamedTuple):
     softcap: float | None = None
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
-    def rows(self, index: slice | Tensor) -> LogitRule:
+    def rows(self, index: slice | Tensor) -> LogitTransform:
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
 
 
 class ActiveRows(NamedTuple):
-    """The T rows that have a target, their place among the caller's N, and their logits' rule."""
+    """The T rows that have a target, their place among the caller's N, and their logits' transform."""
 
     num_rows: int  # N
     active_index: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
-    rule: LogitRule  # temperature: a float, or (T,)
+    transform: LogitTransform  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
     repeats: bool = False  # a row of hidden may predict several targets: its gradients are summed
     support: SupportRows | None = None  # None: every row has the whole vocabulary
@@ -51,9 +51,9 @@ class ActiveRows(NamedTuple):
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
         active, hidden = (index if x is None else x[index] for x in whole)
-        rule = self.rule.rows(index)
+        transform = self.transform.rows(index)
         targets = self.target_ids[index]
-        return ActiveRows(self.num_rows, active, targets, rule, hidden, self.repeats)
+        return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
         """(N,) → (T,); None of None."""
@@ -78,7 +78,7 @@ class HeadTensors(NamedTuple):
 class ChunkRows(NamedTuple):
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
-    rule: LogitRule
+    transform: LogitTransform
 
 
 class RowLoss(NamedTuple):
@@ -134,7 +134,7 @@ class Dominant(NamedTuple):
     columns: Tensor  # (n,) int64
     values: Tensor  # (n,) fp32
 
-    def rest(self, matrix: Tensor) -> Dominant:
+    def rounding_errors(self, matrix: Tensor) -> Dominant:
         """The rounding errors of the values, where the product takes `matrix` rounded to bf16."""
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
@@ -169,12 +169,16 @@ class Coefficients(NamedTuple):
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
-    rest: Dominant | None = None  # of elements that the product rounds
+    rounding_errors: Dominant | None = None  # of elements that the product rounds
 
     def select(self, rows: Tensor) -> Coefficients:
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
-        rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
-        return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
+        errors = (
+            None
+            if self.rounding_errors is None
+            else self.rounding_errors.of_rows(rows, len(self.target_ids))
+        )
+        return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), errors)
 
 
 class Exponentials(NamedTuple):
@@ -238,13 +242,15 @@ def dense_vector(x: Tensor) -> Tensor:
     return detached(x).float().contiguous()
 
 
-def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
+def transform_arguments(
+    transform: LogitTransform,
+) -> tuple[float, float | None, float, Tensor | None]:
     """`logit_scale, softcap, temperature, temperatures` of a kernel; no integer among them."""
-    scale = float(rule.logit_scale)
-    softcap = None if rule.softcap is None else float(rule.softcap)
-    if isinstance(rule.temperature, Tensor):
-        return scale, softcap, 1.0, vector(rule.temperature)
-    return scale, softcap, float(rule.temperature), None
+    scale = float(transform.logit_scale)
+    softcap = None if transform.softcap is None else float(transform.softcap)
+    if isinstance(transform.temperature, Tensor):
+        return scale, softcap, 1.0, vector(transform.temperature)
+    return scale, softcap, float(transform.temperature), None
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return x
 
 
-def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """A copy of x on the host, and the event that says when it is there."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.aggregation import Total
 
 
@@ -68,10 +68,10 @@ class RowOptions(NamedTuple):
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
 
     @property
-    def rule(self) -> LogitRule:
+    def transform(self) -> LogitTransform:
         """The transform from raw logits to final logits."""
         temperature = self.temperature if self.temperatures is None else self.temperatures
-        return LogitRule(self.logit_scale, self.softcap, temperature)
+        return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):

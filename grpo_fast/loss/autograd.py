@@ -192,9 +192,9 @@ class LogpsPass:
         self.sweep = linear_sweep(
             head, self.rows,
             head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            whole_entropy=options.entropy_over_vocabulary,
+            full_entropy=options.entropy_over_vocabulary,
             entropy_gradient=entropy_gradient or options.entropy_over_vocabulary,
-            wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
+            needs_d_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
@@ -244,7 +244,7 @@ def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
     """Return the active rows of a call, after checking the values of targets and temperatures."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
-    return active_target_rows(options.target_ids, options.rule, targets)
+    return active_target_rows(options.target_ids, options.transform, targets)
 
 
 class LogpsFunction(torch.autograd.Function):
@@ -264,7 +264,7 @@ class LogpsFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = options
         ctx.places = work.places
-        ctx.cached = (work, stats) if work.sweep.held is not None else None
+        ctx.cached = (work, stats) if work.sweep.cached is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
-from grpo_fast.kernels.types import ActiveRows, LogitRule
+from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import BatchInputs, Targets
 from grpo_fast.objective.aggregation import Total, step_weights
@@ -50,13 +50,13 @@ class TokenBatch(NamedTuple):
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
-        rule = LogitRule(config.logit_scale, config.softcap, temperature)
+        transform = LogitTransform(config.logit_scale, config.softcap, temperature)
         if targets is None:
-            return cls(places.rows(places.segments, rule), tokens, config)
+            return cls(places.rows(places.segments, transform), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
         ids = places.select(inputs.like)
         ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
-        return cls(places.rows(ids, rule, targets, validate), tokens, config)
+        return cls(places.rows(ids, transform, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
         """Return the batch with its token weights scaled by a power of two, so that the largest is
@@ -81,7 +81,7 @@ class TokenBatch(NamedTuple):
 
 def active_target_rows(
     target_ids: Tensor,  # (B, L) or (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
     """Return the rows of `linear_logps` and `logits_logps`, and a mask of those to be set to 0.
@@ -91,7 +91,7 @@ def active_target_rows(
 
     Args:
         target_ids: (B, L) or (T,), -100 for no target.
-        rule: transform of the logits; its temperature is a float or has the shape of target_ids.
+        transform: of the logits; its temperature is a float, or has the shape of target_ids.
         targets: the vocabulary, hidden rows and support of the targets.
     """
     flat = target_ids.reshape(-1)
@@ -99,16 +99,16 @@ def active_target_rows(
     records = is_capturing(flat)
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _ActiveTokens(len(flat), index, flat, flat)
-    if isinstance(rule.temperature, Tensor):
-        temperatures = places.select(rule.temperature, torch.float32)
+    if isinstance(transform.temperature, Tensor):
+        temperatures = places.select(transform.temperature, torch.float32)
         values.check_numbers("auto", temperature=temperatures)
-        rule = rule._replace(temperature=temperatures)
+        transform = transform._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
     ids = values.checked_ids("target_ids", places.select(flat), end, "auto", expected=expected)
     if records:
-        return places.rows(ids.clamp(0, end - 1), rule, targets), ignored
-    return places.rows(ids, rule, targets), None
+        return places.rows(ids.clamp(0, end - 1), transform, targets), ignored
+    return places.rows(ids, transform, targets), None
 
 
 class _ActiveTokens(NamedTuple):
@@ -132,12 +132,14 @@ class _ActiveTokens(NamedTuple):
     def rows(
         self,
         target_ids: Tensor,
-        rule: LogitRule,
+        transform: LogitTransform,
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
         """Return the rows in the form that the kernels take."""
-        rows = ActiveRows(self.num_rows, self.active_index, target_ids, rule, self.active_index)
+        rows = ActiveRows(
+            self.num_rows, self.active_index, target_ids, transform, self.active_index
+        )
         if targets is not None and targets.support is not None:
             support = values.support_rows(
                 targets.support, self.active_index, target_ids, targets.vocab_size, validate

@@ -168,7 +168,7 @@ def loss(
         # pass, which would deadlock or mix different batches otherwise.
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
-            settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "rule", None)
+            settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "transform", None)
             numbers += repr(settings)
         ranks.check_agreement(
             tensors, batch.rows.target_ids, options.wanted, options.backend, numbers

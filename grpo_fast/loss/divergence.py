@@ -15,7 +15,7 @@ from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, local_rows
@@ -139,19 +139,19 @@ def linear_divergence(
         checks.logit_options(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        rule = LogitRule(float(logit_scale), softcap, float(temperature))
+        transform = LogitTransform(float(logit_scale), softcap, float(temperature))
         options = (kind, beta)
         wanted = Wanted(*autograd.needs_gradient(*tensors))
         shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
         # 2. Prepare the pass over all rows, and check that the other ranks make the same call.
-        rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
+        rows = _rows(hidden_rows, like, len(tensors[0]), transform, support, len(weight))
         run = partial(
             form_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
-        numbers = repr((*options, rule)) if is_shard else ""
+        numbers = repr((*options, transform)) if is_shard else ""
         ranks.check_agreement(tensors, rows.target_ids, list(wanted), backend, numbers)
         # 3. Run the pass with autograd.
         loss, each, *_ = autograd.apply_loss(run, False, *tensors)
@@ -180,14 +180,14 @@ def form_divergence(
     weights = weights if unit is None else weights * unit
     route = head_route(backend, weight, is_shard=True)
     term: dict[str, Any] = dict(
-        teacher=teacher, divergence=divergence, weights=weights, is_wide=is_half
+        teacher=teacher, divergence=divergence, weights=weights, keep_fp32=is_half
     )
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
-            term |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
+            term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
             sweep = DivergenceHead(*head, **term)
             gradients = sweep.sweep(wanted)
             each = sweep.values
@@ -312,7 +312,7 @@ def _rows(
     hidden_rows: Tensor | None,
     like: Tensor,
     num_hidden: int,
-    rule: LogitRule,
+    transform: LogitTransform,
     support: Support | None,
     vocab: int,
 ) -> ActiveRows:
@@ -334,7 +334,7 @@ def _rows(
         targets = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
         sets = support_rows(support, None, targets, vocab, "auto")
     repeats = index is not None
-    return ActiveRows(count, None, targets, rule, index, repeats=repeats, support=sets)
+    return ActiveRows(count, None, targets, transform, index, repeats=repeats, support=sets)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

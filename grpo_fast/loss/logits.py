@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.entropy import FullEntropySweep
 from grpo_fast.kernels.head.loop import concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
 from grpo_fast.kernels.route import Route
@@ -34,7 +34,7 @@ class LogitsSweep:
         route: the kernels of the backend.
     """
 
-    held = None
+    cached = None
     has_entropy_gradient = True
     filtered = None
 
@@ -45,16 +45,16 @@ class LogitsSweep:
         out: Tensor | None,
         rows: ActiveRows,
         route: Route,
-        whole_entropy: bool = False,
-    ) -> LogitsSweep | SupportSweep | WholeEntropy:
+        full_entropy: bool = False,
+    ) -> LogitsSweep | SupportSweep | FullEntropySweep:
         """Return the sweep for these rows. Rows with a support are processed separately."""
         if rows.support is None:
             return cls(logits, out, rows, route)
-        if whole_entropy:
-            whole = cls(logits, out, rows._replace(support=None), route)
-            return WholeEntropy(cls.of(logits, None, rows, route), whole)
+        if full_entropy:
+            full = cls(logits, out, rows._replace(support=None), route)
+            return FullEntropySweep(cls.of(logits, None, rows, route), full)
         # Rows without a support take the dense kernels.
-        others = rows.support.others
+        others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
 
@@ -64,9 +64,11 @@ class LogitsSweep:
         self.rows = rows
         self.kernels = route.kernels
         self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
-        self.rule = rows.rule
-        if isinstance(self.rule.temperature, Tensor):
-            self.rule = self.rule._replace(temperature=rows.to_rows(self.rule.temperature, fill=1))
+        self.transform = rows.transform
+        if isinstance(self.transform.temperature, Tensor):
+            self.transform = self.transform._replace(
+                temperature=rows.to_rows(self.transform.temperature, fill=1)
+            )
         self.num_rows = rows.target_ids.shape[0]
 
     def _blocks(self) -> Iterator[slice]:
@@ -94,7 +96,10 @@ class LogitsSweep:
         parts = []
         for b in self._blocks():
             part = self.kernels.row_logps(
-                self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy
+                self.logits[b],
+                self.targets[b],
+                self.transform.rows(b),
+                return_entropy=return_entropy,
             )
             parts.append(part)
         lse, logps, entropy = self._active(parts, return_entropy)
@@ -111,8 +116,8 @@ class LogitsSweep:
         parts = []
         for b in self._blocks():
             part = self.kernels.row_loss_(
-                self.logits[b], out[b], self.targets[b], spread.rows(b), config, self.rule.rows(b),
-                return_entropy=config.needs_entropy,
+                self.logits[b], out[b], self.targets[b], spread.rows(b), config,
+                self.transform.rows(b), return_entropy=config.needs_entropy,
             )  # fmt: skip
             parts.append(part)
         return RowLoss(*self._active(parts, config.needs_entropy)), (out,)
@@ -133,7 +138,7 @@ class LogitsSweep:
         out = self._written()
         g, g_entropy, *stats = map(self.rows.to_rows, (g, g_entropy, *known))
         for b in self._blocks():
-            of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.rule.rows(b)
+            of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)
             self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])
         return (out,)
 

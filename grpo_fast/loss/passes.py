@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
-from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.entropy import FullEntropySweep
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
@@ -53,7 +53,7 @@ def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
     return UNCHANGED
 
 
-Sweep = LinearHead | LogitsSweep | SupportSweep | WholeEntropy
+Sweep = LinearHead | LogitsSweep | SupportSweep | FullEntropySweep
 
 
 def linear_loss(
@@ -74,17 +74,17 @@ def linear_loss(
         batch = batch.in_range()
     term = options.divergence
     tensors = HeadTensors(hidden, weight, bias)
-    is_wide = is_half or (term is not None and batch.rows.support is not None)
+    keep_fp32 = is_half or (term is not None and batch.rows.support is not None)
     sweep: dict[str, Any] = dict(
-        entropy_gradient=batch.config.entropy_coef != 0, is_wide=is_wide,
-        wants_weight=wanted.weight, shard=options.shard,
+        entropy_gradient=batch.config.entropy_coef != 0, keep_fp32=keep_fp32,
+        needs_d_weight=wanted.weight, shard=options.shard,
     )  # fmt: skip
     if term is not None:
         result = _with_divergence(tensors, batch, options, term, wanted, sweep)
     else:
         route = head_route(options.backend, weight, is_shard=options.shard is not None)
         sweep["tolerance"] = options.grad_filter
-        sweep["whole_entropy"] = batch.config.entropy_over_vocabulary
+        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     unit = batch.tokens.unit
     return result if unit is None else in_units(result, unit, hidden.dtype)
@@ -113,9 +113,9 @@ def _with_divergence(
         result = _swept(head, batch, options, wanted)
         each = head.values
     else:
-        sweep["whole_entropy"] = batch.config.entropy_over_vocabulary
+        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
-        teacher |= dict(wanted=wanted, is_wide=True)
+        teacher |= dict(wanted=wanted, keep_fp32=True)
         each, more = supported_divergence(tensors, rows, route, **teacher)
         # Round once, after adding: two rounded parts would have twice the error. In fp16 the sum
         # stays in fp32, because `in_units` rounds it.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error
 from grpo_fast.kernels.gpu.capture import is_capturing
-from grpo_fast.kernels.route import doors
+from grpo_fast.kernels.route import kernel_module
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
-from grpo_fast.kernels.workspace import on_its_way
+from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.aggregation import Total
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
@@ -81,7 +81,7 @@ def check_values(checks: list[Check], validate: str) -> None:
         return
     if is_checked_later(checks[0][0], validate):
         flags, messages = zip(*checks, strict=True)
-        host, ready = on_its_way(torch.stack(flags))
+        host, ready = copy_to_host_async(torch.stack(flags))
         with _lock:
             _pending.append(_Pending(host, ready, messages))
         return
@@ -279,7 +279,7 @@ def support_rows(
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = checked_ids("support.ids", columns, vocab_size, validate, expected=expected)
     # 4. Find the position of each target in its set.
-    target_places = doors("support", "cpu" if columns.is_cpu else "torch").target_places
+    target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, validate)
     if is_checked_later(places, validate):

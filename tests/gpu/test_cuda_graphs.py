@@ -150,10 +150,10 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     # The checks of values would copy their flags to the host, without waiting for them.
     monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
-    def on_its_way(x):  # pinned memory: what torch says without a GPU depends on its build
+    def copy_to_host_async(x):  # pinned memory: what torch says without a GPU depends on its build
         raise RuntimeError("to the host")
 
-    monkeypatch.setattr("grpo_fast.kernels.head.activity.on_its_way", on_its_way)
+    monkeypatch.setattr("grpo_fast.kernels.head.activity.copy_to_host_async", copy_to_host_async)
     for call in (
         lambda: linear_logps(*head(), ids()),
         lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),

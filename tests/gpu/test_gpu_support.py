@@ -64,9 +64,9 @@ def call(tensors, tokens, support, config, old, backend):
 
 
 def old_logps(tensors, tokens, support, config) -> torch.Tensor:
-    rule = {"temperature": config.temperature, "softcap": config.softcap}
+    transform = {"temperature": config.temperature, "softcap": config.softcap}
     with torch.no_grad():
-        return linear_logps(*tensors, tokens["target_ids"], support=support, **rule)
+        return linear_logps(*tensors, tokens["target_ids"], support=support, **transform)
 
 
 # Widths of 4, 8 and 16 warps, an odd one, and one that is read twice.

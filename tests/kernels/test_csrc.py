@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
-from grpo_fast.kernels.cpu import leaves as leaves_cpp
 from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import loss_codegen
 from grpo_fast.kernels.cpu import rows as rows_cpu
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
@@ -62,12 +62,12 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
     """Printed, compiled and called: the C++ leaves give what the Python leaves give in fp64, the
     new one included.
     """
-    leaves = [*leaves_cpp.objective_leaves(), a_new_loss]
-    text = leaves_cpp.print_header(leaves, leaves_cpp.kl_leaves())
-    (tmp_path / "leaves.h").write_text(text)
+    leaves = [*loss_codegen.objective_functions(), a_new_loss]
+    text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
+    (tmp_path / "loss_functions.h").write_text(text)
     source = tmp_path / "run.cpp"
     source.write_text(
-        '#include "leaves.h"\n'
+        '#include "loss_functions.h"\n'
         + 'extern "C" void run(int kl, int64_t index, double a, double b, double c,\n'
         + "                    const double* p, double* to) {\n"
         + "  const auto r = kl ? grpo_fast::kl_estimator(index, a, p)\n"
@@ -84,7 +84,7 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
     places = (-9.0, -0.7, -1e-3), (-0.5, -0.1, 0.0, 0.25, 3.0), (-1.5, 0.0, 0.5)
     points = list(itertools.product(*places))
     a, b, c = torch.tensor(points, dtype=torch.float64).unbind(1)
-    for is_kl, table in ((0, leaves), (1, leaves_cpp.kl_leaves())):
+    for is_kl, table in ((0, leaves), (1, loss_codegen.kl_functions())):
         for index, leaf in enumerate(table):
             extra = params[: leaf.__code__.co_argcount - (1 if is_kl else 3)]
             given = [torch.tensor(p, dtype=torch.float64) for p in extra]
@@ -99,24 +99,26 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
 
 def test_the_printer_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"a_bad_loss: expected .* got 'tl.tanh'"):
-        leaves_cpp.print_header([a_bad_loss], [])
+        loss_codegen.print_header([a_bad_loss], [])
     with pytest.raises(
         ValueError, match="a_helper: expected the arguments logp, log_ratio, advantage"
     ):
-        leaves_cpp.print_header([a_helper], [])
-    leaves_cpp.header.cache_clear()
+        loss_codegen.print_header([a_helper], [])
+    loss_codegen.header.cache_clear()
     monkeypatch.setitem(OBJECTIVES, "bad", OBJECTIVES["grpo"]._replace(function=a_bad_loss))
     _, reason = csrc_loader.compile_library("rows")
-    leaves_cpp.header.cache_clear()
+    loss_codegen.header.cache_clear()
     assert reason is not None and "cannot be printed as C++: a_bad_loss" in reason
 
 
 def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     of_losses = [LossConfig(loss_type=name, max_completion_length=8) for name in LOCAL]
     for config in of_losses + [LossConfig(kl_estimator=name) for name in KL_ESTIMATORS]:
-        handed = rows_cpu.leaf_arguments(config.key)
-        assert leaves_cpp.objective_leaves()[handed[0]] is OBJECTIVES[config.loss_type].function
-        assert leaves_cpp.kl_leaves()[handed[1]] is KL_ESTIMATORS[config.kl_estimator]
+        handed = rows_cpu.loss_arguments(config.key)
+        assert (
+            loss_codegen.objective_functions()[handed[0]] is OBJECTIVES[config.loss_type].function
+        )
+        assert loss_codegen.kl_functions()[handed[1]] is KL_ESTIMATORS[config.kl_estimator]
         assert handed[3 : 3 + len(config.params)] == config.params and len(handed) == 9
 
 
@@ -138,7 +140,7 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
     assert csrc_loader.unavailable("rows") == csrc_loader.unavailable("rows") == DISABLED
     reason = f"kernels 'rows' are not available: {DISABLED}"
     with pytest.raises(csrc_loader.CsrcUnavailable, match=reason):
-        csrc_loader.door.__wrapped__("rows", "row_logps")
+        csrc_loader.operator.__wrapped__("rows", "row_logps")
     assert caplog.text.count(DISABLED) == 1  # logged once
 
 
@@ -186,12 +188,12 @@ def test_loader_key_covers_what_changes_the_code(
     names.add(name())
     monkeypatch.setattr(torch, "__version__", "9.9")
     names.add(name())
-    monkeypatch.setattr(leaves_cpp, "header", lambda: "another loss")
+    monkeypatch.setattr(loss_codegen, "header", lambda: "another loss")
     names.add(name())
     assert len(names) == 7
 
 
-FILES = ("rows", "gemm_cpu", "head", "support_doors", "decode_cpu")
+FILES = ("rows", "gemm_cpu", "head", "support_kernels", "decode_cpu")
 ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/test_decoder.py"
 
 

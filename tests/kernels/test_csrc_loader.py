@@ -117,7 +117,7 @@ def test_a_killed_build_leaves_what_the_next_start_sweeps(tmp_path: Path) -> Non
     line = [sys.executable, "-c", "from grpo_fast.kernels.cpu import loader; loader.unavailable()"]
     process = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True)
     limit = time.monotonic() + 60
-    while not list(cache.glob("*/leaves.h")) and time.monotonic() < limit:
+    while not list(cache.glob("*/loss_functions.h")) and time.monotonic() < limit:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

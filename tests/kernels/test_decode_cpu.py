@@ -33,7 +33,7 @@ class Rollout:
         """`decode_` of token `time`, room growing a tile at a time."""
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
-            self.own = decode.with_room(self.own, self.tiles, v.shape[1], time + 1)
+            self.own = decode.grow_tiles(self.own, self.tiles, v.shape[1], time + 1)
         numbers = torch.tensor(self.lengths), torch.tensor(self.counts)
         q = self.q[time][:, rows]
         return decode.decode_(q, k, v, self.tiles, self.own, *numbers, time, scale, window)
@@ -119,7 +119,12 @@ def test_nan_stays(which):
         ("q", lambda x: x | {"q": x["q"].double()}),
         ("k", lambda x: x | {"k": x["k"][:, :2]}),
         ("v", lambda x: x | {"v": x["v"][..., :8]}),
-        ("own_k", lambda x: x | {"own": (x["own"][0][:, :, :, :, ::2], x["own"][1])}),
+        (
+            "completion_k",
+            lambda x: (
+                x | {"completions": (x["completions"][0][:, :, :, :, ::2], x["completions"][1])}
+            ),
+        ),
         ("prompt_v", lambda x: x | {"prompts": (x["prompts"][0], x["prompts"][1][:, :, :1])}),
         ("lengths", lambda x: x | {"lengths": torch.tensor([33])}),
         ("counts", lambda x: x | {"counts": torch.tensor([2])}),
@@ -132,7 +137,7 @@ def test_refusals_name_the_argument(name, change):
     k, v = rollout.new[:, 0]
     given = {
         "q": rollout.q[0], "k": k, "v": v, "prompts": rollout.tiles,
-        "own": decode.with_room((), rollout.tiles, 3, 1), "lengths": torch.tensor([17]),
+        "completions": decode.grow_tiles((), rollout.tiles, 3, 1), "lengths": torch.tensor([17]),
         "counts": torch.tensor([3]), "time": 0, "scale": 0.2, "window": None,
     }  # fmt: skip
     decode.decode_(**given)

@@ -350,14 +350,14 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
         route.gemm_choice.cache_clear()
-        assert route.own_product(torch.zeros(1)) is expected, (choice, vendor)
-        assert not route.own_product(torch.zeros(1).double()) and not route.own_product(
+        assert route.uses_csrc_gemm(torch.zeros(1)) is expected, (choice, vendor)
+        assert not route.uses_csrc_gemm(torch.zeros(1).double()) and not route.uses_csrc_gemm(
             torch.zeros(1).half()
         )
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
     route.gemm_choice.cache_clear()
     with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
-        route.own_product(torch.zeros(1))
+        route.uses_csrc_gemm(torch.zeros(1))
 
 
 def test_a_wrong_bf16_product_is_not_used(
@@ -406,9 +406,9 @@ def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     results = []
     for rows, logits in zip((16, 1000), out, strict=True):
         monkeypatch.setattr(products, "WIDEN_ROWS", rows)
-        products.matmul_wide(h, weight, out=logits)
-        results.append([logits, products.matmul_narrow(d, weight)])
-        results[-1].append(products.accumulate_outer(None, d, h, weight, is_only=True))
+        products.matmul_logits(h, weight, out=logits)
+        results.append([logits, products.matmul_d_hidden(d, weight)])
+        results[-1].append(products.accumulate_outer(None, d, h, weight, is_single_chunk=True))
         assert results[-1][-1].dtype == torch.float16
     for pieces, whole in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)

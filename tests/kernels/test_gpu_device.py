@@ -45,7 +45,7 @@ def gpus(monkeypatch):
 def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkeypatch):
     host = SimpleNamespace(copy_=lambda x, non_blocking: None)
     monkeypatch.setattr(torch, "empty", lambda *args, **options: host)
-    _, arrived = workspace.on_its_way(gpus.tensor)
+    _, arrived = workspace.copy_to_host_async(gpus.tensor)
     assert arrived.stream == 1
 
 
@@ -94,8 +94,8 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
         d, weight = (
             torch.empty(x, dtype=torch.bfloat16, device="meta") for x in ((32, 999), (999, 8))
         )
-        assert products.matmul_narrow(d, weight).dtype == torch.float32
-        assert products.matmul_narrow(d.float(), weight).dtype == torch.float32
+        assert products.matmul_d_hidden(d, weight).dtype == torch.float32
+        assert products.matmul_d_hidden(d.float(), weight).dtype == torch.float32
 
 
 def test_powers_of_two_are_exact(monkeypatch):
@@ -120,7 +120,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     holds all of them to none).
     """
     from grpo_fast.kernels.gpu import linear
-    from grpo_fast.kernels.types import LogitRule
+    from grpo_fast.kernels.types import LogitTransform
 
     started: list[int] = []
     for name, value in (
@@ -132,7 +132,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
     given = weight[:, 0] if bias else None
     p = linear.head_inputs(
-        hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0)
+        hidden, weight, given, torch.zeros(4).long(), LogitTransform(1.0, softcap, 1.0)
     )
     out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
     target = torch.zeros(4) if stored == "exponentials" else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
-from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
+from grpo_fast.kernels.types import POSITIVE16, LogitTransform, widened
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of, reversed_programs
 from tests.loss_cases import IS_INTERPRETER
@@ -26,11 +26,13 @@ NO_CPP = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {R
 if IS_INTERPRETER:
     from grpo_fast.kernels.gpu import exponentials, linear
 
-    doors = SimpleNamespace(logps=linear.head_logps, weights=exponentials.head_exponentials)
-    DOORS = [pytest.param(doors, id="triton")]
+    head_kernels = SimpleNamespace(logps=linear.head_logps, weights=exponentials.head_exponentials)
+    HEAD_KERNELS = [pytest.param(head_kernels, id="triton")]
 else:
-    doors = SimpleNamespace(logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials)
-    DOORS = [pytest.param(doors, id="cpu", marks=[NO_CPP])]
+    head_kernels = SimpleNamespace(
+        logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials
+    )
+    HEAD_KERNELS = [pytest.param(head_kernels, id="cpu", marks=[NO_CPP])]
 # What a weight is stored in, and the relative error of that rounding.
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
@@ -39,14 +41,14 @@ T = 37
 # vectors and slices.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
-RULES = {
-    "plain": LogitRule(), "temperature": LogitRule(1.3, None, 0.7),
-    "softcap": LogitRule(-0.9, 4.0, 1.1),
-    "by row": LogitRule(0.7, None, torch.linspace(0.5, 2, 65)),
+TRANSFORMS = {
+    "plain": LogitTransform(), "temperature": LogitTransform(1.3, None, 0.7),
+    "softcap": LogitTransform(-0.9, 4.0, 1.1),
+    "by row": LogitTransform(0.7, None, torch.linspace(0.5, 2, 65)),
 }  # fmt: skip
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=HEAD_KERNELS)
 def head(request):
     return request.param
 
@@ -60,22 +62,22 @@ def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Te
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids
 
 
-def rule_of(name: str, rows: int) -> LogitRule:
-    return RULES[name].rows(slice(0, rows))
+def transform_of(name: str, rows: int) -> LogitTransform:
+    return TRANSFORMS[name].rows(slice(0, rows))
 
 
 def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
 
 
-def weigh(head, hidden, weight, bias, ids, rule, **options) -> tuple:
+def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
     """(statistics, units (2, T), weights), the weights in a view beside which nothing is."""
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
     known = options.get("known") or ()
-    with only_memory_of(hidden, weight, bias, ids, rule.temperature, buffer, *known):
+    with only_memory_of(hidden, weight, bias, ids, transform.temperature, buffer, *known):
         stats, *units, _ = head.weights(
-            hidden, weight, bias, ids, rule, buffer[:, :vocab], **options
+            hidden, weight, bias, ids, transform, buffer[:, :vocab], **options
         )
     assert buffer[:, vocab:].isnan().all()
     return stats, torch.stack(units), buffer[:, :vocab]
@@ -87,12 +89,12 @@ def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
     return d.scatter_add(1, ids[:, None], by_target[:, None])
 
 
-def check_gradient(out, units, hidden, weight, bias, ids, rule) -> None:
+def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
     """The d-logits against fp64, element by element and all together: a rounding at the store, in
     the target's column none, and the fp32 error of the logit.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
-    z, slope = formulas.final(raw_of(hidden, weight, bias), *rule)
+    z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
     expected = formulas.gradient(z, slope, ids, g)
     assert out.isfinite().all() and (out.gather(1, ids[:, None]) == 0).all()
     rounding = torch.full_like(expected, ROUNDING).scatter(1, ids[:, None], 0.0)
@@ -101,19 +103,19 @@ def check_gradient(out, units, hidden, weight, bias, ids, rule) -> None:
     assert error.norm() <= (ROUNDING + 3e-6) * expected.norm() + 1e-9
 
 
-@pairs(shape=SHAPES, name=RULES, dtype=[torch.float32, torch.bfloat16])
+@pairs(shape=SHAPES, name=TRANSFORMS, dtype=[torch.float32, torch.bfloat16])
 def test_values_against_fp64(head, shape, name, dtype) -> None:
     """Of logps, with and without an entropy; of raw logits and weights that are stored, which moves
     no bit of the others.
     """
-    rule = rule_of(name, shape[0])
+    transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
     bias = None if name == "plain" else bias
-    given, rows, vocab = (hidden, weight, bias, ids, rule), shape[0], shape[2]
+    given, rows, vocab = (hidden, weight, bias, ids, transform), shape[0], shape[2]
     raw = raw_of(hidden, weight, bias)
     stats = head.logps(*given, return_entropy=True)
     for found, wanted in zip(
-        stats, formulas.statistics(formulas.final(raw, *rule)[0], ids), strict=True
+        stats, formulas.statistics(formulas.final(raw, *transform)[0], ids), strict=True
     ):
         assert found.dtype == torch.float32 and (found - wanted).abs().max() <= 1e-5
     bare = head.logps(*given, return_entropy=False)
@@ -135,7 +137,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     assert bare[2] is None and torch.equal(again, out)
     # From known statistics, for some rows only: the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
-    part = hidden[index], weight, bias, ids[index], rule.rows(index)
+    part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
     assert torch.equal(again, out[index]) and torch.equal(part_units, units[:, index])
 
@@ -144,7 +146,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
     """Bitwise: neighbours, their number and order, NaN in them, strides, threads, programs."""
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
-    rule, order = LogitRule(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
+    transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
 
     def run(rows: slice | Tensor, threads: int = 1, strided: bool = False) -> list[Tensor]:
         before, h = torch.get_num_threads(), hidden[rows]
@@ -152,7 +154,7 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
         try:
             h = h.T.contiguous().T if strided else h
             stats, units, out = weigh(
-                head, h, weight, bias, ids[rows], rule.rows(rows), return_entropy=True
+                head, h, weight, bias, ids[rows], transform.rows(rows), return_entropy=True
             )
         finally:
             torch.set_num_threads(before)
@@ -173,9 +175,9 @@ def test_any_strides_of_the_weight(head) -> None:
     """Not bit for bit: rows off the 16-byte grid may take a smaller tile."""
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
-    expected = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=True)
+    expected = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
     for view in (weight.T.contiguous().T, wide):
-        found = head.logps(hidden, view, bias, ids, LogitRule(), return_entropy=True)
+        found = head.logps(hidden, view, bias, ids, LogitTransform(), return_entropy=True)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -191,18 +193,18 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
     hidden[:, :2] = 1.0
     weight[ids[3::2], 1] = -nats  # every other row: what is weighed again goes back to its place
     tensors = hidden.bfloat16(), weight.bfloat16(), None, ids
-    rule = LogitRule(1.0, softcap, 1.0)
-    stats, units, out = weigh(head, *tensors, rule)
-    z, _ = formulas.final(raw_of(*tensors[:3]), *rule)
+    transform = LogitTransform(1.0, softcap, 1.0)
+    stats, units, out = weigh(head, *tensors, transform)
+    z, _ = formulas.final(raw_of(*tensors[:3]), *transform)
     logps = formulas.statistics(z, ids)[1]
     assert logps.min() < -0.4 * nats and (out.abs() < 2.0**70).all()
     torch.testing.assert_close(stats[1].double(), logps, rtol=1e-6, atol=1e-5)
-    check_gradient(out, units, *tensors, rule)
+    check_gradient(out, units, *tensors, transform)
     few = torch.tensor([2, 5])
-    part = tensors[0][few], tensors[1], None, ids[few], rule
+    part = tensors[0][few], tensors[1], None, ids[few], transform
     assert torch.equal(weigh(head, *part)[2], out[few])
     known = stats[0], stats[1], None
-    assert torch.equal(weigh(head, *tensors, rule, known=known)[2], out)
+    assert torch.equal(weigh(head, *tensors, transform, known=known)[2], out)
 
 
 def test_confident_tokens(head) -> None:
@@ -213,27 +215,31 @@ def test_confident_tokens(head) -> None:
     weight[:, 1] = torch.linspace(0.5, 1.5, 64)
     weight[9] = torch.tensor([1.0, 1.0])
     weight = weight.bfloat16()
-    stats, units, _ = weigh(head, hidden, weight, None, ids, LogitRule())
+    stats, units, _ = weigh(head, hidden, weight, None, ids, LogitTransform())
     logps = formulas.statistics(raw_of(hidden, weight, None), ids)[1]
     bar = 4e-6 if IS_INTERPRETER else 1e-5
     assert ((stats[1] - logps).abs() <= bar * logps.abs()).all()
     assert ((units[1] + torch.expm1(logps)).abs() <= bar * torch.expm1(logps).abs()).all()
 
 
-@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(1.0, 30.0, 1.0)], ids=["plain", "softcap"])
-def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(head, rule: LogitRule) -> None:
+@pytest.mark.parametrize(
+    "transform", [LogitTransform(), LogitTransform(1.0, 30.0, 1.0)], ids=["plain", "softcap"]
+)
+def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
+    head, transform: LogitTransform
+) -> None:
     hidden, weight, bias, ids = problem(T, 48, 200)
-    _, clean_units, clean = weigh(head, hidden, weight, bias, ids, rule, return_entropy=True)
+    _, clean_units, clean = weigh(head, hidden, weight, bias, ids, transform, return_entropy=True)
     others = torch.arange(T) != 3
     for column, value in itertools.product([0, 47], [math.nan, math.inf]):
         bad = hidden.clone()
         bad[3, column] = value
-        stats, units, out = weigh(head, bad, weight, bias, ids, rule, return_entropy=True)
+        stats, units, out = weigh(head, bad, weight, bias, ids, transform, return_entropy=True)
         # A soft cap makes inf finite.
-        z, _ = formulas.final(raw_of(bad, weight, bias), *rule)
+        z, _ = formulas.final(raw_of(bad, weight, bias), *transform)
         expected = formulas.statistics(z, ids)[1]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
-        assert expected[3].isnan() or value == math.inf and rule.softcap is not None
+        assert expected[3].isnan() or value == math.inf and transform.softcap is not None
         assert units[:, 3].isfinite().all() != expected[3].isnan()
         assert all(x[others].isfinite().all() for x in stats)
         assert torch.equal(units[:, others], clean_units[:, others])
@@ -247,7 +253,7 @@ def test_a_row_without_a_target(head, level: float) -> None:
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
-    lse, logps, _ = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=False)
+    lse, logps, _ = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=False)
     z = raw_of(hidden, weight, bias)
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=2e-6)
     some = (ids >= 0) & (ids < 700)
@@ -263,25 +269,25 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     closed = torch.arange(700) % 3 == 0
     closed[ids] = False
     bias[closed] = bias[256:512] = -math.inf  # a whole slice
-    bias, rule = bias.bfloat16(), LogitRule()
-    stats, units, out = weigh(head, hidden, weight, bias, ids, rule)
+    bias, transform = bias.bfloat16(), LogitTransform()
+    stats, units, out = weigh(head, hidden, weight, bias, ids, transform)
     z = raw_of(hidden, weight, bias)
     torch.testing.assert_close(stats[0].double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(
         stats[1].double(), formulas.statistics(z, ids)[1], rtol=1e-6, atol=1e-5
     )
-    check_gradient(out, units, hidden, weight, bias, ids, rule)
+    check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
     ids[3] = -100  # each of its slices is summed relative to the slice's own maximum
-    lse = head.logps(hidden, weight, bias, ids, rule, return_entropy=False)[0]
+    lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
 def test_no_rows(head) -> None:
     hidden, weight, bias, ids = problem(0, 16, 50)
-    stats = head.logps(hidden, weight, bias, ids, LogitRule(), return_entropy=True)
+    stats = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
     assert [x.shape for x in stats] == [(0,)] * 3
-    stats, units, _ = weigh(head, hidden, weight, bias, ids, LogitRule())
+    stats, units, _ = weigh(head, hidden, weight, bias, ids, LogitTransform())
     assert stats[0].shape == (0,) and units.shape == (2, 0)
 
 
@@ -289,10 +295,10 @@ def test_no_rows(head) -> None:
 
 
 @NO_CPP
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("V", [2, 257, 1031])
 def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name: str) -> None:
-    given = *problem(T, 48, V), rule_of(name, T)
+    given = *problem(T, 48, V), transform_of(name, T)
     wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
     stats, *units, _ = linear_cpu.head_exponentials(*given, wide)
     same, *same_units, _ = linear_cpu.head_exponentials(*given, narrow[:, :V])
@@ -304,21 +310,21 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 
 
 @NO_CPP
-@pairs(name=RULES, is_known=[False, True], spread=[1, 8])
+@pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
     """Those of more than a 16th of the row's sum, and only those; also in rows whose target is far
     below the rest.
     """
-    V, rule = 1031, rule_of(name, T)
+    V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
     hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
     wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=POSITIVE16)
-    given = hidden, weight, None, ids, rule
+    given = hidden, weight, None, ids, transform
     known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
     *_, nothing = linear_cpu.head_exponentials(*given, wide, known=known)
     *_, dominant = linear_cpu.head_exponentials(*given, narrow, known=known)
     assert nothing is None
-    p = formulas.final(raw_of(hidden, weight, None), *rule)[0].softmax(1)
+    p = formulas.final(raw_of(hidden, weight, None), *transform)[0].softmax(1)
     p = p.scatter(1, ids[:, None], 0.0)
     share, places = p / p.sum(1, keepdim=True), (dominant.rows, dominant.columns)
     is_dominant = torch.zeros(T, V, dtype=torch.bool).index_put_(places, torch.tensor(True))
@@ -332,7 +338,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
 def test_more_rows_than_a_group() -> None:
     """Rows are taken a thousand at a time; nothing is lost at the seam."""
     hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
-    given = hidden, weight, None, torch.arange(1030) % 300, LogitRule()
+    given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
     found = linear_cpu.head_logps(*given, return_entropy=False)
     exact = formulas.statistics(raw_of(*given[:3]), given[3])
     torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
@@ -346,7 +352,7 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
     V, ids = 300, torch.arange(T)
     hidden, weight, out = torch.ones(T, 1), torch.zeros(V, 1), torch.full((T, V), math.nan)
     weight[ids, 0] = nats
-    linear_cpu.head_exponentials(hidden, weight, None, ids, LogitRule(1.0, softcap, 1.0), out)
+    linear_cpu.head_exponentials(hidden, weight, None, ids, LogitTransform(1.0, softcap, 1.0), out)
     bent = 0 if softcap is None else math.tanh(nats / softcap)
     torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
     below = math.exp(-nats if softcap is None else -softcap * bent)
@@ -363,8 +369,8 @@ def test_what_it_does_not_take() -> None:
         ((hidden, weight, None, ids[1:]), "target_ids: expected one value for each of 37 rows"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            linear_cpu.head_logps(*arguments, LogitRule(), return_entropy=False)
-    given = hidden, weight, None, ids, LogitRule()
+            linear_cpu.head_logps(*arguments, LogitTransform(), return_entropy=False)
+    given = hidden, weight, None, ids, LogitTransform()
     for out in (torch.empty(T, 299), torch.empty(T, 300).double()):
         with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\), or int16 for"):
             linear_cpu.head_exponentials(*given, out)
@@ -376,7 +382,7 @@ def test_what_it_does_not_take() -> None:
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies from 2048 on, where the product is ours."""
-    monkeypatch.setattr(route, "own_product", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
         found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps
         assert (found is not None) == (columns == 2048 and dtype == torch.float32)

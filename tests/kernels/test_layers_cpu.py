@@ -240,14 +240,14 @@ def test_rotary(batch, angles, heads, width, frozen, poisoned_memory):
     q, k = q.requires_grad_(frozen != "q"), k.requires_grad_(frozen != "k")
     cos, sin = draw(angles, 7, width, seed=8), draw(angles, 7, width, seed=9)
     up = [draw(*x.shape[::-1], seed=4).permute(3, 2, 1, 0) for x in (q, k)]
-    assert layers.can_turn(q, k, cos, sin)
+    assert layers.can_rotate(q, k, cos, sin)
     check_gradients(rotary, turned_halves, [q, k, cos, sin], up)
     assert rotary(q, k, cos, sin)[0].transpose(1, 2).is_contiguous()
 
 
 def test_what_rotary_does_not_take():
     q, k, cos, sin = draw(2, 4, 7, 8), draw(2, 2, 7, 8), draw(2, 7, 8), draw(2, 7, 8)
-    assert layers.can_turn(q, k, cos, sin)
+    assert layers.can_rotate(q, k, cos, sin)
     for wrong in (
         (q.double(), k.double(), cos.double(), sin.double()),
         (q, k, cos.clone().requires_grad_(), sin),
@@ -256,7 +256,7 @@ def test_what_rotary_does_not_take():
         (q, k[:, :, :6], cos, sin),
         (q[0], k[0], cos, sin),
     ):
-        assert not layers.can_turn(*wrong)
+        assert not layers.can_rotate(*wrong)
 
 
 SIZES = {
@@ -493,7 +493,7 @@ def test_each_layer_under_each_derivative(derivative, calls):
         return torch.cat([x.flatten(1, 2) for x in apply(q.unsqueeze(1), k, cos, sin)], 1)
 
     def rotary_or_torch(*x):
-        return rotary(*x) if layers.can_turn(*x) else turned_halves(*x)
+        return rotary(*x) if layers.can_rotate(*x) else turned_halves(*x)
 
     forms = [
         (linear_layer, plain[0]), (norm, plain[1]),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -28,7 +28,7 @@ from tests.pairs import pairs
 SIZES = [1, 127, 2051, 5000, *([] if IS_INTERPRETER else [2, 129, 512, 151936])]
 ROWS, MANY = (5, 12) if IS_INTERPRETER else (33, 64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RULES = {
+TRANSFORMS = {
     "plain": (1.0, None, 1.0), "temperature": (1.0, None, 0.7), "scale": (0.0625, None, 1.0),
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
     "per_row": (1.0, None, "rows"), "per_row_softcap": (1.5, 25.0, "rows"),
@@ -51,10 +51,10 @@ def rows(request):
     return route.rows_route(request.param, torch.empty(0)).kernels
 
 
-def make_rule(name: str, count: int) -> LogitRule:
-    scale, softcap, temperature = RULES[name]
+def make_transform(name: str, count: int) -> LogitTransform:
+    scale, softcap, temperature = TRANSFORMS[name]
     by_row = 0.5 + torch.rand(count) if temperature == "rows" else temperature
-    return LogitRule(scale, softcap, by_row)
+    return LogitTransform(scale, softcap, by_row)
 
 
 def make_rows(count: int, columns: int, dtype=torch.float32):
@@ -68,21 +68,21 @@ def make_rows(count: int, columns: int, dtype=torch.float32):
     return logits, targets
 
 
-def check_statistics(stats, logits, targets, rule) -> None:
+def check_statistics(stats, logits, targets, transform) -> None:
     bar = 3e-7 if IS_INTERPRETER else 2e-7
     for value, truth in zip(
-        stats, formulas.statistics(formulas.final(logits, *rule)[0], targets), strict=True
+        stats, formulas.statistics(formulas.final(logits, *transform)[0], targets), strict=True
     ):
         assert value.dtype == torch.float32 and value.shape == targets.shape
         assert (value - truth).abs().max() <= 2e-6 + bar * truth.abs().max()
 
 
-def check_gradient(gradient, logits, targets, rule, g, ge) -> None:
+def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
     """Each row's error in the L2 norm, against its two terms (they may cancel) and fp32's spacing
     of z and log p.
     """
     ge = torch.zeros_like(g) if ge is None else ge
-    z, slope = formulas.final(logits, *rule)
+    z, slope = formulas.final(logits, *transform)
     terms = [formulas.gradient(z, slope, targets, *pair) for pair in ((g, 0 * ge), (0 * g, ge))]
     size = terms[0].norm(dim=1) + terms[1].norm(dim=1)
     error = (gradient.double() - terms[0] - terms[1]).norm(dim=1)
@@ -92,32 +92,34 @@ def check_gradient(gradient, logits, targets, rule, g, ge) -> None:
     assert (error <= bound * size + least).all(), (error / size).max()
 
 
-@pairs(columns=SIZES, rule_name=RULES, dtype=DTYPES)
-def test_numerics(rows, columns, rule_name, dtype) -> None:
+@pairs(columns=SIZES, transform_name=TRANSFORMS, dtype=DTYPES)
+def test_numerics(rows, columns, transform_name, dtype) -> None:
     """Exact on the given logits; a gradient in 16 bits is rounded once, to nearest even. Asking for
     the entropy, or a coefficient of 0, moves no bit; nothing beside the view is touched.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
-    rule = make_rule(rule_name, count)
-    with only_memory_of(logits, targets, rule.temperature):
-        stats = rows.row_logps(logits, targets, rule, return_entropy=True)
-    check_statistics(stats, logits, targets, rule)
-    again = rows.row_logps(logits, targets, rule, return_entropy=False)
+    transform = make_transform(transform_name, count)
+    with only_memory_of(logits, targets, transform.temperature):
+        stats = rows.row_logps(logits, targets, transform, return_entropy=True)
+    check_statistics(stats, logits, targets, transform)
+    again = rows.row_logps(logits, targets, transform, return_entropy=False)
     assert again[2] is None and all(map(torch.equal, again[:2], stats))
     g, ge, wide = torch.randn(count), torch.randn(count), logits.float()
     for grad_entropy in (None, ge):
-        given = targets, stats, g, grad_entropy, rule
+        given = targets, stats, g, grad_entropy, transform
         exact = rows.row_grad_(wide.clone(), *given)
-        check_gradient(exact, logits, targets, rule, g, grad_entropy)
+        check_gradient(exact, logits, targets, transform, g, grad_entropy)
         out = torch.full((count, columns + 5), math.nan, dtype=dtype)
-        with only_memory_of(logits, *given[:1], *stats, g, grad_entropy, rule.temperature, out):
+        with only_memory_of(
+            logits, *given[:1], *stats, g, grad_entropy, transform.temperature, out
+        ):
             found = rows.row_grad_(logits, *given, out=out[:, 2:-3])
         assert torch.equal(found, exact.to(dtype)) and out[:, [0, 1, -3, -2, -1]].isnan().all()
     over = logits.clone()
     assert rows.row_grad_(over, *given) is over and torch.equal(over, found)
-    given = targets, (*stats[:2], None), g, None, rule
-    zero = rows.row_grad_(wide.clone(), targets, stats, g, torch.zeros(count), rule)
+    given = targets, (*stats[:2], None), g, None, transform
+    zero = rows.row_grad_(wide.clone(), targets, stats, g, torch.zeros(count), transform)
     assert torch.equal(rows.row_grad_(wide.clone(), *given), zero)
 
 
@@ -129,31 +131,31 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
         logits = torch.linspace(-100.0, 0.0, 4099).repeat(6, 1).to(dtype)
         targets = torch.zeros(6, dtype=torch.int64)
         g = torch.tensor([1.0, -3.3, 1e5, 1e-4, 1e38, math.inf])
-        stats = rows.row_logps(logits, targets, LogitRule(), return_entropy=False)
-        given = targets, stats, g, None, LogitRule()
+        stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=False)
+        given = targets, stats, g, None, LogitTransform()
         exact = rows.row_grad_(logits.float(), *given)
         out = rows.row_grad_(logits, *given, out=torch.empty(6, 4099, dtype=dtype))
         assert torch.equal(out.nan_to_num(7.0), exact.to(dtype).nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("rule_name", ["plain", "temperature", "negative_scale"])
-def test_numerics_infinite_columns_are_absent(rows, rule_name: str) -> None:
+@pytest.mark.parametrize("transform_name", ["plain", "temperature", "negative_scale"])
+def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None:
     """-inf columns (in z) contribute exactly 0; the gradient equals, bit for bit, that of columns
     far below.
     """
     logits, targets = make_rows(6, 4096)
-    rule = make_rule(rule_name, 6)
-    hole = -math.inf * math.copysign(1.0, rule.logit_scale)
+    transform = make_transform(transform_name, 6)
+    hole = -math.inf * math.copysign(1.0, transform.logit_scale)
     logits[:, ::3] = hole
     logits[0, :2048] = hole  # a first block with nothing in it
     targets[:] = 4093
-    stats = rows.row_logps(logits, targets, rule, return_entropy=True)
-    check_statistics(stats, logits, targets, rule)
-    given = targets, stats, torch.randn(6), torch.randn(6), rule
+    stats = rows.row_logps(logits, targets, transform, return_entropy=True)
+    check_statistics(stats, logits, targets, transform)
+    given = targets, stats, torch.randn(6), torch.randn(6), transform
     absent = torch.isinf(logits)
     gradient = rows.row_grad_(logits.clone(), *given)
     assert (gradient[absent] == 0).all() and gradient.isfinite().all()
-    far = logits.masked_fill(absent, -3e4 * math.copysign(1.0, rule.logit_scale))
+    far = logits.masked_fill(absent, -3e4 * math.copysign(1.0, transform.logit_scale))
     assert torch.equal(gradient, rows.row_grad_(far, *given))
 
 
@@ -163,12 +165,12 @@ def test_numerics_confident_tokens(rows, gap: float) -> None:
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
     logits[every, targets] += gap + math.log(999)
-    stats = rows.row_logps(logits, targets, LogitRule(), return_entropy=False)
+    stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=False)
     truth = formulas.statistics(logits.double(), targets)[1]
     assert (stats[1] <= 0).all()
     torch.testing.assert_close(stats[1].double(), truth, rtol=1e-6, atol=0)
     rest = -torch.expm1(truth)
-    gradient = rows.row_grad_(logits.clone(), targets, stats, torch.ones(3), None, LogitRule())
+    gradient = rows.row_grad_(logits.clone(), targets, stats, torch.ones(3), None, LogitTransform())
     torch.testing.assert_close(gradient[every, targets].double(), rest, rtol=1e-6, atol=0)
     assert gradient.double().sum(1).abs().max() <= 4e-6 * rest.max()
 
@@ -179,12 +181,12 @@ def test_numerics_large_offsets_and_ranges(rows) -> None:
     """
     logits, targets = make_rows(4, 3000)
     logits = (logits * 1024).round() / 1024  # so that adding 4096 is exact
-    plain = rows.row_logps(logits, targets, LogitRule(), return_entropy=True)
-    moved = rows.row_logps(logits + 4096.0, targets, LogitRule(), return_entropy=True)
+    plain = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
+    moved = rows.row_logps(logits + 4096.0, targets, LogitTransform(), return_entropy=True)
     torch.testing.assert_close(moved[1:], plain[1:], rtol=0, atol=2e-6)
     logits[:, 5] = 1e4
     targets[:] = 5
-    lse, logps, entropy = rows.row_logps(logits, targets, LogitRule(), return_entropy=True)
+    lse, logps, entropy = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
     assert torch.equal(lse, torch.full((4,), 1e4)) and (logps == 0).all() and (entropy == 0).all()
 
 
@@ -193,11 +195,11 @@ def test_numerics_not_a_number_shows(rows) -> None:
     for column, value in itertools.product([0, 700, 2500, 2999], [math.nan, math.inf]):
         logits, targets = make_rows(3, 3000)
         logits[1, column] = value
-        stats = rows.row_logps(logits, targets, LogitRule(), return_entropy=True)
+        stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
         for result in stats[1:]:
             assert result[1].isnan() and result[[0, 2]].isfinite().all()
         g = torch.ones(3)
-        gradient = rows.row_grad_(logits.clone(), targets, stats, g, g, LogitRule())
+        gradient = rows.row_grad_(logits.clone(), targets, stats, g, g, LogitTransform())
         assert gradient[1].isnan().any() and gradient[[0, 2]].isfinite().all()
 
 
@@ -211,25 +213,25 @@ def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool)
     logits[5] = -math.inf
     targets[[1, 3, 5]] = torch.tensor([-100, 10**12, -1])
     logits = logits.to(dtype)
-    stats = rows.row_logps(logits, targets, LogitRule(), return_entropy=True)
+    stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
     assert stats[1][8].isnan() and stats[1][[0, 2, 4, 6, 7]].isfinite().all()
     g = torch.tensor([1.0, 0.0, 1.0, -0.0, 1.0, 0.0, 0.0, 1.0, -0.0])
     ge = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]) if with_entropy else None
     out = torch.full_like(logits, math.nan)
-    rows.row_grad_(logits, targets, stats, g, ge, LogitRule(), out=out)
+    rows.row_grad_(logits, targets, stats, g, ge, LogitTransform(), out=out)
     assert out.isfinite().all() and (out[[1, 3, 5, 8]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
     assert logits[1].isnan().all()  # the input stays as it was when `out` is given
 
 
 def test_empty(rows) -> None:
-    logits, none, rule = torch.empty(0, 7), torch.empty(0), LogitRule()
-    stats = rows.row_logps(logits, none.long(), rule, return_entropy=True)
+    logits, none, transform = torch.empty(0, 7), torch.empty(0), LogitTransform()
+    stats = rows.row_logps(logits, none.long(), transform, return_entropy=True)
     assert [x.shape for x in stats] == [(0,)] * 3
-    assert rows.row_grad_(logits, none.long(), (none, none, None), none, None, rule) is logits
+    assert rows.row_grad_(logits, none.long(), (none, none, None), none, None, transform) is logits
     terms = RowTerms(none, none)
     result = rows.row_loss_(
-        logits, logits, none.long(), terms, LossConfig(), rule, return_entropy=False
+        logits, logits, none.long(), terms, LossConfig(), transform, return_entropy=False
     )
     assert result.entropy is None
     assert all(x.shape == (0,) for x in (*result[:2], result.losses, result.grad_logps))
@@ -258,14 +260,18 @@ def terms_of(x: dict) -> RowTerms:
     return RowTerms(**{name: x[name] for name in RowTerms._fields})
 
 
-def call(rows, x: dict, config: LossConfig, rule: LogitRule | None = None, out=None, **options):
+def call(
+    rows, x: dict, config: LossConfig, transform: LogitTransform | None = None, out=None, **options
+):
     """(RowLoss, d-logits), from a copy of the logits unless `out` is given."""
     logits = x["logits"].clone() if out is None else x["logits"]
     out = logits if out is None else out
     options.setdefault("return_entropy", x["grad_entropy"] is not None)
-    rule, terms = rule or LogitRule(), terms_of(x)
-    with only_memory_of(logits, out, x["target_ids"], *terms, rule.temperature):
-        return rows.row_loss_(logits, out, x["target_ids"], terms, config, rule, **options), out
+    transform, terms = transform or LogitTransform(), terms_of(x)
+    with only_memory_of(logits, out, x["target_ids"], *terms, transform.temperature):
+        return rows.row_loss_(
+            logits, out, x["target_ids"], terms, config, transform, **options
+        ), out
 
 
 def config_of(loss_type: str, **more) -> LossConfig:
@@ -276,13 +282,13 @@ def config_of(loss_type: str, **more) -> LossConfig:
 OF_LOSS = ("old_logps", "ref_logps", "advantages", "policy_weights", "kl_weights")
 
 
-def check_loss(rows, x: dict, config: LossConfig, rule: LogitRule | None = None) -> None:
+def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | None = None) -> None:
     """Losses, coefficients and d-logits against the oracle."""
-    z, slope = formulas.final(x["logits"], *(rule or LogitRule()))
+    z, slope = formulas.final(x["logits"], *(transform or LogitTransform()))
     lp = formulas.statistics(z, x["target_ids"])[1]
     losses, g = formulas.loss_and_slope(lp, *(x[name] for name in OF_LOSS), config)
     exact = formulas.gradient(z, slope, x["target_ids"], g, x["grad_entropy"])
-    result, d = call(rows, x, config, rule)
+    result, d = call(rows, x, config, transform)
     rtol, least = (1e-5, 3e-6) if IS_INTERPRETER else (3e-6, 1e-6)
     torch.testing.assert_close(result.losses.double(), losses, rtol=rtol, atol=3e-6)
     error, size = (d.double() - exact).norm(dim=1), exact.norm(dim=1)
@@ -292,14 +298,14 @@ def check_loss(rows, x: dict, config: LossConfig, rule: LogitRule | None = None)
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """With every rule, without old_logps, without a reference; weights of 0."""
+    """With every transform, without old_logps, without a reference; weights of 0."""
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
-    rules = [LogitRule(), LogitRule(0.5, 20.0, 0.9)]
-    rules += [LogitRule(1.0, None, torch.linspace(0.5, 2.0, len(x["logits"])))]
+    transforms = [LogitTransform(), LogitTransform(0.5, 20.0, 0.9)]
+    transforms += [LogitTransform(1.0, None, torch.linspace(0.5, 2.0, len(x["logits"])))]
     missing = [(), ("old_logps",), ("ref_logps", "kl_weights", "grad_entropy")]
-    for rule, names in zip(rules, missing, strict=True):
-        check_loss(rows, {**x, **dict.fromkeys(names)}, config_of(loss_type), rule)
+    for transform, names in zip(transforms, missing, strict=True):
+        check_loss(rows, {**x, **dict.fromkeys(names)}, config_of(loss_type), transform)
 
 
 @pairs(estimator=KL_ESTIMATORS, clamps=CLAMPS, times_ratio=[False, True], has_old=[False, True])
@@ -320,31 +326,34 @@ def test_options(rows) -> None:
 @pairs(columns=[1, 131, 2600], dtype=DTYPES)
 def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int) -> None:
     x, config = make_loss(ROWS, columns, dtype), LossConfig(loss_type="grpo", beta=0.3)
-    for rule, grad_entropy in ((LogitRule(), x["grad_entropy"]), (LogitRule(0.5, 20.0, 0.9), None)):
+    for transform, grad_entropy in (
+        (LogitTransform(), x["grad_entropy"]),
+        (LogitTransform(0.5, 20.0, 0.9), None),
+    ):
         y = {**x, "grad_entropy": grad_entropy}
-        result, d = call(rows, y, config, rule)
+        result, d = call(rows, y, config, transform)
         has_entropy = grad_entropy is not None
-        stats = rows.row_logps(x["logits"], x["target_ids"], rule, return_entropy=has_entropy)
+        stats = rows.row_logps(x["logits"], x["target_ids"], transform, return_entropy=has_entropy)
         for got, expected in zip(result[:3], stats, strict=True):
             assert got is expected is None or torch.equal(got, expected)
-        of_rows = stats, result.grad_logps, y["grad_entropy"], rule
+        of_rows = stats, result.grad_logps, y["grad_entropy"], transform
         again = rows.row_grad_(x["logits"].clone(), x["target_ids"], *of_rows)
-        out = call(rows, y, config, rule, out=torch.full_like(x["logits"], math.nan))[1]
+        out = call(rows, y, config, transform, out=torch.full_like(x["logits"], math.nan))[1]
         assert torch.equal(d, again) and torch.equal(out, d)
 
 
-@pytest.mark.parametrize("rule_name", ["plain", "per_row", "all"])
-def test_a_row_depends_on_itself_only(rows, rule_name: str) -> None:
+@pytest.mark.parametrize("transform_name", ["plain", "per_row", "all"])
+def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
     """Bitwise: order, neighbours, chunk size, thread count, the order of programs do not matter."""
     x, config = make_loss(ROWS, 4500), LossConfig(loss_type="dapo", beta=0.1)
-    rule = make_rule(rule_name, ROWS)
+    transform = make_transform(transform_name, ROWS)
 
     def run(index, threads: int = 1) -> list[torch.Tensor]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             part = {name: value[index] for name, value in x.items()}
-            result, d = call(rows, part, config, rule.rows(index))
+            result, d = call(rows, part, config, transform.rows(index))
         finally:
             torch.set_num_threads(before)
         return [*result[:5], d]
@@ -393,7 +402,7 @@ def test_on_policy_is_exact(rows) -> None:
     x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
     config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
     x["policy_weights"].fill_(1.0)
-    stats = rows.row_logps(x["logits"], x["target_ids"], LogitRule(), return_entropy=False)
+    stats = rows.row_logps(x["logits"], x["target_ids"], LogitTransform(), return_entropy=False)
     for old in (stats[1], None):
         result, _ = call(rows, {**x, "old_logps": old}, config)
         assert torch.equal(result.grad_logps, -x["advantages"])
@@ -419,7 +428,7 @@ def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
     config, count = LossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2), 20 * ROWS
     x = {**make_loss(count, 3), "kl_weights": None, "grad_entropy": None}
     x["policy_weights"].fill_(1.0)
-    logps = rows.row_logps(x["logits"], x["target_ids"], LogitRule(), return_entropy=False)[1]
+    logps = rows.row_logps(x["logits"], x["target_ids"], LogitTransform(), return_entropy=False)[1]
     bound = torch.where(torch.arange(count) % 2 == 0, math.log(1.2), math.log(0.8))
     x["old_logps"] = logps - bound * (1 + torch.linspace(-1e-5, 1e-5, count))
     x["advantages"] = torch.where(torch.arange(count) % 4 < 2, 1.0, -1.0)
@@ -437,27 +446,37 @@ def test_refusals() -> None:
     if route.unavailable("cpu", "cpu"):
         pytest.skip(route.unavailable("cpu", "cpu"))
     logits, targets = make_rows(4, 10)
-    rule, vector = LogitRule(), torch.zeros(4)
-    for bad_logits, bad_targets, bad_rule, message in [
-        (logits.double(), targets, rule, "logits: expected float32, bfloat16 or float16"),
-        (logits.t(), torch.zeros(10).long(), rule, "logits: expected a contiguous last dimension"),
-        (logits[0], targets, rule, r"logits: expected \(C, V\)"),
-        (logits, targets.int(), rule, "target_ids: expected int64"),
-        (logits, targets[:3], rule, "target_ids: expected one value for each of 4 rows"),
-        (logits, targets, LogitRule(1.0, -1.0), "softcap: expected a positive number"),
-        (logits, targets, LogitRule(1.0, None, vector[:3]), "temperature: expected one value for"),
+    transform, vector = LogitTransform(), torch.zeros(4)
+    for bad_logits, bad_targets, bad_transform, message in [
+        (logits.double(), targets, transform, "logits: expected float32, bfloat16 or float16"),
+        (
+            logits.t(),
+            torch.zeros(10).long(),
+            transform,
+            "logits: expected a contiguous last dimension",
+        ),
+        (logits[0], targets, transform, r"logits: expected \(C, V\)"),
+        (logits, targets.int(), transform, "target_ids: expected int64"),
+        (logits, targets[:3], transform, "target_ids: expected one value for each of 4 rows"),
+        (logits, targets, LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
+        (
+            logits,
+            targets,
+            LogitTransform(1.0, None, vector[:3]),
+            "temperature: expected one value for",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            rows.row_logps(bad_logits, bad_targets, bad_rule, return_entropy=False)
+            rows.row_logps(bad_logits, bad_targets, bad_transform, return_entropy=False)
     stats = vector, vector, None
     for out, message in [
         (torch.empty(4, 9), r"out: expected \(4, 10\), got \(4, 9\)"),
         (torch.empty(4, 10, dtype=torch.float16), "out: expected the dtype of the logits"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            rows.row_grad_(logits, targets, stats, vector, None, rule, out=out)
+            rows.row_grad_(logits, targets, stats, vector, None, transform, out=out)
     with pytest.raises(RuntimeError, match="entropy: expected the rows' entropies"):
-        rows.row_grad_(logits, targets, stats, vector, vector, rule)
+        rows.row_grad_(logits, targets, stats, vector, vector, transform)
     x, config = make_loss(4), LossConfig(loss_type="grpo", beta=0.1)
     for name in (*OF_LOSS, "grad_entropy"):
         with pytest.raises(RuntimeError, match=f"{name}: expected one value for each of 4 rows"):

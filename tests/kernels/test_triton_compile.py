@@ -88,7 +88,7 @@ import torch
 from benchmarks.gpu import live_tiles
 from benchmarks.gpu.fake_driver import compile_launches
 from benchmarks.gpu.resources import SHARED_LIMIT, resources
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
 for arch in ("sm_90", "sm_120"):
@@ -97,7 +97,7 @@ for arch in ("sm_90", "sm_120"):
         hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
         with compile_launches(arch) as compiled:
             ids = torch.zeros(8, dtype=torch.long)
-            live_tiles.weighed_exponentials(hidden, weight, ids, LogitRule(), e)
+            live_tiles.weighed_exponentials(hidden, weight, ids, LogitTransform(), e)
             live_tiles.live_product(e, weight, live, torch.zeros(8, width))
             live_tiles.live_product(e, hidden, live, weight, transposed=True)
         for name, kernel in compiled:

@@ -20,7 +20,7 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 @pytest.fixture
 def products(monkeypatch):
     """Rows of every product hidden·Wᵀ, in order."""
-    rows, original = [], chunks.matmul_wide
+    rows, original = [], chunks.matmul_logits
 
     def counted(h, weight, *, out):
         rows.append(h.shape[0])
@@ -31,7 +31,7 @@ def products(monkeypatch):
         return original_rows(h, *others)
 
     original_rows = linear_cpu._rows
-    monkeypatch.setattr(chunks, "matmul_wide", counted)
+    monkeypatch.setattr(chunks, "matmul_logits", counted)
     monkeypatch.setattr(linear_cpu, "_rows", counted_rows)
     return rows
 

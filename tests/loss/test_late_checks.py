@@ -44,7 +44,7 @@ def late(monkeypatch):
     """Checks of tensors of the CPU are told late; yields the list of those on their way."""
     waiting: list = []
     monkeypatch.setattr(values, "is_checked_later", lambda x, validate: validate == "auto")
-    monkeypatch.setattr(values, "on_its_way", lambda flags: (flags.clone(), Event()))
+    monkeypatch.setattr(values, "copy_to_host_async", lambda flags: (flags.clone(), Event()))
     monkeypatch.setattr(values, "_pending", waiting)
     return waiting
 

@@ -395,7 +395,10 @@ REFUSED = {
     "id beyond the vocabulary": (lambda: sets(at={(4, 0): V}), r"support\.ids: .*\[0, 300\)"),
     "negative id": (lambda: sets(at={(4, 0): -1}), r"support\.ids: .*\[0, 300\)"),
     "id twice": (lambda: sets(at={(4, 0): int(rows()[3][4])}), r"support\.ids: .*no id twice"),
-    "target missing": (lambda: sets(at={(T - 1, 1): 299}), "support: .*target among the ids of its set"),
+    "target missing": (
+        lambda: sets(at={(T - 1, 1): 299}),
+        "support: .*target among the ids of its set",
+    ),
     "falling offsets": (
         lambda: sets(offsets=OFFSETS.clone().index_put_((torch.tensor(3),), torch.tensor(2))),
         r"support\.offsets: expected non-decreasing",

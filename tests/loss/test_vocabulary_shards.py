@@ -18,7 +18,7 @@ import torch
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
@@ -111,7 +111,7 @@ def test_all_ranks_cut_the_same_chunks(monkeypatch):
     """However many rows of the vocabulary they hold: a chunk is a collective."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "1")
     hidden, ids, sizes = torch.zeros(500, 4), torch.zeros(500, dtype=torch.int64), (4000, 10, 0)
-    rows = ActiveRows(500, None, ids, LogitRule(), None)
+    rows = ActiveRows(500, None, ids, LogitTransform(), None)
     cut = []
     for rank, size in enumerate(sizes):
         shard, weight = VocabularyShard(None, sizes, rank), torch.zeros(size, 4)

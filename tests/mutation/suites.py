@@ -13,7 +13,7 @@ SUITES = {
     "range": "loss/test_gradient_range.py",
     "shards": "loss/test_vocabulary_shards.py -k '2- or chunks'",
     "support": "loss/test_support.py -k 'not every_loss and not aggregations and not threads'",
-    "csrc_support": "kernels/test_support_doors.py",
+    "csrc_support": "kernels/test_support_kernels.py",
     "csrc_shards": "loss/test_vocabulary_shards.py -k '2- and cpu'",
     "csrc_attention": "attention/test_attention_csrc.py",
     "csrc_decode": "kernels/test_decode_cpu.py",
@@ -37,7 +37,7 @@ SUITES = {
     "triton_linear": "kernels/triton_tools/cases_tiles.py kernels/test_head.py -k 'triton_tools or triton and (infinity or values)'",
     "triton_gradients": "kernels/triton_tools/cases_gradients.py",
     "triton_weights": "kernels/triton_tools/cases_launches.py kernels/test_head.py -k 'triton_tools or triton and (far_below or bad_row or values)'",
-    "triton_support": "kernels/test_support_doors.py -k 'triton and not 1030'",
+    "triton_support": "kernels/test_support_kernels.py -k 'triton and not 1030'",
     "triton_support_public": "loss/test_support.py -k 'triton and (aggregations or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "kernels/triton_tools/cases_scale.py",
     # For the bugs of `--library`.

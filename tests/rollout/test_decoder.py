@@ -94,7 +94,7 @@ def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
 
     def run(chosen: slice) -> torch.Tensor:
         out, n = x[chosen].clone(), len(x[chosen])
-        own = cpp.with_room((), prompts, n, 1)
+        own = cpp.grow_tiles((), prompts, n, 1)
         numbers = torch.tensor([21]), torch.tensor([n])
         angles = cos[chosen].contiguous(), sin[chosen].contiguous()
         cpp.decode_layer_(out, layer, *angles, prompts, own, *numbers, 0, 0.3, None)
@@ -313,7 +313,7 @@ def test_the_operator_refuses_what_does_not_fit():
     weight, bias = torch.ones(32, 16), torch.ones(5)
     x, angles, norm = torch.ones(2, 16), torch.ones(2, 8), torch.ones(16)
     tiles = cpp.tiles_of(*(torch.ones(1, 1, 3, 8) for _ in "kv"))
-    own = cpp.with_room((), tiles, 2, 4)
+    own = cpp.grow_tiles((), tiles, 2, 4)
     layer = cpp.LayerWeights(
         norm, cpp.pack(weight), None, None, None, cpp.pack(torch.ones(16, 16)), norm,
         cpp.pack(torch.ones(24, 16)), cpp.pack(torch.ones(16, 12)), heads=2, inner=12, eps=1e-6,

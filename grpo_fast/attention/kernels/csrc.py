@@ -17,7 +17,7 @@ def forward(
     D).
     """
     given = map(contiguous_rows, (q, k, v))
-    operator = loader.door("attention", "attention")
+    operator = loader.operator("attention", "attention")
     return operator(*given, spans.cu_q, spans.cu_k, spans.causal, params.scale)
 
 
@@ -26,6 +26,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. `saved.out` and `saved.lse` may include other keys."""
     given = map(contiguous_rows, (grad, *saved[:4]))
-    operator = loader.door("attention", "attention_backward")
+    operator = loader.operator("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal
     return operator(*given, detached(saved.lse), *places, params.scale)

@@ -51,7 +51,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
     _sweep(folder)
     libraries = list(folder.glob(f"{stem}-*.so"))
     for path in libraries:
-        if _is_whole(path, stem):
+        if _is_intact(path, stem):
             return path
         logger.warning("grpo_fast: %s is damaged or another user's, compiling again", path)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
@@ -60,7 +60,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         os.replace(output, target)
     for path in libraries:
-        if path != target and not _is_whole(path, stem):
+        if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):
                 path.unlink()
     return target
@@ -74,7 +74,7 @@ def _sweep(folder: Path) -> None:
                     shutil.rmtree(entry)
 
 
-def _is_whole(path: Path, stem: str) -> bool:
+def _is_intact(path: Path, stem: str) -> bool:
     try:
         return path.name == _name(path, stem) and _is_trusted(path)
     except OSError:  # another process was faster, or it is not ours to read

@@ -32,13 +32,13 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
     return k.mT.contiguous(), v.contiguous()
 
 
-def with_room(held: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
-    """Tiles for at least so many tokens of B completions of these prompts; first what is held."""
+def grow_tiles(old: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
+    """Tiles for at least so many tokens of B completions of these prompts; first what is old."""
     (_, heads, _, depth, _), tiles = prompts[0].shape, -(-tokens // TILE)
     k = prompts[0].new_empty((rows, heads, tiles, depth, TILE))
     v = prompts[0].new_empty((rows, heads, tiles, TILE, depth))
-    for new, old in zip((k, v), held, strict=False):
-        new[:, :, : old.shape[2]] = old
+    for new, before in zip((k, v), old, strict=False):
+        new[:, :, : before.shape[2]] = before
     return k, v
 
 
@@ -47,21 +47,21 @@ def decode_(
     k: Tensor,  # (H_kv, B, D) fp32
     v: Tensor,  # (H_kv, B, D) fp32
     prompts: Tiles,  # of N prompts
-    own: Tiles,  # of B completions
+    completions: Tiles,  # of B completions
     lengths: Tensor,  # (N,) int64 of the prompts
     counts: Tensor,  # (N,) int64: the completions of each, side by side
     time: int,
     scale: float,
     window: int | None,
 ) -> Tensor:  # (B, H, D) fp32
-    """Keep k and v as token `time` of `own`, and attend to the prompt and to all own tokens.
+    """Keep k and v as token `time` of `completions`, and attend to the prompt and to all completions tokens.
 
     Args:
-        window: how many tokens a query sees at most, its own included; None: all.
+        window: how many tokens a query sees at most, its completions included; None: all.
     """
     q, k, v = map(contiguous_rows, (q, k, v))
-    return loader.door("decode", "decode_")(
-        q, k, v, *prompts, *own, lengths, counts, time, scale, window
+    return loader.operator("decode", "decode_")(
+        q, k, v, *prompts, *completions, lengths, counts, time, scale, window
     )
 
 
@@ -87,12 +87,12 @@ def pack(*weights: Tensor) -> Tensor:
 
     Raises CsrcUnavailable without the C++ kernels.
     """
-    return loader.door("decoder", "pack")(torch.cat(weights))
+    return loader.operator("decoder", "pack")(torch.cat(weights))
 
 
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
     """x·weightᵀ, of a weight (width, K) that was packed alone."""
-    out: Tensor = loader.door("decoder", "linear")(x.contiguous(), weight, width)
+    out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
     return out
 
 
@@ -102,13 +102,13 @@ def decode_layer_(
     cos: Tensor,  # (B, D)
     sin: Tensor,  # (B, D)
     prompts: Tiles,
-    own: Tiles,
+    completions: Tiles,
     lengths: Tensor,  # as in decode_
     counts: Tensor,
     time: int,
     scale: float,
     window: int | None,
 ) -> None:
-    """Put x through the layer, in place; its keys and values become token `time` of `own`."""
-    door = loader.door("decoder", "decode_layer_")
-    door(x, *layer, cos, sin, *prompts, *own, lengths, counts, time, scale, window)
+    """Put x through the layer, in place; its keys and values become token `time` of `completions`."""
+    operator = loader.operator("decoder", "decode_layer_")
+    operator(x, *layer, cos, sin, *prompts, *completions, lengths, counts, time, scale, window)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
-from grpo_fast.kernels.types import LogitRule, rule_arguments, vector
+from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 
@@ -16,8 +16,8 @@ def row_divergence_(
     teacher: Tensor,  # (C, V) fp32
     weights: Tensor,  # (C,)
     divergence: Divergence,
-    rule: LogitRule,
-    teacher_rule: LogitRule,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V), which may be `teacher`
     known: DivergenceRows | None = None,
@@ -26,8 +26,8 @@ def row_divergence_(
     """See divergence_reference.row_divergence_; `out` must not be the logits."""
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(divergence.kind)
-    sums = loader.door("divergence", "row_divergence_")(
+    sums = loader.operator("divergence", "row_divergence_")(
         logits, teacher, out, vector(weights), of_rows, kind, divergence.beta,
-        *rule_arguments(rule), *rule_arguments(teacher_rule)[:3], offsets,
+        *transform_arguments(transform), *transform_arguments(teacher_transform)[:3], offsets,
     )  # fmt: skip
     return DivergenceRows(*sums.view(4, -1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.self_test import apart
+from grpo_fast.kernels.self_test import in_fresh_thread
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
@@ -31,7 +31,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    is_right = apart(lambda: _is_right(has_tiles()))
+    is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
 
@@ -95,7 +95,7 @@ def mm_(
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
     layout = a_transposed, b_transposed, add, uses_tiles(b)
-    loader.door("gemm", "mm_")(
+    loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra
     )
     return out

@@ -39,11 +39,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not is_plain(x, weight)
         or x.shape[-1] != weight.shape[-1]
         or torch.is_autocast_enabled("cpu")
-        or not route.own_product(weight)
+        or not route.uses_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
-    learns = _learns(x, weight) or (bias is not None and _learns(bias))
-    return (_Linear.apply if learns else _product)(x, weight, bias)
+    needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
+    return (_Linear.apply if needs_grad else _product)(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,14 +56,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _RmsNorm.apply(x, weight, eps) if _learns(x, weight) else _norm(x, weight, eps)[0]
+    return _RmsNorm.apply(x, weight, eps) if _needs_grad(x, weight) else _norm(x, weight, eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) · up in one pass (fp32 on a CPU), elsewhere by torch. Shapes are equal."""
     if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up) if _learns(gate, up) else _gated(gate, up)
+    return _SwiGLU.apply(gate, up) if _needs_grad(gate, up) else _gated(gate, up)
 
 
 def rotary(
@@ -74,15 +74,15 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k by halves, as transformers does: x·cos + (−x_high, x_low)·sin.
 
-    The tensors must be ones that `can_turn` accepts.
+    The tensors must be ones that `can_rotate` accepts.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _Rotary.apply(q, k, cos, sin) if _learns(q, k) else _turned(q, k, cos, sin, False)
+    return _Rotary.apply(q, k, cos, sin) if _needs_grad(q, k) else _rotated(q, k, cos, sin, False)
 
 
-def can_turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether `rotary` accepts these: `is_plain`, an even head width, constant angles."""
     return (
         is_plain(q, k, cos, sin)
@@ -119,7 +119,7 @@ def _in_transform(grad: Tensor | None = None) -> bool:
     return in_func or forward_ad._current_level >= 0
 
 
-def _learns(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -147,21 +147,23 @@ def _torch_gradients(
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, scales = loader.door("layers", "rms_norm")(_rows(x), weight.detach(), eps)
+    y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps)
     return y.view(x.shape), scales
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    y: Tensor = loader.door("layers", "swiglu")(_rows(gate), _rows(up))
+    y: Tensor = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
     return y.view(gate.shape)
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
+) -> tuple[Tensor, Tensor]:
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
-    turned = loader.door("layers", "rotary")(*by_token, *angles, inverse)
-    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in turned)
+    rotated = loader.operator("layers", "rotary")(*by_token, *angles, inverse)
+    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated)
     return out_q, out_k
 
 
@@ -177,8 +179,8 @@ def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        wants_x, needs_d_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_d_weight else None, weight if wants_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -210,8 +212,8 @@ class _RmsNorm(torch.autograd.Function):
         if _in_transform(grad):
             dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
             return dx, dw, None
-        door = loader.door("layers", "rms_norm_backward")
-        dx, dw = door(_rows(grad), _rows(x), weight.detach(), scales)
+        operator = loader.operator("layers", "rms_norm_backward")
+        dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
 
 
@@ -228,8 +230,8 @@ class _SwiGLU(torch.autograd.Function):
         if _in_transform(grad):
             dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
             return dgate, dup
-        door = loader.door("layers", "swiglu_backward")
-        dgate, dup = door(*map(_rows, (grad, gate, up)))
+        operator = loader.operator("layers", "swiglu_backward")
+        dgate, dup = operator(*map(_rows, (grad, gate, up)))
         return dgate.view(gate.shape), dup.view(up.shape)
 
 
@@ -237,7 +239,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, False)
+        return _rotated(q, k, cos, sin, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -247,4 +249,4 @@ class _Rotary(torch.autograd.Function):
             # The gradient of a rotation is linear in dq and dk and has no other inputs.
             dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
             return dq, dk, None, None
-        return *_turned(dq, dk, cos, sin, True), None, None
+        return *_rotated(dq, dk, cos, sin, True), None, None

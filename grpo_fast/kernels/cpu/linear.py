@@ -16,10 +16,10 @@ from grpo_fast.kernels.types import (
     POSITIVE16,
     Dominant,
     Exponentials,
-    LogitRule,
+    LogitTransform,
     RowStats,
     contiguous_rows,
-    rule_arguments,
+    transform_arguments,
     vector,
 )
 
@@ -29,7 +29,7 @@ def _rows(
     weight: Tensor,
     bias: Tensor | None,
     target_ids: Tensor,
-    rule: LogitRule,
+    transform: LogitTransform,
     out: Tensor | None,
     has_weights: bool,
     known: RowStats | None,
@@ -38,9 +38,9 @@ def _rows(
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)
-    results: tuple[Tensor, ...] = loader.door("linear", "linear_rows")(
+    results: tuple[Tensor, ...] = loader.operator("linear", "linear_rows")(
         hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
-        *rule_arguments(rule), return_entropy, uses_tiles(weight),
+        *transform_arguments(transform), return_entropy, uses_tiles(weight),
     )  # fmt: skip
     return results
 
@@ -50,7 +50,7 @@ def head_logps(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V) fp32
@@ -61,7 +61,7 @@ def head_logps(
     changes no bit of the other outputs. A target id outside [0, V) is never read: its logp is NaN.
     """
     lse, logps, entropy, *_ = _rows(
-        hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy
+        hidden, weight, bias, target_ids, transform, logits_out, False, None, return_entropy
     )
     return lse, logps, entropy if return_entropy else None
 
@@ -71,7 +71,7 @@ def head_exponentials(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     out: Tensor,  # (T, V) fp32 or POSITIVE16, any row stride
     *,
     return_entropy: bool = False,
@@ -83,7 +83,7 @@ def head_exponentials(
     the statistics of these rows from another call; the bits of `out` are the same.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
-        hidden, weight, bias, target_ids, rule, out, True, known, return_entropy
+        hidden, weight, bias, target_ids, transform, out, True, known, return_entropy
     )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
     return Exponentials(

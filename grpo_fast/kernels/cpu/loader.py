@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.kernels.cpu import cache, leaves
+from grpo_fast.kernels.cpu import cache, loss_codegen
 
 logger = logging.getLogger("grpo_fast")
 
@@ -91,7 +91,7 @@ def one_line(reason: str) -> str:
 
 
 @functools.cache
-def door(library: str, name: str) -> Operator:
+def operator(library: str, name: str) -> Operator:
     """An operator of a library; it raises a RuntimeError for tensors that it does not take.
 
     Raises CsrcUnavailable with the reason, the compiler's message included.
@@ -200,7 +200,7 @@ def compile_library(
 
         # 2. How it is compiled.
         def build(output: Path) -> None:
-            (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
+            (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
             reason = _run_compiler(command, [*flags, *includes], source, output)
             if reason:
@@ -225,7 +225,7 @@ def _read_sources(library: str) -> tuple[Path, str, list[bytes]]:
         places = f"neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"
         raise CsrcUnavailable(f"the C++ sources are {places}")
     try:
-        printed = leaves.header()
+        printed = loss_codegen.header()
     except (ValueError, OSError) as error:
         what = "the losses of objective/losses.py and kl.py"
         raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error

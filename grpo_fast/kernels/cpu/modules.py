@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.kernels.cpu import layers, loader
-from grpo_fast.kernels.self_test import apart
+from grpo_fast.kernels.self_test import in_fresh_thread
 
 CLOSE = 1e-5  # relative: the same formula in fp32
 ROTARY = "apply_rotary_pos_emb"  # the function by which attention modules rotate queries and keys
@@ -82,7 +82,9 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
     if key not in _verdicts:
-        _verdicts[key] = loader.unavailable("layers") is None and apart(lambda: _passes(trial))
+        _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
+            lambda: _passes(trial)
+        )
     return _verdicts[key]
 
 
@@ -227,7 +229,7 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        if rest or options or not layers.can_turn(q, k, cos, sin):
+        if rest or options or not layers.can_rotate(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, contiguous_rows, rule_arguments, vector
+from grpo_fast.kernels.types import LogitTransform, contiguous_rows, transform_arguments, vector
 
 
 def target_places(
@@ -15,7 +15,7 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    operator = loader.door("support", "support_places")
+    operator = loader.operator("support", "support_places")
     found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
     return found
 
@@ -26,22 +26,22 @@ def head_rows(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
     """See support_reference.head_rows. A row of the weight comes from memory once."""
-    raw, lse, logps, entropy, slopes = loader.door("support", "support_rows")(
+    raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
         contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
-        rows.places, index, *rule_arguments(rule), return_entropy, return_slopes,
+        rows.places, index, *transform_arguments(transform), return_entropy, return_slopes,
     )  # fmt: skip
     stats = lse, logps, entropy if return_entropy else None
     return HeadRows(raw, stats, slopes if return_slopes else None)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    operator = loader.door("support", "support_hidden")
+    operator = loader.operator("support", "support_hidden")
     out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
     return out
 
@@ -55,6 +55,6 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    loader.door("support", "support_weight_")(
+    loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

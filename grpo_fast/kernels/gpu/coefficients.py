@@ -28,7 +28,9 @@ MAX_PARAMS = 4
 
 
 @triton.jit
-def leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
+def call_objective(
+    lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
+):
     """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
     if N_PARAMS == 0:
@@ -57,7 +59,7 @@ def loss_and_slope(
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
-    loss, slope = leaf_of(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -81,7 +83,7 @@ def device_function(leaf: TokenFunction) -> TokenFunction:
     return bind(leaf, tl, triton.jit, words)
 
 
-def leaf_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
+def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
     """p0 … p3 and the clamps of the KL; the leaves, and what else is compiled into a kernel."""
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
@@ -117,7 +119,7 @@ def row_coefficients(
 ) -> tuple[Tensor, Tensor]:
     """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
-    numbers, leaves = leaf_arguments(config)
+    numbers, leaves = loss_arguments(config)
     if len(logps):
         launch(
             coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,

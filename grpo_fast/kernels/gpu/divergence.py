@@ -19,9 +19,9 @@ from torch import Tensor
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch
-from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
+from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, inverse_temperature, log1p
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows
-from grpo_fast.kernels.types import LogitRule, rule_arguments, vector
+from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Two columns a thread, four warps: what compiles without a spill on every architecture by triton
@@ -30,22 +30,22 @@ BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
-def final(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
+def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
     """z of some columns, -inf past the end, and dz/draw."""
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
-    z, slope = scores(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
+    z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
 
 
 @triton.jit
-def normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
+def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
     """Where the largest z is, and lse as a sum of two: it, and log of 1 + Σ of the others."""
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     place = offs_v
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
         is_larger = z > best
         best = tl.where(is_larger, z, best)
         place = tl.where(is_larger, cols, place)
@@ -55,13 +55,13 @@ def normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.co
     rest = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
         rest += tl.where(cols == top, 0.0, exp_fp32(z - shift))
     return top, high, log1p(tl.sum(rest, 0))
 
 
 @triton.jit
-def parts(lse):
+def split_lse(lse):
     """An fp64 lse as a sum of two fp32 numbers; 0 where it is -inf."""
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     shift = lse.to(tl.float32)
@@ -73,7 +73,7 @@ def row_divergence_kernel(
     logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, sums_ptr,
     C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
-    LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
+    DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # 1. Both rows' lse, or those that are known.
     row = tl.program_id(0).to(tl.int64)
@@ -81,40 +81,46 @@ def row_divergence_kernel(
     other_ptr = teacher_ptr + row * stride_teacher_t
     inv_t = inverse_temperature(temperature_ptr, temperature, row)
     inv_other = inverse_temperature(None, teacher_temperature, row)
-    top, shift_p, rest_p = normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
-    lse_p = shift_p.to(tl.float64) + rest_p.to(tl.float64)
+    top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
+    lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
     if known_ptr is None:
-        top_q, shift_q, rest_q = normaliser(
+        unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
         )
-        lse_q = shift_q.to(tl.float64) + rest_q.to(tl.float64)
-        shift_p = tl.where(shift_p == float("-inf"), 0.0, shift_p)
-        shift_q = tl.where(shift_q == float("-inf"), 0.0, shift_q)
+        lse_q = lse_high_q.to(tl.float64) + lse_low_q.to(tl.float64)
+        lse_high_p = tl.where(lse_high_p == float("-inf"), 0.0, lse_high_p)
+        lse_high_q = tl.where(lse_high_q == float("-inf"), 0.0, lse_high_q)
     else:
         lse_p = tl.load(known_ptr + 2 * C + row)
         lse_q = tl.load(known_ptr + 3 * C + row)
-        shift_p, rest_p = parts(lse_p)
-        shift_q, rest_q = parts(lse_q)
+        lse_high_p, lse_low_p = split_lse(lse_p)
+        lse_high_q, lse_low_q = split_lse(lse_q)
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     others = tl.zeros([BLOCK_V], tl.float32)
     # 2. The likeliest logit of the student.
     # Read before the second loop may overwrite the teacher's row.
-    z_top, chain_top = final(row_ptr, top, V, logit_scale, softcap, inv_t)
-    y_top, chain_other = final(other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other)
-    lp_top = (z_top - shift_p) - rest_p
-    lq_top = (y_top - shift_q) - rest_q
+    z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
+    y_top, chain_other = load_final_logits(
+        other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
+    )
+    lp_top = (z_top - lse_high_p) - lse_low_p
+    lq_top = (y_top - lse_high_q) - lse_low_q
     d_top = tl.where(lp_top == lq_top, 0.0, lp_top - lq_top)
-    value_top, of_top = LEAF(exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta)
+    value_top, slope_top = DIVERGENCE(
+        exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
+    )
     # 3. Values and slopes of all logits.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, chain_p = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
-        y, chain_q = final(other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other)
-        lp = (z - shift_p) - rest_p
-        lq = (y - shift_q) - rest_q
+        z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
+        y, chain_q = load_final_logits(
+            other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other
+        )
+        lp = (z - lse_high_p) - lse_low_p
+        lq = (y - lse_high_q) - lse_low_q
         d = tl.where(lp == lq, 0.0, lp - lq)
-        value, slope = LEAF(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
+        value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
         others += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
@@ -122,11 +128,11 @@ def row_divergence_kernel(
     # 4. The sums of the row.
     # The reductions' barriers stand between the slopes' stores and their loads below.
     rest = tl.sum(others, 0).to(tl.float64)
-    center = rest + of_top.to(tl.float64)
+    center = rest + slope_top.to(tl.float64)
     if known_ptr is not None:
         if out_ptr is not None:
             center = tl.load(known_ptr + C + row)
-            rest = center - of_top.to(tl.float64)
+            rest = center - slope_top.to(tl.float64)
     tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
     tl.store(sums_ptr + C + row, center)
     tl.store(sums_ptr + 2 * C + row, lse_p)
@@ -134,14 +140,14 @@ def row_divergence_kernel(
     if out_ptr is not None:
         # 5. The gradient: slope - center·p, and a form of it for the likeliest logit.
         weight = tl.load(weights_ptr + row)
-        d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
+        d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * rest.to(tl.float32)
         c = center.to(tl.float32)
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            z, chain = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
+            z, chain = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
             to_ptr = out_ptr + row * stride_out_t + cols
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
-            p = exp_fp32((z - shift_p) - rest_p)
+            p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
@@ -151,8 +157,8 @@ def row_divergence_(
     teacher: Tensor,  # (C, V) fp32
     weights: Tensor,  # (C,)
     divergence: Divergence,
-    rule: LogitRule,
-    teacher_rule: LogitRule,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V) fp32, which may be `teacher`
     known: DivergenceRows | None = None,
@@ -161,17 +167,25 @@ def row_divergence_(
     """See divergence_reference.row_divergence_; `out` must not be the logits."""
     if offsets is not None:
         return divergence_reference.row_divergence_(
-            logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
+            logits,
+            teacher,
+            weights,
+            divergence,
+            transform,
+            teacher_transform,
+            out=out,
+            offsets=offsets,
         )
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     if count:
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         launch(
             row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
             None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
             teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-            *rule_arguments(teacher_rule)[:3], float(divergence.beta),
-            LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V, num_warps=WARPS,
+            *transform_arguments(teacher_transform)[:3], float(divergence.beta),
+            DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
+            num_warps=WARPS,
         )  # fmt: skip
     return DivergenceRows(*sums)

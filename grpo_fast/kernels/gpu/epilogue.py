@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32
+from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def fold(
     CLEAN: no target of any row is among the columns and all of them lie in the vocabulary; the bits
         are the same.
     """
-    high, rest, moment, z_target = sums
+    row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
     row_start, n_rows, V, stride_out_t = matrix
     cols = start + tl.arange(0, COLS)
@@ -56,31 +56,31 @@ def fold(
         raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
-    z, tanh_slope = bent(raw, logit_scale, softcap, inv_temperature)
+    z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
         z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
-    raised = tl.maximum(high, tl.max(z, 1))
-    shrink = exp_fp32(high - raised)
-    below = z - raised[:, None]
-    e = exp_fp32(below)
+    new_max = tl.maximum(row_max, tl.max(z, 1))
+    rescale = exp_fp32(row_max - new_max)
+    shifted = z - new_max[:, None]
+    e = exp_fp32(shifted)
     if ENTROPY:
         # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of
         # the logits.
-        moment = (moment + (high - raised) * rest) * shrink + tl.sum(
-            e * tl.maximum(below, FLOOR), 1
+        exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
+            e * tl.maximum(shifted, FLOOR), 1
         )
-    rest = rest * shrink + tl.sum(e, 1)
+    exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
-        e *= exp_fp32(raised - normaliser)[:, None]
+        e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
         # The maximum makes a NaN 0: what a row without coefficient stores must be finite, whatever
         # the row holds.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
-    return raised, rest, moment, z_target
+    return new_max, exp_sum, exp_z_sum, z_target
 
 
 @triton.jit

@@ -10,8 +10,8 @@ never touched again. The target column, which is the largest of its row, stays o
 it is added in fp32, one row of W to a row of dH and one row of hidden to a row of dW, and nothing
 cancels when p_y is close to 1. s is free: bf16 has as many digits everywhere. It must be known
 before the row is, and near lse: s = z[target], one dot product per row (target_kernel): lse - s =
--lp. Rows with -lp > FAR, and rows with NaN, are swept a second time with s = lse, by programs that
-end at once where no row of theirs is far; the host waits for nothing. Every E is finite, in a row
+-lp. Rows with -lp > MAX_NLL, and rows with NaN, are swept a second time with s = lse, by programs that
+end at once where no row of theirs is high_nll; the host waits for nothing. Every E is finite, in a row
 of NaN too, so that a row with g = 0 is inert.
 
 HBM per logit: 2 bytes written. The lse, lp and entropy are those of `head_logps`, bit for bit: the
@@ -27,8 +27,14 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import HeadInputs, launch
 from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
-from grpo_fast.kernels.gpu.math import exp_fp32, expm1, is_far, scores
-from grpo_fast.kernels.types import Exponentials, LogitRule, RowStats, dense_vector, rule_arguments
+from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
+from grpo_fast.kernels.types import (
+    Exponentials,
+    LogitTransform,
+    RowStats,
+    dense_vector,
+    transform_arguments,
+)
 
 
 @triton.jit
@@ -70,8 +76,8 @@ def units_kernel(
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-    z_target, slope = scores(raw_target, logit_scale, softcap, inv_temperature)
-    normaliser = tl.where(is_far(lse, z_target), lse, z_target)
+    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
     tl.store(
         unit_ptr + rows, -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature), mask=in_rows
     )
@@ -95,7 +101,7 @@ def head_exponentials(
     weight: Tensor,  # (V, H) bf16
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     out: Tensor,  # (T, V) bf16, contiguous last dimension, any row stride
     *,
     return_entropy: bool = False,
@@ -107,7 +113,7 @@ def head_exponentials(
     Raises:
         ValueError: hidden and weight of different dtype.
     """
-    p = head_inputs(hidden, weight, bias, target_ids, rule)
+    p = head_inputs(hidden, weight, bias, target_ids, transform)
     rows = p.hidden.shape[0]
     unit, target_unit = (
         torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
@@ -122,8 +128,8 @@ def head_exponentials(
     else:
         lse, logps, entropy = known
         stats = dense_vector(lse), dense_vector(logps), entropy
-    sweep(p, None, out, raw_target, stats[0], only_far=known is None)
-    *scalars, temperature_ptr = rule_arguments(rule)
+    sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
+    *scalars, temperature_ptr = transform_arguments(transform)
     launch(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,
         target_unit, rows, *scalars, BLOCK_T=128, num_warps=4,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitRule, RowStats
+from grpo_fast.kernels.types import LogitTransform, RowStats
 
 
 def launch(kernel: Any, programs: int, *args: object, **options: object) -> None:
@@ -30,12 +30,12 @@ class HeadInputs(NamedTuple):
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     target_ids: Tensor  # (T,)
-    rule: LogitRule
+    transform: LogitTransform
 
     @property
     def is_light(self) -> bool:
         """Neither soft cap nor bias: an epilogue of few registers."""
-        return self.rule.softcap is None and self.bias is None
+        return self.transform.softcap is None and self.bias is None
 
 
 def is_aligned(matrix: Tensor) -> bool:

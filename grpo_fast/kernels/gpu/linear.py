@@ -27,8 +27,8 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch, outputs
-from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
-from grpo_fast.kernels.types import LogitRule, RowStats, rule_arguments
+from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
+from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def slice_kernel(
     hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr,
     partial_ptr, n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t,
     slice_columns, group_blocks, logit_scale, softcap, temperature, STORE: tl.constexpr,
-    ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
-    BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    ONLY_HIGH_NLL: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
+    STORE_TMA: tl.constexpr, BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     # 1. Which rows and which slice of the vocabulary are this program's.
@@ -92,20 +92,20 @@ def slice_kernel(
     # 2. The running sums; exponentials need a normaliser that is known.
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
-    high = tl.full([BLOCK_T], FLOOR, tl.float32)
-    rest = tl.zeros([BLOCK_T], tl.float32)
-    moment = tl.zeros([BLOCK_T], tl.float32)
+    row_max = tl.full([BLOCK_T], FLOOR, tl.float32)
+    exp_sum = tl.zeros([BLOCK_T], tl.float32)
+    exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     z_target = tl.zeros([BLOCK_T], tl.float32)
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        normaliser, _ = bent(raw_target, logit_scale, softcap, inv_temperature)
+        normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
-            far = is_far(lse, normaliser) & in_rows
-            normaliser = tl.where(far, lse, normaliser)
-            if ONLY_FAR:
-                stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
+            high_nll = exceeds_max_nll(lse, normaliser) & in_rows
+            normaliser = tl.where(high_nll, lse, normaliser)
+            if ONLY_HIGH_NLL:
+                stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
     # 3. Tile by tile: the product, then fold it into the sums.
     for start in tl.range(first, stop, BLOCK_V):
@@ -118,9 +118,9 @@ def slice_kernel(
                 weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA
             )
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
-        high, rest, moment, z_target = fold_tile(
-            raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
-            (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
+        row_max, exp_sum, exp_z_sum, z_target = fold_tile(
+            raw, start, (row_max, exp_sum, exp_z_sum, z_target),
+            (target, normaliser, row_inv_temperature), (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
             STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
@@ -129,11 +129,11 @@ def slice_kernel(
         # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
-        tl.store(here, high, mask=in_rows)
-        tl.store(here + plane, rest, mask=in_rows)
+        tl.store(here, row_max, mask=in_rows)
+        tl.store(here + plane, exp_sum, mask=in_rows)
         tl.store(here + 2 * plane, z_target, mask=in_rows)
         if ENTROPY:
-            tl.store(here + 3 * plane, moment, mask=in_rows)
+            tl.store(here + 3 * plane, exp_z_sum, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "slices"])
@@ -153,26 +153,26 @@ def join_kernel(
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         z_target += tl.sum(tl.load(here + 2 * plane, mask=mask, other=0.0), 0)
-    high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
-    rest = tl.zeros([BLOCK_T], tl.float32)
-    moment = tl.zeros([BLOCK_T], tl.float32)
+    row_max = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
+    exp_sum = tl.zeros([BLOCK_T], tl.float32)
+    exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
-        high_s = tl.load(here, mask=mask, other=FLOOR)
-        rest_s = tl.load(here + plane, mask=mask, other=0.0)
-        raised = tl.maximum(high, tl.max(high_s, 0))
-        shrink = exp_fp32(high - raised)
-        below_s = high_s - raised[None, :]
-        shrink_s = exp_fp32(below_s)
+        max_s = tl.load(here, mask=mask, other=FLOOR)
+        exp_sum_s = tl.load(here + plane, mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(max_s, 0))
+        rescale = exp_fp32(row_max - new_max)
+        shifted_s = max_s - new_max[None, :]
+        rescale_s = exp_fp32(shifted_s)
         if entropy_ptr is not None:
-            moment_s = tl.load(here + 3 * plane, mask=mask, other=0.0)
-            moment = (moment + (high - raised) * rest) * shrink + tl.sum(
-                (moment_s + below_s * rest_s) * shrink_s, 0
+            exp_z_sum_s = tl.load(here + 3 * plane, mask=mask, other=0.0)
+            exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
+                (exp_z_sum_s + shifted_s * exp_sum_s) * rescale_s, 0
             )
-        rest = rest * shrink + tl.sum(rest_s * shrink_s, 0)
-        high = raised
-    lse, lp, entropy = finish(high, rest, moment, z_target, inside)
+        exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)
+        row_max = new_max
+    lse, lp, entropy = finish(row_max, exp_sum, exp_z_sum, z_target, inside)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
     tl.store(logps_ptr + rows, lp, mask=in_rows)
     if entropy_ptr is not None:
@@ -186,7 +186,11 @@ def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
 
 
 def head_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    transform: LogitTransform,
 ) -> HeadInputs:
     """Check the dtypes, and copy an unaligned hidden: the tile must not depend on how a batch lies
     in memory, or its sums would. W alone decides.
@@ -196,7 +200,7 @@ def head_inputs(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
-    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), rule)
+    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
 
 def slice_count(p: HeadInputs) -> int:
@@ -210,12 +214,12 @@ def sweep(
     raw_target: Tensor | None = None,  # (T,)
     lse: Tensor | None = None,  # (T,)
     *,
-    only_far: bool = False,
+    only_high_nll: bool = False,
 ) -> None:
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
-    *scalars, temperature_ptr = rule_arguments(p.rule)
-    is_heavy = p.rule.softcap is not None or (p.bias is not None and has_entropy)
+    *scalars, temperature_ptr = transform_arguments(p.transform)
+    is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
         p.hidden.dtype,
         architecture(p.hidden.device),
@@ -243,8 +247,8 @@ def sweep(
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
         group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "exponentials",
-        ONLY_FAR=only_far, ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
-        BRANCH=has_room, BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
+        ONLY_HIGH_NLL=only_high_nll, ENTROPY=has_entropy, USE_TMA=config.use_tma,
+        STORE_TMA=store_tma, BRANCH=has_room, BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         PARTS=config.block_v // config.piece, num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
@@ -281,7 +285,7 @@ def head_logps(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
@@ -294,7 +298,7 @@ def head_logps(
         ValueError: hidden and weight of different dtype.
     """
     return statistics(
-        head_inputs(hidden, weight, bias, target_ids, rule),
+        head_inputs(hidden, weight, bias, target_ids, transform),
         return_entropy=return_entropy,
         out=logits_out,
     )

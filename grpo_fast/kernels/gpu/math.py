@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The running maximum starts here and not at -inf: a leading block of -inf columns then gives
-# exp(-inf) = 0 and no inf - inf. It lies below every logit that means something and above the -3e38
+# exp(-inf) = 0 and no inf - inf. It lies shifted every logit that means something and above the -3e38
 # that masks a column.
 FLOOR = tl.constexpr(-1.0e30)
 
@@ -45,21 +45,21 @@ def log1p(x):
 
 
 @triton.jit
-def finish(high, rest, moment, z_target, inside):
-    """lse, lp, entropy from the maximum, Σ e and Σ e·(z - high) over all columns but the target,
+def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
+    """lse, lp, entropy from the maximum, Σ e and Σ e·(z - row_max) over all columns but the target,
     and the target's z.
 
     With the target outside of the sum the log-probability of a token that is nearly certain is
-    -log1p(rest): it keeps its digits, where z[target] - lse would be a difference of two numbers of
+    -log1p(exp_sum): it keeps its digits, where z[target] - lse would be a difference of two numbers of
     the size of the logits.
     """
-    below = z_target - high
-    e_target = tl.where(inside, exp_fp32(below), 0.0)
-    total = rest + e_target
+    shifted = z_target - row_max
+    e_target = tl.where(inside, exp_fp32(shifted), 0.0)
+    total = exp_sum + e_target
     log_total = tl.log(total)
-    lp = tl.where(e_target == 1.0, -log1p(rest), below - log_total)
-    entropy = log_total - (moment + tl.where(e_target > 0, e_target * below, 0.0)) / total
-    return high + log_total, lp, entropy
+    lp = tl.where(e_target == 1.0, -log1p(exp_sum), shifted - log_total)
+    entropy = log_total - (exp_z_sum + tl.where(e_target > 0, e_target * shifted, 0.0)) / total
+    return row_max + log_total, lp, entropy
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def softcapped(x, softcap):
 
 
 @triton.jit
-def bent(raw, logit_scale, softcap, inv_temperature):
+def capped_logits(raw, logit_scale, softcap, inv_temperature):
     """Raw logits -> z and 1 - tanh²; softcap is None (a constexpr) or a number."""
     tanh_slope = 1.0
     if softcap is None:
@@ -92,25 +92,25 @@ def bent(raw, logit_scale, softcap, inv_temperature):
 
 
 @triton.jit
-def scores(raw, logit_scale, softcap, inv_temperature):
+def final_logits(raw, logit_scale, softcap, inv_temperature):
     """Raw logits -> z and d z / d raw."""
-    z, tanh_slope = bent(raw, logit_scale, softcap, inv_temperature)
+    z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
     slope = logit_scale * inv_temperature
     if softcap is not None:
         slope = tanh_slope * slope
     return z, slope
 
 
-# A row's weights are exp(z - z[target]) as long as lse - z[target] stays below this, so far from
+# A row's weights are exp(z - z[target]) as long as lse - z[target] stays shifted this, so high_nll from
 # both ends of the range of bf16 and of fp32 that sums and products with anything reasonable stay
 # inside.
-FAR = tl.constexpr(40.0)
+MAX_NLL = tl.constexpr(40.0)
 
 
 @triton.jit
-def is_far(lse, z_target):
+def exceeds_max_nll(lse, z_target):
     """Whether exp(z - z_target) may leave the range of bf16 in this row; true for NaN."""
-    return ~(lse - z_target <= FAR)
+    return ~(lse - z_target <= MAX_NLL)
 
 
 @triton.jit

@@ -25,11 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.coefficients import leaf_arguments, loss_and_slope
+from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.configs import RAGGED, row_config
 from grpo_fast.kernels.gpu.launch import launch, outputs
-from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish, inverse_temperature, scores
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, rule_arguments, vector
+from grpo_fast.kernels.gpu.math import (
+    FLOOR,
+    exp_fp32,
+    expm1,
+    final_logits,
+    finish,
+    inverse_temperature,
+)
+from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, transform_arguments, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -47,32 +54,34 @@ def statistics(
 ):
     """First loop over the row -> lse, lp, entropy."""
     offs_v = tl.arange(0, BLOCK_V)
-    # Read before the second loop may overwrite the row; the barriers of the reductions below keep
+    # Read before the second loop may overwrite the row; the barriers of the reductions shifted keep
     # it there.
     inside = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=inside, other=0.0).to(tl.float32)
-    z_target, target_slope = scores(raw_target, logit_scale, softcap, inv_temperature)
-    high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
-    rest = tl.zeros([BLOCK_V], tl.float32)
-    moment = tl.zeros([BLOCK_V], tl.float32)
+    z_target, target_slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    row_max = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
+    exp_sum = tl.zeros([BLOCK_V], tl.float32)
+    exp_z_sum = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last").to(
             tl.float32
         )
-        z, _ = scores(raw, logit_scale, softcap, inv_temperature)
+        z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
-        raised = tl.maximum(high, tl.max(z, 0))
-        shrink = exp_fp32(high - raised)
-        below = z - raised
-        e = exp_fp32(below)
+        new_max = tl.maximum(row_max, tl.max(z, 0))
+        rescale = exp_fp32(row_max - new_max)
+        shifted = z - new_max
+        e = exp_fp32(shifted)
         if ENTROPY:
             # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size
             # of the logits.
-            moment = (moment + (high - raised) * rest) * shrink + tl.where(e > 0, e * below, 0.0)
-        rest = rest * shrink + e
-        high = raised
-    return finish(high, tl.sum(rest, 0), tl.sum(moment, 0), z_target, inside)
+            exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
+                e > 0, e * shifted, 0.0
+            )
+        exp_sum = exp_sum * rescale + e
+        row_max = new_max
+    return finish(row_max, tl.sum(exp_sum, 0), tl.sum(exp_z_sum, 0), z_target, inside)
 
 
 @triton.jit
@@ -93,7 +102,7 @@ def write_gradient(
             raw = tl.load(
                 row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_first"
             ).to(tl.float32)
-            z, slope = scores(raw, logit_scale, softcap, inv_temperature)
+            z, slope = final_logits(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
             # The target column stays out of g·(1 - p): nothing cancels when p is close to 1.
@@ -192,7 +201,7 @@ def row_loss_kernel(
 def row_logps(
     logits: Tensor,  # (C, V)
     target_ids: Tensor,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
@@ -203,7 +212,7 @@ def row_logps(
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
@@ -219,7 +228,7 @@ def row_grad_(
     stats: RowStats,
     grad_logps: Tensor,  # (C,)
     grad_entropy: Tensor | None,  # (C,)
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
@@ -228,7 +237,7 @@ def row_grad_(
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
         launch(
             row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
@@ -245,7 +254,7 @@ def row_loss_(
     target_ids: Tensor,  # (C,)
     terms: RowTerms,
     config: LossConfig,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
 ) -> RowLoss:
@@ -255,8 +264,8 @@ def row_loss_(
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
-    numbers, leaves = leaf_arguments(config)
-    *scalars, temperature_ptr = rule_arguments(rule)
+    numbers, leaves = loss_arguments(config)
+    *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
         row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,

@@ -30,9 +30,16 @@ from torch import Tensor
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.gpu import configs
 from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs
-from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
+from grpo_fast.kernels.gpu.math import (
+    FLOOR,
+    capped_logits,
+    exp_fp32,
+    expm1,
+    finish,
+    inverse_temperature,
+)
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, rule_arguments
+from grpo_fast.kernels.types import LogitTransform, transform_arguments
 
 
 @triton.jit
@@ -66,9 +73,9 @@ def support_head_kernel(
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
-    high = tl.full([], FLOOR, tl.float32)
-    rest = tl.zeros([], tl.float32)
-    moment = tl.zeros([], tl.float32)
+    row_max = tl.full([], FLOOR, tl.float32)
+    exp_sum = tl.zeros([], tl.float32)
+    exp_z_sum = tl.zeros([], tl.float32)
     z_target = tl.zeros([], tl.float32)
     f_target = tl.zeros([], tl.float32)
     others = tl.zeros([BLOCK_H], tl.float32)
@@ -84,33 +91,33 @@ def support_head_kernel(
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
         tl.store(raw_ptr + first + at, raw, mask=inside)
-        z, f = bent(raw, logit_scale, softcap, inv_temperature)
+        z, f = capped_logits(raw, logit_scale, softcap, inv_temperature)
         is_target = at == place
         z_target += tl.sum(tl.where(is_target, z, 0.0), 0)
         if softcap is not None:
             f_target += tl.sum(tl.where(is_target, f, 0.0), 0)
         z = tl.where(inside & ~is_target, z, float("-inf"))
-        raised = tl.maximum(high, tl.max(z, 0))
-        shrink = exp_fp32(high - raised)
-        below = z - raised
-        e = exp_fp32(below)
+        new_max = tl.maximum(row_max, tl.max(z, 0))
+        rescale = exp_fp32(row_max - new_max)
+        shifted = z - new_max
+        e = exp_fp32(shifted)
         if entropy_ptr is not None:
             # Σ e·(z - max): no difference of two numbers of the size of the logits.
-            moment = (moment + (high - raised) * rest) * shrink + tl.sum(
-                e * tl.maximum(below, FLOOR), 0
+            exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
+                e * tl.maximum(shifted, FLOOR), 0
             )
-        rest = rest * shrink + tl.sum(e, 0)
+        exp_sum = exp_sum * rescale + tl.sum(e, 0)
         if slope_ptr is not None:
             if softcap is not None:
                 e *= f
             # From L1: to keep the tile would take the registers of a second program.
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
-            others = others * shrink + tl.sum(e[:, None] * w, 0)
-        high = raised
-    raised = tl.maximum(high, z_target)
-    shrink = exp_fp32(high - raised)
-    moment = (moment + (high - raised) * rest) * shrink
-    lse, lp, entropy = finish(raised, rest * shrink, moment, z_target, True)
+            others = others * rescale + tl.sum(e[:, None] * w, 0)
+        row_max = new_max
+    new_max = tl.maximum(row_max, z_target)
+    rescale = exp_fp32(row_max - new_max)
+    exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
+    lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
     if entropy_ptr is not None:
@@ -122,7 +129,7 @@ def support_head_kernel(
             by_target *= f_target
         # The target stays out of the sum: nothing cancels when p_y is close to 1.
         d = by_target * load_columns(at_target, cols, H, stride_weight_h)
-        d -= exp_fp32(high - lse) * others
+        d -= exp_fp32(row_max - lse) * others
         d *= logit_scale * inv_temperature
         tl.store(slope_ptr + row * H + cols, d, mask=cols < H)
 
@@ -162,7 +169,7 @@ def head_rows(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
-    rule: LogitRule,
+    transform: LogitTransform,
     *,
     return_entropy: bool,
     return_slopes: bool,
@@ -173,7 +180,7 @@ def head_rows(
     count, width = len(rows.places), weight.shape[1]
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
-            hidden, index, weight, bias, rows, rule, return_entropy=return_entropy,
+            hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
             return_slopes=return_slopes,
         )  # fmt: skip
     config = configs.support_config(width, weight.dtype, aligned=is_aligned(weight))
@@ -181,7 +188,7 @@ def head_rows(
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
     if count:
-        *scalars, temperature_ptr = rule_arguments(rule)
+        *scalars, temperature_ptr = transform_arguments(transform)
         launch(
             support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
             rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing
-from grpo_fast.kernels.workspace import on_its_way
+from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -56,7 +56,7 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
     """Return a function that reads the whole numbers of x on the host; their copy starts now."""
     if not x.is_cuda:
         return x.tolist
-    host, arrived = on_its_way(x)
+    host, arrived = copy_to_host_async(x)
 
     def read() -> list[int]:
         arrived.synchronize()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.head.gradients import ChunkGradients
-from grpo_fast.kernels.head.products import is_wide, matmul_wide
+from grpo_fast.kernels.head.products import is_full_precision, matmul_logits
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
     ChunkRows,
@@ -48,45 +48,47 @@ class LogitChunks:
         self.kernels = route.kernels
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
-        self.has_narrow = not is_wide(weight) and (weight.is_cuda or route.backend == "triton")
-        narrow_bytes = weight.dtype.itemsize if self.has_narrow else 0
-        self.bytes_per_logit = self.dtype.itemsize + narrow_bytes
+        self.has_16_bit_gradient = not is_full_precision(weight) and (
+            weight.is_cuda or route.backend == "triton"
+        )
+        gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
+        self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
         # One row kernel reads logits and writes d-logits. A kernel that gives the logps wherever no
         # gradient is wanted must give them where one is, too.
         self.in_one_pass = route.kernels.head_logps is None
-        self.most_rows = 0  # rows of the workspace
-        self.buffers = 1  # of most_rows each, in one workspace
+        self.max_rows = 0  # rows of the workspace
+        self.buffers = 1  # of max_rows each, in one workspace
         self.on_logits: Callable[[Tensor], None] | None = None  # sees them before a kernel writes
         self._workspace: Tensor | None = None
-        self._narrow: Tensor | None = None
+        self._gradient_16_bit: Tensor | None = None
 
-    def narrow_sum(self, rows: int) -> bool:
+    def allows_16_bit_d_weight(self, rows: int) -> bool:
         """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
-        return self.has_narrow
+        return self.has_16_bit_gradient
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """(rows, V): a buffer of logits of this pass."""
         if self._workspace is None:
-            count = self.buffers * self.most_rows
+            count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
-        return self._workspace[buffer * self.most_rows :][:rows]
+        return self._workspace[buffer * self.max_rows :][:rows]
 
     def release(self) -> None:
         give_back_workspace(self._workspace)
-        self._workspace = self._narrow = None
+        self._workspace = self._gradient_16_bit = None
 
     def _gradient(self, rows: int) -> Tensor:
-        if not self.has_narrow:
+        if not self.has_16_bit_gradient:
             return self.workspace(rows)
-        if self._narrow is None:
-            self._narrow = self.weight.new_empty((self.most_rows, self.weight.shape[0]))
-        return self._narrow[:rows]
+        if self._gradient_16_bit is None:
+            self._gradient_16_bit = self.weight.new_empty((self.max_rows, self.weight.shape[0]))
+        return self._gradient_16_bit[:rows]
 
     def raw_logits(self, h: Tensor) -> Tensor:
         """(C, V) = h·Wᵀ + bias in fp32; a shard of the vocabulary may have no columns at all."""
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
-            matmul_wide(h, self.weight, out=z)
+            matmul_logits(h, self.weight, out=z)
         if self.bias is not None:
             z.add_(self.bias)
         if self.on_logits is not None:
@@ -95,45 +97,51 @@ class LogitChunks:
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
         """lse, logp, entropy of the C rows; their logits stay for `gradients`."""
-        h, target_ids, rule = at
+        h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
             z = self.raw_logits(h)[:count]
-            return self.kernels.row_logps(z, target_ids, rule, return_entropy=return_entropy)
+            return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
         return self.kernels.head_logps(
-            h[:count], self.weight, self.bias, target_ids, rule, return_entropy=return_entropy,
+            h[:count], self.weight, self.bias, target_ids, transform, return_entropy=return_entropy,
             logits_out=self.workspace(h.shape[0])[:count],
         )  # fmt: skip
 
     def row_loss(
         self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
-        h, target_ids, rule = at
+        h, target_ids, transform = at
         count = target_ids.shape[0]
         has_entropy = config.needs_entropy
         if self.in_one_pass:
             d = self._gradient(h.shape[0])
             z = self.raw_logits(h)
             part = self.kernels.row_loss_(
-                z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
+                z[:count],
+                d[:count],
+                target_ids,
+                terms,
+                config,
+                transform,
+                return_entropy=has_entropy,
             )
             return ChunkGradients(d), part
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(at, stats, g, terms.grad_entropy, held=True)
+        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
         return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
-        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: from the last `logps`."""
-        h, target_ids, rule = at
-        if not held:
+        """The d-logits of Σ g·logp + g_entropy·entropy; `cached`: from the last `logps`."""
+        h, target_ids, transform = at
+        if not cached:
             self.logps(at, return_entropy=False)
         z = self.workspace(h.shape[0])
         d = self._gradient(h.shape[0])
         count = target_ids.shape[0]
-        self.kernels.row_grad_(z[:count], target_ids, known, g, g_entropy, rule, out=d[:count])
+        self.kernels.row_grad_(z[:count], target_ids, known, g, g_entropy, transform, out=d[:count])
         return ChunkGradients(d)
 
 
@@ -150,7 +158,7 @@ class ExponentialChunks(LogitChunks):
         self.bytes_per_logit = self.dtype.itemsize
         self._filled: Exponentials | None = None
 
-    def narrow_sum(self, rows: int) -> bool:
+    def allows_16_bit_d_weight(self, rows: int) -> bool:
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
@@ -158,18 +166,18 @@ class ExponentialChunks(LogitChunks):
         vocab = self.weight.shape[0]
         if self._workspace is None:
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
-            self._workspace = take_workspace(self.most_rows, columns, self.weight, self.dtype)
+            self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
 
     def _fill(
         self, at: ChunkRows, *, return_entropy: bool = False, known: RowStats | None = None
     ) -> RowStats:
-        h, target_ids, rule = at
+        h, target_ids, transform = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
         assert self.kernels.head_exponentials is not None
         self._filled = self.kernels.head_exponentials(
-            h[:count], self.weight, self.bias, target_ids, rule, out, known=known,
+            h[:count], self.weight, self.bias, target_ids, transform, out, known=known,
             return_entropy=return_entropy,
         )  # fmt: skip
         return self._filled.stats
@@ -179,10 +187,10 @@ class ExponentialChunks(LogitChunks):
         return self._fill(at, return_entropy=return_entropy)
 
     def gradients(
-        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         assert g_entropy is None
-        if not held:
+        if not cached:
             self._fill(at, known=known)
         assert self._filled is not None
         _, *units, dominant = self._filled
@@ -191,5 +199,5 @@ class ExponentialChunks(LogitChunks):
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:
             by_row, by_target = self.kernels.gradients.times(g, *units, len(matrix))
-        rest = None if dominant is None else dominant.rest(matrix)
-        return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, rest))
+        errors = None if dominant is None else dominant.rounding_errors(matrix)
+        return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))

@@ -23,10 +23,10 @@ from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gathered import SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
-from grpo_fast.kernels.head.products import matmul_wide
+from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.support import supported_head
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks
-from grpo_fast.kernels.route import Route, doors
+from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
 from grpo_fast.kernels.types import (
     ActiveRows,
@@ -71,7 +71,7 @@ class DivergenceHead(LinearHead):
         self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
         self.buffers = 2 if self.has_head or has_policy else 1
-        self.doors = doors("divergence", route.backend)
+        self.row_kernels = kernel_module("divergence", route.backend)
         self.at: slice | None = None  # the chunk whose divergences are formed with its logits
         self.has_gradient = False
         self.values = weights.new_zeros(weights.shape)  # (T,)
@@ -111,7 +111,7 @@ class DivergenceHead(LinearHead):
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = pick(chunk, g, g_entropy)
-            d = self.chunk.gradients(at, pick(chunk, *known), *here, held=False)
+            d = self.chunk.gradients(at, pick(chunk, *known), *here, cached=False)
             return d.matrix, *here
 
         return self.sweep(wanted, policy)
@@ -158,18 +158,18 @@ class DivergenceHead(LinearHead):
         at = chunk if index is None else index[chunk]
         teacher = self.teacher.rows(at)
         out = self._written(z.shape[0])
-        rule = self.rows.rule.rows(chunk)
+        transform = self.rows.transform.rows(chunk)
         w = self.weights[chunk]
         to = out[:count] if self.has_gradient else None
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
-            of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
-            own = whole = self._join_ranks(self.doors.row_divergence_, *of_rows)
+            of_rows = z[:count], out[:count], w, self.divergence, transform, teacher.transform
+            own = whole = self._join_ranks(self.row_kernels.row_divergence_, *of_rows)
             if whole is None or (to is not None and z.shape[1]):
-                own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
+                own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            values = row_topk_divergence_(z[:count], teacher, w, self.divergence, rule, out=to)
+            values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
@@ -178,7 +178,7 @@ class DivergenceHead(LinearHead):
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
-        matmul_wide(h, teacher.weight, out=to)
+        matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:
             to.add_(teacher.bias)
         if to is not out:
@@ -215,7 +215,7 @@ def supported_divergence(
     divergence: Divergence,
     weights: Tensor,  # (T,)
     wanted: Wanted,
-    is_wide: bool,
+    keep_fp32: bool,
     **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops of small sets.
@@ -225,29 +225,40 @@ def supported_divergence(
     # 1. Rows without a set: over the whole vocabulary.
     support = rows.support
     assert support is not None
-    own = support.of_all
+    own = support.select
     others = None
     of_others = None
-    if support.others is not None:
+    if support.dense_index is not None:
         dense = DivergenceHead(
-            tensors, rows.select(support.others), route, teacher=teacher,
-            divergence=divergence, weights=weights[support.others], has_policy=False,
-            is_wide=True, **options,
+            tensors, rows.select(support.dense_index), route, teacher=teacher,
+            divergence=divergence, weights=weights[support.dense_index], has_policy=False,
+            keep_fp32=True, **options,
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
     # 2. The logits of both sides in the sets of the other rows.
-    source = supported_head(tensors, rows, route, is_wide=is_wide)
+    source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
-    other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, is_wide=True)
-    rule = rows.rule if support.own is None else rows.rule.rows(support.own)
-    z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
+    other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
+    transform = (
+        rows.transform if support.row_index is None else rows.transform.rows(support.row_index)
+    )
+    z, y = (
+        x.rows(transform, return_entropy=False, return_slopes=False).raw for x in (source, other)
+    )
     y = y.to(z.dtype)
     # 3. Their divergences, and the gradient in place of the teacher's logits.
     w = own(weights)
     out = y[None] if any(wanted) else None
-    each = doors("divergence", route.backend).row_divergence_(
-        z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
+    each = kernel_module("divergence", route.backend).row_divergence_(
+        z[None],
+        y[None],
+        w,
+        divergence,
+        transform,
+        teacher.transform,
+        out=out,
+        offsets=support.offsets,
     )
     # 4. Both kinds of rows in their order.
     values = support.merge_rows(each.values.to(w.dtype), of_others)

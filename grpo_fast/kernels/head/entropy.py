@@ -12,7 +12,7 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 
-class WholeEntropy:
+class FullEntropySweep:
     """Two sweeps over the same rows as one: logps come from the first, entropies from the second.
 
     Args:
@@ -23,39 +23,41 @@ class WholeEntropy:
     has_entropy_gradient = True
     filtered = None
 
-    def __init__(self, inside: Any, whole: Any) -> None:
-        self.inside = inside
-        self.whole = whole
-        self.num_rows = inside.num_rows
+    def __init__(self, supported: Any, full: Any) -> None:
+        self.supported = supported
+        self.full = full
+        self.num_rows = supported.num_rows
         self.known: RowStats | None = None  # of the whole vocabulary
 
     @property
-    def held(self) -> RowStats | None:
+    def cached(self) -> RowStats | None:
         """What a backward pass would otherwise compute again: statistics, no logits."""
         return self.known
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32; nothing of them is kept."""
-        lse, logps, _ = self.inside.logps(return_entropy=False)
-        self.known = self.whole.logps(return_entropy=True)
+        lse, logps, _ = self.supported.logps(return_entropy=False)
+        self.known = self.full.logps(return_entropy=True)
         return lse, logps, self.known[2]
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
         stats = self.logps(return_entropy=True)
-        losses, g = self.inside.row_coefficients(stats[1], terms, config)
+        losses, g = self.supported.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = self.inside.gradients(g, None, (*known[:2], None), wanted)
+        gradients: tuple[Tensor, ...] = self.supported.gradients(
+            g, None, (*known[:2], None), wanted
+        )
         if g_entropy is None or not any(wanted):
             return gradients
         if self.known is None:  # the forward pass was run by another object
-            self.known = self.whole.logps(return_entropy=True)
-        more: tuple[Tensor, ...] = self.whole.gradients(
+            self.known = self.full.logps(return_entropy=True)
+        more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted
         )
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

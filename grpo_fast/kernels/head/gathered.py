@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.route import Route, doors
+from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.support import HeadRows
 from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
-    LogitRule,
+    LogitTransform,
     Wanted,
     add_rows_,
     scaled_rows,
@@ -27,25 +27,27 @@ class SupportGradient(NamedTuple):
 
 
 class GatheredHead:
-    """The supported rows of a head among all active ones; `is_wide`: gradients stay as summed."""
+    """The supported rows of a head among all active ones; `keep_fp32`: gradients stay as summed."""
 
     def __init__(
-        self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
+        self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
     ) -> None:
         assert rows.support is not None
         self.tensors = tensors
         self.support = rows.support
-        self.is_wide = is_wide
+        self.keep_fp32 = keep_fp32
         self.hidden, self.weight, self.bias = tensors
-        self.doors = doors("support", route.backend)
+        self.row_kernels = kernel_module("support", route.backend)
         self.kernels = route.kernels
-        self.index = rows.select(self.support.own).hidden_index
+        self.index = rows.select(self.support.row_index).hidden_index
         self.repeats = rows.repeats
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
 
-    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        found: HeadRows = self.doors.head_rows(
-            self.hidden, self.index, self.weight, self.bias, self.support, rule,
+    def rows(
+        self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
+    ) -> HeadRows:
+        found: HeadRows = self.row_kernels.head_rows(
+            self.hidden, self.index, self.weight, self.bias, self.support, transform,
             return_entropy=return_entropy, return_slopes=return_slopes,
         )  # fmt: skip
         return found
@@ -62,12 +64,14 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                slopes = self.doors.head_hidden(d, self.weight, self.support)
+                slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
         if wanted.weight:
             d_weight, add = self._new_weight() if is_first else (d_weight, True)
-            self.doors.head_weight(d, self.hidden, self.index, self.support, d_weight, add=add)
+            self.row_kernels.head_weight(
+                d, self.hidden, self.index, self.support, d_weight, add=add
+            )
         if wanted.bias:
             d_bias = d.new_zeros(len(self.weight)) if is_first else d_bias
             add_rows_(d_bias, self.support.ids, d)
@@ -77,11 +81,11 @@ class GatheredHead:
         """The sums in the dtypes of their tensors, or as they are where they stay wide."""
         likes = (self.hidden if x is None else x for x in self.tensors)
         pairs = zip(sums, likes, strict=True)
-        return tuple(x if self.is_wide else x.to(like.dtype) for x, like in pairs)
+        return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
         """Memory for dW, and whether it is zeros to be added to."""
-        dtype = self.sum_dtype if self.is_wide else self.weight.dtype
+        dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
@@ -93,7 +97,7 @@ class GatheredHead:
             total = slopes.new_zeros(self.hidden.shape) if total is None else total
             add_rows_(total, self.index, scaled_rows(slopes, g))
             return total
-        dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
+        dtype = self.sum_dtype if self.keep_fp32 else self.hidden.dtype
         if self.kernels.gradients is None:
             rows = scaled_rows(slopes, g).to(dtype)
         else:

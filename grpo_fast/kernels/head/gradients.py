@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
-    matmul_narrow,
+    matmul_d_hidden,
     weighted_column_sum,
     weighted_product,
 )
@@ -45,11 +45,11 @@ class GradientSums:
         wanted: which gradients to form.
         index: (T,) the row of hidden that predicts each target; None: t.
         repeats: a row of hidden may predict several targets: its gradients are summed.
-        is_only: all rows come in one call of `add`.
-        is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and
+        is_single_chunk: all rows come in one call of `add`.
+        keep_fp32: gradients are returned as they are summed; else in the dtypes of hidden, weight and
             bias.
         tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
-        doors: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
+        fused_kernels: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
         sum_hidden: what sums dH over the ranks that share the vocabulary; None: it is whole.
     """
 
@@ -60,10 +60,10 @@ class GradientSums:
         *,
         index: Tensor | None = None,
         repeats: bool = False,
-        is_only: bool = False,
-        is_wide: bool = False,
+        is_single_chunk: bool = False,
+        keep_fp32: bool = False,
         tolerance: float | None = None,
-        doors: Any = None,
+        fused_kernels: Any = None,
         sum_hidden: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.tensors = tensors
@@ -71,26 +71,30 @@ class GradientSums:
         self.hidden, self.weight, self.bias = tensors
         self.index = index
         self.repeats = repeats
-        self.is_wide = is_wide
-        self.is_only = is_only and not is_wide
+        self.keep_fp32 = keep_fp32
+        self.is_single_chunk = is_single_chunk and not keep_fp32
         self.tolerance = tolerance
-        self.doors = doors
+        self.fused_kernels = fused_kernels
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Parts of a sum are not rounded.
-        in_parts = is_wide or repeats or sum_hidden is not None
+        in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.lost: Tensor | None = None  # 0-d: 0, or NaN where a row that was left out has one
+        self.skipped_nan: Tensor | None = (
+            None  # 0-d: 0, or NaN where a row that was left out has one
+        )
 
-    def see_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
+    def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
         """Rows that `keep` leaves out have coefficients of 0, or NaN: gradients shall show it."""
         if keep is not None:
-            lost = (0 * grad_logps).sum()
-            self.lost = lost if self.lost is None else self.lost + lost
+            skipped_nan = (0 * grad_logps).sum()
+            self.skipped_nan = (
+                skipped_nan if self.skipped_nan is None else self.skipped_nan + skipped_nan
+            )
 
     def add(
         self,
@@ -119,7 +123,7 @@ class GradientSums:
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # The padding holds whatever the workspace held: 0·NaN would reach all of dW.
+            # The padding holds whatever the workspace cached: 0·NaN would reach all of dW.
             d[count:].zero_()
         if by is None:
             self._add_products(d, h, count, index)
@@ -129,7 +133,7 @@ class GradientSums:
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_narrow(d, weight)[:count], index)
+            self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
         self._keep_weight(d, h, columns)
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
@@ -140,14 +144,18 @@ class GradientSums:
         """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        fused = columns is None and self.doors is not None
+        fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
         if self.wanted.hidden and not fused:
             added = AddedRows(target, self.weight, rows=by.target_ids)
-            if by.rest is not None:
-                rest = by.rest if columns is None else by.rest.of_columns(columns)
-                added = rest.added_to(added, by.by_row)
+            if by.rounding_errors is not None:
+                errors = (
+                    by.rounding_errors
+                    if columns is None
+                    else by.rounding_errors.of_columns(columns)
+                )
+                added = errors.added_to(added, by.by_row)
             self._keep_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
             )
@@ -165,14 +173,18 @@ class GradientSums:
     ) -> None:
         """dH and dW of `_add_weighted` by the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
-            product = matmul_narrow(d, self.weight)
+            product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
-            self._keep_hidden(self.doors.write_hidden_(out, product, *by[:3], self.weight), index)
+            self._keep_hidden(
+                self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight), index
+            )
         if self.wanted.weight:
-            scaled = self.doors.scaled_hidden(h, by.by_row, h.dtype)
+            scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
             ids, order = by.target_ids.sort(stable=True)
-            total = accumulate_outer(self.d_weight, d, scaled, self.weight, is_only=self.is_only)
-            self.doors.add_targets_(total, ids, order, by.by_target, h, d, scaled)
+            total = accumulate_outer(
+                self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
+            )
+            self.fused_kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
 
     def _new_hidden(self) -> Tensor:
@@ -223,14 +235,20 @@ class GradientSums:
             return
         if columns is None:
             self.d_weight = accumulate_outer(
-                self.d_weight, d, h, self.weight, is_only=self.is_only, scales=scales, added=added
+                self.d_weight,
+                d,
+                h,
+                self.weight,
+                is_single_chunk=self.is_single_chunk,
+                scales=scales,
+                added=added,
             )
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
         own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
         self.d_weight.index_add_(
-            0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
+            0, columns, accumulate_outer(None, d, h, own, is_single_chunk=True, scales=scales)
         )
         if added is not None:
             added.add_to_(self.d_weight)
@@ -251,12 +269,12 @@ class GradientSums:
             if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))
                 continue
-            dtype = self.sum_dtype if self.is_wide else like.dtype
+            dtype = self.sum_dtype if self.keep_fp32 else like.dtype
             if sum_ is None:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
-            if self.lost is not None:
-                results[-1].view(-1)[:1] += self.lost
+            if self.skipped_nan is not None:
+                results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 
 

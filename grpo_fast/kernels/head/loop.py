@@ -49,12 +49,12 @@ class LinearHead:
     back.
 
     Args:
-        rows: the targets, their rule, and the rows of hidden that predict them.
+        rows: the targets, their transform, and the rows of hidden that predict them.
         route: what runs.
         tolerance: share of Σ|d-logits| that the gradient GEMMs may leave out (grad_filter.py).
         entropy_gradient: the coefficients will have a dL/dentropy.
-        is_wide: dH, dW and db are returned as they are summed, in fp32 at least.
-        wants_weight: dW will be asked for.
+        keep_fp32: dH, dW and db are returned as they are summed, in fp32 at least.
+        needs_d_weight: dW will be asked for.
         shard: weight and bias are the rows of one rank; the outputs are those of the whole head, dW
             and db those of the rank (vocabulary.py).
     """
@@ -67,8 +67,8 @@ class LinearHead:
         *,
         tolerance: float | None = None,
         entropy_gradient: bool = False,
-        is_wide: bool = False,
-        wants_weight: bool = False,
+        keep_fp32: bool = False,
+        needs_d_weight: bool = False,
         shard: VocabularyShard | None = None,
     ) -> None:
         self.tensors = tensors
@@ -79,16 +79,18 @@ class LinearHead:
         self.shard = shard
         self.on_gpu = self.weight.is_cuda or route.backend == "triton"
         self.tolerance = tolerance
-        self.is_wide = is_wide
+        self.keep_fp32 = keep_fp32
         self.num_rows = rows.target_ids.shape[0]
         self.chunk = self._chunks_of(route, entropy_gradient)
-        self.narrow_sum = (
-            self.on_gpu and not is_wide and self.chunk.narrow_sum(padded(self.num_rows))
+        self.d_weight_16_bit = (
+            self.on_gpu
+            and not keep_fp32
+            and self.chunk.allows_16_bit_d_weight(padded(self.num_rows))
         )
-        self.chunk_rows = self._chunk_rows(wants_weight)
-        self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
+        self.chunk_rows = self._chunk_rows(needs_d_weight)
+        self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
         # The chunk whose logits or exponentials are in the workspace, from `logps`.
-        self.held: slice | None = None
+        self.cached: slice | None = None
         # (2,) what the filter left out, from the last gradients.
         self.filtered: Tensor | None = None
 
@@ -100,7 +102,7 @@ class LinearHead:
             return ExponentialChunks(*head)
         return LogitChunks(*head)
 
-    def _chunk_rows(self, wants_weight: bool) -> int:
+    def _chunk_rows(self, needs_d_weight: bool) -> int:
         """All rows where one chunk takes no more than several and their fp32 dW; else as many as
         the workspace holds, evened out. Ranks that share a vocabulary cut by the largest shard.
         """
@@ -109,9 +111,9 @@ class LinearHead:
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
         # What the filter leaves of dW is summed in fp32.
-        has_narrow = self.narrow_sum and self.tolerance is None and self.shard is None
-        is_narrow = wants_weight and has_narrow
-        spared = 4 * self.weight.numel() if is_narrow else 0
+        allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
+        single_16_bit = needs_d_weight and allows_16_bit
+        spared = 4 * self.weight.numel() if single_16_bit else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
@@ -124,7 +126,7 @@ class LinearHead:
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """Whether what is held gives the gradient of an entropy."""
+        """Whether what is cached gives the gradient of an entropy."""
         return self.chunk.has_entropy_gradient
 
     @property
@@ -138,14 +140,15 @@ class LinearHead:
     def _rows_of(self, chunk: slice) -> ChunkRows:
         """The rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
         h = pad_rows(self._hidden(chunk)).contiguous()
-        return ChunkRows(h, self.rows.target_ids[chunk], self.rows.rule.rows(chunk))
+        return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
-            repeats=self.rows.repeats, is_wide=self.is_wide, tolerance=self.tolerance,
-            is_only=self.is_single_chunk and (self.narrow_sum or not self.on_gpu),
-            doors=self.kernels.gradients, sum_hidden=self.shard.summed if self.shard else None,
+            repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,
+            is_single_chunk=self.is_single_chunk and (self.d_weight_16_bit or not self.on_gpu),
+            fused_kernels=self.kernels.gradients,
+            sum_hidden=self.shard.summed if self.shard else None,
         )  # fmt: skip
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,15 +169,15 @@ class LinearHead:
         for chunk in chunks:
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
                 targets = self.rows.target_ids[chunk]
-                rule = self.rows.rule.rows(chunk)
+                transform = self.rows.transform.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
-                stats = self.head_logps(*head, targets, rule, return_entropy=return_entropy)
+                stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
-                self.held = chunk
+                self.cached = chunk
             parts.append(stats)
         if not keep:
-            self.held = None
+            self.cached = None
             self.chunk.release()
         return concat_chunks(parts, self.hidden)
 
@@ -193,7 +196,7 @@ class LinearHead:
             d_logits, part = self.chunk.row_loss(at, here, config)
             if self.on_gpu:
                 keep = activity.keep(chunk)
-                sums.see_nan(part.grad_logps, keep)
+                sums.propagate_nan(part.grad_logps, keep)
             else:
                 keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
             sums.add(chunk, at.hidden, d_logits, len(at.target_ids), keep)
@@ -217,16 +220,18 @@ class LinearHead:
                 continue
             at = self._rows_of(chunk)
             index = chunk
-            is_held = chunk == self.held
-            self.held = None
-            if not is_held and keep is not None and gathers(keep, len(at.target_ids)):
-                h, targets, rule = at
-                at = ChunkRows(pad_rows(h.index_select(0, keep)), targets[keep], rule.rows(keep))
+            is_cached = chunk == self.cached
+            self.cached = None
+            if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
+                h, targets, transform = at
+                at = ChunkRows(
+                    pad_rows(h.index_select(0, keep)), targets[keep], transform.rows(keep)
+                )
                 index = keep + chunk.start
                 keep = None
             stats = pick(index, *known)
             here = pick(index, g, g_entropy)
-            d_logits = self.chunk.gradients(at, stats, *here, held=is_held)
+            d_logits = self.chunk.gradients(at, stats, *here, cached=is_cached)
             sums.add(index, at.hidden, d_logits, len(at.target_ids), keep)
         return self._finished(sums)
 

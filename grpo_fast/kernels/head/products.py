@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm
-from grpo_fast.kernels.route import own_product
+from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
 # Vocabulary rows widened to fp32 at a time, where there is no 16-bit GEMM with fp32 output.
@@ -18,34 +18,34 @@ NARROW_FROM = 16 << 20
 COLUMN_SUM_ROWS = 64
 
 
-def is_wide(x: Tensor) -> bool:
+def is_full_precision(x: Tensor) -> bool:
     return x.dtype.itemsize >= 4
 
 
-def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
+def matmul_logits(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
     """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ: exact products, sums in fp32."""
-    if own_product(h):
+    if uses_csrc_gemm(h):
         gemm.mm_(h, weight.t(), out)
-    elif is_wide(h):
+    elif is_full_precision(h):
         torch.mm(h, weight.t(), out=out)
     elif h.is_cuda:
         torch.mm(h, weight.t(), out_dtype=torch.float32, out=out)
     else:
         h = h.float()
         for v in range(0, weight.shape[0], WIDEN_ROWS):
-            matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
+            matmul_logits(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
+def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
     """(C, H) = d (C, V) · weight (V, H), summed and left in fp32 (fp64 for fp64).
 
     d is fp32, or has the weight's 16 bits already. An fp32 d that a CPU multiplies in 16 bits keeps
     16 digits. A GPU that may write 16 bits may split the sum over V and round its parts.
     """
-    if own_product(weight):
+    if uses_csrc_gemm(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
         return gemm.mm_(d, weight, out)
-    if is_wide(weight):
+    if is_full_precision(weight):
         return d @ weight
     if weight.is_cuda:
         return torch.mm(d.to(weight.dtype), weight, out_dtype=torch.float32)
@@ -64,15 +64,15 @@ def weighted_product(
     16 bits where the product takes such.
     """
     count = scales.shape[0]
-    if own_product(weight):
+    if uses_csrc_gemm(weight):
         out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
         return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
-    product = scaled_rows(matmul_narrow(matrix, weight)[:count], scales)
+    product = scaled_rows(matmul_d_hidden(matrix, weight)[:count], scales)
     return (product + added.terms()).to(dtype)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return gemm.mm_(a, b, total, add=True) if own_product(b) else total.addmm_(a, b)
+    return gemm.mm_(a, b, total, add=True) if uses_csrc_gemm(b) else total.addmm_(a, b)
 
 
 def accumulate_outer(
@@ -81,7 +81,7 @@ def accumulate_outer(
     h: Tensor,
     weight: Tensor,
     *,
-    is_only: bool,
+    is_single_chunk: bool,
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
@@ -90,43 +90,46 @@ def accumulate_outer(
     `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where
     they are 0). `added`: rows that the sum gets on top.
     """
-    is_own = own_product(h)
+    is_own = uses_csrc_gemm(h)
     if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
         h = scaled_rows(h, scales).to(h.dtype)
         scales = None
     if is_own:
         is_new = total is None
         if total is None:
-            dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
+            is_rounded_once = is_single_chunk and weight.dtype == torch.bfloat16
+            dtype = torch.bfloat16 if is_rounded_once else torch.float32
             total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
         return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added)
-    total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
+    total = _accumulate_outer(
+        total, d, h, weight, is_single_chunk=is_single_chunk and added is None
+    )
     if added is not None:
         added.add_to_(total)
     return total
 
 
 def _accumulate_outer(
-    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool
+    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
 ) -> Tensor:
-    if is_wide(h):
+    if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        if total is None and is_only and weight.numel() >= NARROW_FROM:
+        if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
     d = d.float()
     h = h.float()
-    if total is None and not is_only:
+    if total is None and not is_single_chunk:
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
-        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_only=True))
+        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_single_chunk=True))
     return total
 
 

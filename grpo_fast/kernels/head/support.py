@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.entropy import FullEntropySweep
 from grpo_fast.kernels.head.gathered import GatheredHead, SupportGradient
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.head.products import matmul_wide
+from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.support import HeadRows
 from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
-    LogitRule,
+    LogitTransform,
     RowLoss,
     RowStats,
     Wanted,
@@ -42,41 +42,39 @@ GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
-    tensors: HeadTensors,
-    rows: ActiveRows,
-    route: Route,
-    whole_entropy: bool = False,
-    **options: Any,
-) -> LinearHead | SupportSweep | WholeEntropy:
+    tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
+) -> LinearHead | SupportSweep | FullEntropySweep:
     """The sweep of a head over these rows; `options` are those of `LinearHead`.
 
-    whole_entropy: entropies are over the whole vocabulary, logps in the rows' support.
+    full_entropy: entropies are over the whole vocabulary, logps in the rows' support.
     """
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
-    if whole_entropy:
+    if full_entropy:
         inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
         whole = LinearHead(tensors, rows._replace(support=None), route, **options)
-        return WholeEntropy(inside, whole)
+        return FullEntropySweep(inside, whole)
     support = rows.support
     dense = None
-    is_wide = options.pop("is_wide", False)
-    if support.others is not None:
-        dense = LinearHead(tensors, rows.select(support.others), route, is_wide=True, **options)
-    head = supported_head(tensors, rows, route, is_wide=is_wide)
+    keep_fp32 = options.pop("keep_fp32", False)
+    if support.dense_index is not None:
+        dense = LinearHead(
+            tensors, rows.select(support.dense_index), route, keep_fp32=True, **options
+        )
+    head = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     has_entropy = options.get("entropy_gradient", False)
     return SupportSweep(head, rows, route, dense, entropy_gradient=has_entropy)
 
 
 def supported_head(
-    tensors: HeadTensors, rows: ActiveRows, route: Route, *, is_wide: bool
+    tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
     """Logits in the support of these rows, in the way that costs less."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
-    return form(tensors, rows, route, is_wide=is_wide)
+    return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
 class SupportSweep:
@@ -103,12 +101,16 @@ class SupportSweep:
         self.source = source
         self.dense = dense
         self.support = rows.support
-        self.rule = rows.rule if rows.support.own is None else rows.rule.rows(rows.support.own)
+        self.transform = (
+            rows.transform
+            if rows.support.row_index is None
+            else rows.transform.rows(rows.support.row_index)
+        )
         self.kernels = route.kernels
         self.row_coefficients = route.kernels.row_coefficients
         self.entropy_gradient = entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
-        self.held: HeadRows | None = None
+        self.cached: HeadRows | None = None
 
     @property
     def has_entropy_gradient(self) -> bool:
@@ -116,8 +118,10 @@ class SupportSweep:
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         has_slopes = keep and not self.entropy_gradient
-        own = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
-        self.held = own if keep else None
+        own = self.source.rows(
+            self.transform, return_entropy=return_entropy, return_slopes=has_slopes
+        )
+        self.cached = own if keep else None
         others = (None,) * 3
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
@@ -138,21 +142,23 @@ class SupportSweep:
         """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return self.source.no_gradients()
-        held = self.held
-        self.held = None
-        if held is None:
+        cached = self.cached
+        self.cached = None
+        if cached is None:
             has_slopes = g_entropy is None
-            held = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
+            cached = self.source.rows(
+                self.transform, return_entropy=False, return_slopes=has_slopes
+            )
         others = None
-        i = self.support.others
+        i = self.support.dense_index
         if self.dense is not None and i is not None:
             others = self.dense.gradients(*pick(i, g, g_entropy), pick(i, *known), wanted)
-        mine = slice(None) if self.support.own is None else self.support.own
+        mine = slice(None) if self.support.row_index is None else self.support.row_index
         g, g_entropy = pick(mine, g, g_entropy)
         own = pick(mine, *known)
-        of_rows = held.raw[None], self.support.places, own, g, g_entropy, self.rule
+        of_rows = cached.raw[None], self.support.places, own, g, g_entropy, self.transform
         d = self.kernels.row_grad_(*of_rows, offsets=self.support.offsets)[0]
-        slopes = None if g_entropy is not None else held.slopes
+        slopes = None if g_entropy is not None else cached.slopes
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
@@ -187,22 +193,24 @@ class DenseHead(GatheredHead):
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
         give_back_workspace(workspace)
 
-    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+    def rows(
+        self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
+    ) -> HeadRows:
         """Without slopes: they are not wanted."""
         raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
-            matmul_wide(h, self.weight, out=z)
+            matmul_logits(h, self.weight, out=z)
             raw[places] = z[at]
         if self.bias is not None:
             raw += self.bias[self.support.ids].to(self.sum_dtype)
-        return _head_rows(self, raw, rule, return_entropy)
+        return _head_rows(self, raw, transform, return_entropy)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        is_wide = self.is_wide or others is not None
+        keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
-            self.tensors, wanted, index=self.index, repeats=self.repeats, is_wide=is_wide
+            self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
@@ -230,11 +238,13 @@ class GivenLogits:
         self.kernels = route.kernels
         index = rows.active_index
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
-        self.at = self.support.of_all(index)[self.support.rows], self.support.ids
+        self.at = self.support.select(index)[self.support.rows], self.support.ids
 
-    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+    def rows(
+        self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
+    ) -> HeadRows:
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
-        return _head_rows(self, raw, rule, return_entropy)
+        return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
         return (self.logits.new_empty(0),)
@@ -254,10 +264,10 @@ class GivenLogits:
 
 
 def _head_rows(
-    source: DenseHead | GivenLogits, raw: Tensor, rule: LogitRule, return_entropy: bool
+    source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps
-    stats = row_logps(raw[None], places, rule, return_entropy=return_entropy, offsets=offsets)
+    stats = row_logps(raw[None], places, transform, return_entropy=return_entropy, offsets=offsets)
     return HeadRows(raw, stats, None)

@@ -23,7 +23,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ChunkRows, LogitRule, RowStats
+from grpo_fast.kernels.types import ChunkRows, LogitTransform, RowStats
 
 ELSEWHERE = -1  # the target of a row whose target another rank holds
 
@@ -84,10 +84,10 @@ class VocabularyShard(NamedTuple):
 
 
 def unrounded_statistics(
-    logits: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
+    logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
 ) -> RowStats:
     """`reference.row_logps`, not rounded; of columns that are all -inf the lse is -inf."""
-    z, _ = reference.final_logits(logits, rule)
+    z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
@@ -107,25 +107,25 @@ class VocabularyChunks(LogitChunks):
             self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        h, target_ids, rule = at
+        h, target_ids, transform = at
         z = self.raw_logits(h)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
         if z.shape[1]:
-            stats = self.row_logps(z, own, rule, return_entropy=return_entropy)
+            stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
         else:
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.join_ranks(stats, target_ids)
 
     def gradients(
-        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
+        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         """The d-logits in the columns of this shard, without a word to the other ranks."""
-        h, target_ids, rule = at
-        z = self.workspace(h.shape[0]) if held else self.raw_logits(h)
+        h, target_ids, transform = at
+        z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
         d = self._gradient(h.shape[0])
         count = target_ids.shape[0]
         if z.shape[1]:
             own = self.shard.own(target_ids)
-            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, rule, out=d[:count])
+            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, transform, out=d[:count])
         return ChunkGradients(d)

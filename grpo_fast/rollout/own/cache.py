@@ -182,7 +182,7 @@ class RolloutCache:
             layer.prompts = cpp.tiles_of(*layer.prompts)
         if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:
             room = min(self.most, self.time + GROWTH)
-            layer.own = cpp.with_room(layer.own, layer.prompts, sum(self.counts), room)
+            layer.own = cpp.grow_tiles(layer.own, layer.prompts, sum(self.counts), room)
         rule = layer.rule
         return layer.prompts, layer.own, *self.numbers, self.time, rule.scale, rule.window
 

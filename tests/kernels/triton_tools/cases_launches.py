@@ -72,9 +72,9 @@ def test_weights_are_held_or_computed_again(monkeypatch):
                      **options_for("gspo")).but(old=None)  # fmt: skip
     sweeps, original = [], linear.sweep
 
-    def spy(p, partial, out=None, *rest, only_far=False):
-        sweeps.append("far" if only_far else "bare" if out is None else "store")
-        original(p, partial, out, *rest, only_far=only_far)
+    def spy(p, partial, out=None, *rest, only_high_nll=False):
+        sweeps.append("far" if only_high_nll else "bare" if out is None else "store")
+        original(p, partial, out, *rest, only_high_nll=only_high_nll)
 
     for module in (linear, exponentials):
         monkeypatch.setattr(module, "sweep", spy)

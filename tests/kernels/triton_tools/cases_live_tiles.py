@@ -10,7 +10,7 @@ from benchmarks.gpu.live_tiles import COLUMNS, ROWS
 from benchmarks.gpu.sparse import ROUNDING
 from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 
 T, H = 300, 24
 
@@ -29,7 +29,7 @@ def test_what_is_left_out_is_known():
     d = (p.hidden.double() @ p.weight.double().t()).softmax(1) * slopes.double()[:, None]
     by_target = (slopes - d.gather(1, p.target_ids[:, None])[:, 0]).float()
     d.scatter_(1, p.target_ids[:, None], 0.0)
-    found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitRule(), p.matrix)
+    found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitTransform(), p.matrix)
     log_sums[:, 7] = torch.nan  # of a row without a slope nothing counts
     live = live_tiles.live_tiles(log_sums, found.stats[0], slopes, by_target, tolerance)
     masses = torch.stack(

@@ -9,10 +9,10 @@ from benchmarks.gpu import loops
 from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
-PLAIN = LogitRule(1.0, None, 1.0)
+PLAIN = LogitTransform(1.0, None, 1.0)
 ROWS, HIDDEN, VOCAB = 70, 72, 200  # none fills its last tile
 
 
@@ -41,7 +41,7 @@ def assert_same(found, expected):
 def test_logps_and_logits(loop):
     def run():
         out = torch.full((ROWS, VOCAB), float("nan"))
-        arguments = (*head(), LogitRule(1.0, None, 0.9))
+        arguments = (*head(), LogitTransform(1.0, None, 0.9))
         return *linear.head_logps(*arguments, return_entropy=True, logits_out=out), out
 
     expected = run()

@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.kernels.gpu import configs, exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
 
@@ -34,18 +34,18 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     exact = (hidden.double() * wide).sum(1)
     tensors = hidden, weight, ids, ones, factors
     with only_memory_of(*tensors):
-        p = linear.head_inputs(hidden, weight, None, ids, LogitRule())
+        p = linear.head_inputs(hidden, weight, None, ids, LogitTransform())
         raw = exponentials.target_logits(p)
     assert (raw - exact).abs().max() <= 1e-4
     out, zeros = torch.empty(hidden.shape), torch.zeros(hidden.shape)
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())
-    # hidden's columns lie as far apart as those of W
+    # hidden's columns are as far apart as those of W
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
         found = support.head_rows(
-            weight[5:8:2], None, weight, None, rows, LogitRule(), return_entropy=False,
+            weight[5:8:2], None, weight, None, rows, LogitTransform(), return_entropy=False,
             return_slopes=False,
         )  # fmt: skip
         back = support.head_hidden(factors, weight, rows)

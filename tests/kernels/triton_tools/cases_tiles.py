@@ -11,12 +11,12 @@ import torch
 
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.formulas import final, statistics
-from tests.kernels.test_head import DOORS, check_gradient, problem, raw_of, weigh
+from tests.kernels.test_head import HEAD_KERNELS, check_gradient, problem, raw_of, weigh
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
-HEAD, RULE = DOORS[0].values[0], LogitRule(1.0, None, 0.8)
+HEAD, TRANSFORM = HEAD_KERNELS[0].values[0], LogitTransform(1.0, None, 0.8)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
     ids %= 40  # tiles without a target: the short form of the epilogue
-    given = hidden, weight, None, ids, RULE
+    given = hidden, weight, None, ids, TRANSFORM
     blocks(32, 32, 32, 4, 2, 32)
     plain = check_logps(given)
     expected = weigh(HEAD, *given) if dtype == torch.bfloat16 else None
@@ -71,9 +71,9 @@ def test_several_slices(monkeypatch):
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
     ids = torch.tensor([129, 514, 199, 300, 150, 400, 511, 512, 513])
-    check_logps((hidden, weight, bias, ids, RULE))
+    check_logps((hidden, weight, bias, ids, TRANSFORM))
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
-    check_logps((hidden, weight, bias, ids, RULE))
+    check_logps((hidden, weight, bias, ids, TRANSFORM))
 
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
@@ -85,12 +85,12 @@ def test_tiles_with_and_without_a_target(blocks, first):
     hidden, weight, _, _ = problem(9, 16, 150)
     ids = torch.full((9,), first)
     ids[5:8] = torch.tensor([-100, 10**12, 150])
-    given = hidden, weight, None, ids, LogitRule()
+    given = hidden, weight, None, ids, LogitTransform()
     light = linear.head_logps(*given, return_entropy=False)
     heavy = linear.head_logps(*given, return_entropy=True)  # takes the long form everywhere
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
-    found = check_logps((hidden[inside], weight, None, ids[inside], LogitRule()))
+    found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))
     assert all(torch.equal(x[inside], y) for x, y in zip(light[:2], found, strict=False))
 
 
@@ -100,7 +100,7 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
     """
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
-    given = *problem(130, 16, 300, torch.float32), RULE
+    given = *problem(130, 16, 300, torch.float32), TRANSFORM
     expected = check_logps(given)
     monkeypatch.setattr(linear, "GROUP_BYTES", 2 * 32 * 16 * 4)
     assert all(map(torch.equal, check_logps(given), expected))
@@ -118,7 +118,7 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
     ids = torch.arange(40) * (slices * 32 - 1) // 39
     for columns in (32, 1 << 20):
         monkeypatch.setattr(linear, "SLICE_COLUMNS", columns)
-        check_logps((hidden, weight, bias, ids, RULE), bar=1e-6)
+        check_logps((hidden, weight, bias, ids, TRANSFORM), bar=1e-6)
 
 
 def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
@@ -127,16 +127,16 @@ def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
     hidden, weight, _, _ = problem(160, 16, 64)
     ids = torch.full((160,), 9)
     hidden[70] = -40 * weight[9]
-    given = hidden, weight, None, ids, LogitRule()
+    given = hidden, weight, None, ids, LogitTransform()
     expected = weigh(HEAD, *given)[2]
     sweeps, original = [], linear.sweep
 
-    def spy(p, partial, out=None, *rest, only_far=False):
+    def spy(p, partial, out=None, *rest, only_high_nll=False):
         before = out.clone()
-        if only_far:
+        if only_high_nll:
             out[:] = 0.5
-        original(p, partial, out, *rest, only_far=only_far)
-        if only_far:
+        original(p, partial, out, *rest, only_high_nll=only_high_nll)
+        if only_high_nll:
             is_touched = (out != 0.5).any(1)
             sweeps.append(is_touched.nonzero()[:, 0].tolist())
             out[~is_touched] = before[~is_touched]
@@ -149,10 +149,10 @@ def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
 def test_mixed_dtypes_are_refused():
     hidden, weight, _, ids = problem(2, 16, 50)
     with pytest.raises(ValueError, match="hidden: expected the dtype of weight"):
-        linear.head_logps(hidden.float(), weight, None, ids, RULE, return_entropy=True)
+        linear.head_logps(hidden.float(), weight, None, ids, TRANSFORM, return_entropy=True)
 
 
 def test_the_memory_check_sees_a_planted_error():
     hidden, weight, bias, ids = problem(67, 19, 301)
     with pytest.raises(Exception, match="out of bounds"), only_memory_of(hidden, weight[:-1], bias):
-        linear.head_logps(hidden, weight, bias, ids, RULE, return_entropy=True)
+        linear.head_logps(hidden, weight, bias, ids, TRANSFORM, return_entropy=True)

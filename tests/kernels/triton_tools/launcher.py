@@ -13,7 +13,7 @@ ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Files whose tests take an engine: here Triton's.
 OF_ENGINES = (
-    "kernels/test_rows kernels/test_head kernels/test_support_doors kernels/test_grad_filter "
+    "kernels/test_rows kernels/test_head kernels/test_support_kernels kernels/test_grad_filter "
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()

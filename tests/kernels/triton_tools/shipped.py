@@ -19,7 +19,7 @@ from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import Divergence
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -41,9 +41,9 @@ def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> t
     )
     has_bias = "b" in options
     by_row = torch.ones(ROWS) if has_bias or "t" in options else 1.0
-    rule = LogitRule(1.0, 30.0 if "c" in options else None, by_row)
+    transform = LogitTransform(1.0, 30.0 if "c" in options else None, by_row)
     bias = weight[:, 0].contiguous() if has_bias else None
-    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), rule), "e" in options
+    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), transform), "e" in options
 
 
 def linear(
@@ -70,17 +70,17 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     """The three row kernels with every option that adds code."""
     logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
     v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    rule = LogitRule(1.0, 30.0, v)
-    rows_triton.row_logps(logits, target, rule, return_entropy=True)
-    rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
+    transform = LogitTransform(1.0, 30.0, v)
+    rows_triton.row_logps(logits, target, transform, return_entropy=True)
+    rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
     if dtype == torch.float32:  # d-logits in 16 bits beside the logits
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
-        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
+        rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
         rows_triton.row_loss_(
-            logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+            logits, out, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
         )
     rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+        logits, logits, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
     )
 
 
@@ -104,16 +104,16 @@ def surrounded(hidden_size: int) -> None:
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Rows in a support, from hidden and back; `options` as in `problem`."""
-    (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
+    (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
     support_triton.head_rows(
-        hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
+        hidden, index, weight, bias, rows, transform, return_entropy=has_entropy, return_slopes=True
     )
     ends = torch.arange(ROWS + 1)
-    rows_triton.row_logps(v[None], ids, rule, return_entropy=has_entropy, offsets=ends)
+    rows_triton.row_logps(v[None], ids, transform, return_entropy=has_entropy, offsets=ends)
     of_entropy = v if has_entropy else None
-    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, rule, offsets=ends)
+    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, transform, offsets=ends)
     support_triton.head_weight(v, hidden, index, rows, weight, add=False)
     if has_entropy:
         support_triton.head_hidden(v, weight, rows)
@@ -124,18 +124,18 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 def compared(kind: str, vocab: int) -> None:
     """Divergences from a teacher: values and gradients with soft caps, values, a rank's columns."""
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
-    rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
-    given = z, y, w, Divergence(kind), *rules
+    transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
+    given = z, y, w, Divergence(kind), *transforms
     found = divergence_triton.row_divergence_(*given, out=y)
-    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
+    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitTransform(), LogitTransform())
     divergence_triton.row_divergence_(*given, out=y, known=found)
 
 
 def loss(config: LossConfig) -> None:
     logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
-    rule = LogitRule(1.0, None, 1.0)
+    transform = LogitTransform(1.0, None, 1.0)
     rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
+        logits, logits, target, RowTerms(v, v, v, v, v), config, transform, return_entropy=False
     )
     coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 

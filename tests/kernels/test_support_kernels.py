@@ -1,4 +1,4 @@
-"""The doors of rows with a support, of every engine, against fp64: sizes at the edges of tiles,
+"""The support_kernels of rows with a support, of every engine, against fp64: sizes at the edges of tiles,
 vectors and runs, the order of sums, factors of 0 beside NaN, rows that nobody wrote. Triton's in
 its interpreter (test_triton_interpreter.py).
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fast.kernels import route, support_reference
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.types import LogitTransform
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # One id alone, fewer than a tile, a tile exactly, one more, several tiles, all of the vocabulary.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
-RULES = {"plain": LogitRule(), "all": LogitRule(0.8, 3.0, 0.7),
-         "temperatures": LogitRule(-1.3, None, torch.linspace(0.6, 1.7, R))}  # fmt: skip
+TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
+         "temperatures": LogitTransform(-1.3, None, torch.linspace(0.6, 1.7, R))}  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=ENGINES)
-def doors(request):
+def support_kernels(request):
     if request.param == "cpu":  # never torch in its place, when it does not build
         assert loader.unavailable("support") is None
-    return route.doors("support", request.param)
+    return route.kernel_module("support", request.param)
 
 
 @pytest.fixture(params=ENGINES)
@@ -64,11 +64,11 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
 
 
-def exact(hidden, index, weight, bias, rule, g, g_entropy=None) -> tuple:
+def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
     """(raw, stats, d-logits, slopes) in fp64 from masked logits, the first and third (nnz,)."""
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
-    z, slope = formulas.final(full, *rule)
+    z, slope = formulas.final(full, *transform)
     kept = torch.zeros_like(z, dtype=torch.bool).index_put_(at, torch.tensor(True))
     z = z.masked_fill(~kept, -torch.inf)
     d = formulas.gradient(z, slope, TARGETS, g, g_entropy)
@@ -80,48 +80,52 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert (actual.double() - expected).abs().max() <= tolerance * max(1, expected.abs().max())
 
 
-def of_head(doors, tensors: tuple, rule: LogitRule, *, slopes: bool = True):
-    with only_memory_of(*tensors, *ROWS, rule.temperature):
-        return doors.head_rows(*tensors, ROWS, rule, return_entropy=True, return_slopes=slopes)
+def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slopes: bool = True):
+    with only_memory_of(*tensors, *ROWS, transform.temperature):
+        return support_kernels.head_rows(
+            *tensors, ROWS, transform, return_entropy=True, return_slopes=slopes
+        )
 
 
 # Widths around vectors and blocks; 300 columns where a program of Triton holds 128.
-@pairs(name=RULES, width=[1, 15, 64, 131, 300], dtype=DTYPES)
-def test_a_head(doors, width, dtype, name, monkeypatch):
+@pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
+def test_a_head(support_kernels, width, dtype, name, monkeypatch):
     """Logits, statistics and slopes, which change no bit of the others. 16 bits are summed in
     fp32.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
-    rule, tensors = RULES[name], tensors_of(width, dtype)
-    found = of_head(doors, tensors, rule)
-    raw, stats, _, slopes = exact(*tensors, rule, torch.ones(R))
+    transform, tensors = TRANSFORMS[name], tensors_of(width, dtype)
+    found = of_head(support_kernels, tensors, transform)
+    raw, stats, _, slopes = exact(*tensors, transform, torch.ones(R))
     assert_close(found.raw, raw)
     for got, want in zip(found.stats, stats, strict=True):
         assert_close(got, want, 4e-6)
     assert_close(found.slopes, slopes, 4e-6)
-    again = of_head(doors, tensors, rule, slopes=False)
+    again = of_head(support_kernels, tensors, transform, slopes=False)
     assert again.slopes is None and all(map(torch.equal, found.stats, again.stats))
 
 
-def test_any_strides(doors):
+def test_any_strides(support_kernels):
     """A transposed weight, as a tied embedding may be, and columns of a wider hidden."""
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
     wide[:, ::2] = hidden
     given = wide[:, ::2], index, weight.t().contiguous().t(), bias
-    found, expected = (of_head(doors, x, LogitRule()) for x in (given, tensors_of(20)))
+    found, expected = (
+        of_head(support_kernels, x, LogitTransform()) for x in (given, tensors_of(20))
+    )
     assert_close(found.slopes, expected.slopes, 1e-6)
     assert_close(found.raw, expected.raw, 1e-6)
 
 
-def test_a_certain_token_keeps_its_digits(doors):
+def test_a_certain_token_keeps_its_digits(support_kernels):
     """log p near 0 and 1 - p near 0 are no differences; one id alone has a slope of exactly 0."""
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
     tensors = hidden, index, weight * 0.01, bias
-    found = of_head(doors, tensors, LogitRule())
-    _, stats, _, slopes = exact(*tensors, LogitRule(), torch.ones(R))
+    found = of_head(support_kernels, tensors, LogitTransform())
+    _, stats, _, slopes = exact(*tensors, LogitTransform(), torch.ones(R))
     certain = stats[1].abs() < 1e-5
     assert certain.sum() >= 2
     assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
@@ -129,34 +133,34 @@ def test_a_certain_token_keeps_its_digits(doors):
     assert found.stats[1][0] == 0 and not found.slopes[0].any()
 
 
-def test_nan_stays_in_its_row(doors):
+def test_nan_stays_in_its_row(support_kernels):
     hidden, index, weight, bias = tensors_of(20)
-    clean = of_head(doors, (hidden, index, weight, bias), LogitRule())
+    clean = of_head(support_kernels, (hidden, index, weight, bias), LogitTransform())
     hidden[index[3], 5] = math.nan
-    found = of_head(doors, (hidden, index, weight, bias), LogitRule())
+    found = of_head(support_kernels, (hidden, index, weight, bias), LogitTransform())
     assert found.stats[1][3].isnan() and found.slopes[3].isnan().any()
     others = torch.arange(R) != 3
     assert torch.equal(found.slopes[others], clean.slopes[others])
 
 
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_ragged_rows(kernels, rule, has_entropy):
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_ragged_rows(kernels, transform, has_entropy):
     """The row kernels on rows of unequal length, one after another."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
         _ = x if x is None else x.index_fill_(0, torch.tensor(2), 0.0)
-    exact_raw, stats, d, _ = exact(*tensors, rule, g, g_entropy)
+    exact_raw, stats, d, _ = exact(*tensors, transform, g, g_entropy)
     raw = exact_raw.float()
-    with only_memory_of(raw, *ROWS, rule.temperature):
+    with only_memory_of(raw, *ROWS, transform.temperature):
         options = {"return_entropy": has_entropy, "offsets": ROWS.offsets}
-        found = kernels.row_logps(raw[None], ROWS.places, rule, **options)
+        found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
     for got, want in zip(found, stats, strict=True):
         assert got is None or (got - want).abs().max() <= 4e-6
     raw[ROWS.rows == 2] = math.nan  # no coefficient: exact zeros, whatever it holds
-    with only_memory_of(raw, *ROWS, g, g_entropy, rule.temperature, *found):
-        own = ROWS.places, found, g, g_entropy, rule
+    with only_memory_of(raw, *ROWS, g, g_entropy, transform.temperature, *found):
+        own = ROWS.places, found, g, g_entropy, transform
         kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
     assert_close(raw, d)
     assert not raw[ROWS.rows == 2].any()
@@ -166,21 +170,21 @@ def test_ragged_rows(kernels, rule, has_entropy):
 
 
 @pytest.mark.parametrize("width", [20, 1030])
-def test_dh_from_d_logits(doors, width):
+def test_dh_from_d_logits(support_kernels, width):
     """A factor of 0 adds nothing, beside NaN either; one of NaN is seen."""
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
     with only_memory_of(d, weight, *ROWS):
-        found = doors.head_hidden(d, weight, ROWS)
+        found = support_kernels.head_hidden(d, weight, ROWS)
     terms = weight.nan_to_num().double()[ROWS.ids] * d.double()[:, None]
     assert_close(found, torch.zeros(R, width).double().index_add_(0, ROWS.rows, terms))
     d[1] = math.nan
-    assert doors.head_hidden(d, weight, ROWS)[1].isnan().all()
+    assert support_kernels.head_hidden(d, weight, ROWS)[1].isnan().all()
 
 
 @pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
-def test_dw(doors, width, dtype, indexed):
+def test_dw(support_kernels, width, dtype, indexed):
     """Some ids by many rows, some by none; NaN and inf where the coefficient is 0; what is there
     stays below what is added; the order of the programs changes nothing.
     """
@@ -196,7 +200,7 @@ def test_dw(doors, width, dtype, indexed):
     terms = hidden[at].nan_to_num(posinf=0.0).double() * d.double()[:, None]
     expected = torch.zeros(V, width).double().index_add_(0, ids, terms)
     before = numbers(V, width, seed=8).to(dtype)
-    call = partial(doors.head_weight, d, hidden, index, rows)
+    call = partial(support_kernels.head_weight, d, hidden, index, rows)
     new = torch.full((V, width), math.nan, dtype=dtype)
     call(new, add=False)
     again, sums = torch.full_like(new, math.nan), before.clone()
@@ -210,30 +214,32 @@ def test_dw(doors, width, dtype, indexed):
 
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
-def test_terms_are_added_in_the_order_of_the_rows(doors, monkeypatch):
+def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
     """1 + 1e8 - 1e8 is 0 in fp32; from the last to the first it is 1. Torch takes blocks of one."""
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
     out = torch.full((6, 2), torch.nan)
     hidden = torch.tensor([[1.0, 2.0], [1e8, 2e8], [-1e8, -2e8]])
-    doors.head_weight(torch.ones(3), hidden, None, rows, out, add=False)
+    support_kernels.head_weight(torch.ones(3), hidden, None, rows, out, add=False)
     assert not out.any()
 
 
-def test_many_rows_may_have_one_id(doors):
+def test_many_rows_may_have_one_id(support_kernels):
     """More terms than a run holds: sums of whole numbers are exact."""
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)
-    doors.head_weight(torch.ones(count), torch.ones(count, 70), None, rows, out, add=False)
+    support_kernels.head_weight(
+        torch.ones(count), torch.ones(count, 70), None, rows, out, add=False
+    )
     assert (out[40] == count).all() and not out[:40].any()
 
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="of torch and C++")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_targets_stand(engine):
-    doors, ids = route.doors("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])
-    places = partial(doors.target_places, ids, torch.tensor([0, 3, 6]))
+    support_kernels, ids = route.kernel_module("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])
+    places = partial(support_kernels.target_places, ids, torch.tensor([0, 3, 6]))
     found, repeated = places(torch.tensor([7, 0]), 8)
     assert found.tolist() == [2, 2] and int(repeated) == -1
     assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]
@@ -255,13 +261,13 @@ def test_the_kernels_read_nothing_outside(name, change):
     """Whatever the checks above them let through."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
-        route.doors("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
+        route.kernel_module("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
 
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):
-    route.doors.cache_clear()
+    route.kernel_module.cache_clear()
     monkeypatch.setattr(route.loader, "unavailable", lambda name="rows": "no compiler here")
     try:
-        assert route.doors("support", "cpu") is support_reference
+        assert route.kernel_module("support", "cpu") is support_reference
     finally:
-        route.doors.cache_clear()
+        route.kernel_module.cache_clear()

@@ -1,6 +1,6 @@
-"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
+"""The formulas for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
 
-A leaf is called with numbers that write down what happens to them, one line of C++ for each
+A formula is called with numbers that write down what happens to them, one line of C++ for each
 operation. Every word of the vocabulary has one C++ counterpart: in double, and for the divergences,
 which run once per logit, on vectors. The header is made when the kernels are compiled.
 """
@@ -60,22 +60,22 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-def objective_leaves() -> list[TokenFunction]:
-    """The leaves of `OBJECTIVES`, each once; their order numbers them."""
+def objective_functions() -> list[TokenFunction]:
+    """The formulas of `OBJECTIVES`, each once; their order numbers them."""
     return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
-def kl_leaves() -> list[TokenFunction]:
+def kl_functions() -> list[TokenFunction]:
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
 @functools.cache
 def header() -> str:
-    """The text of leaves.h.
+    """The text of formulas.h.
 
-    Raises ValueError where a leaf uses something outside of the vocabulary; it names both.
+    Raises ValueError where a formula uses something outside of the vocabulary; it names both.
     """
-    return print_header(objective_leaves(), kl_leaves(), list(DIVERGENCES.values()))
+    return print_header(objective_functions(), kl_functions(), list(DIVERGENCES.values()))
 
 
 def print_header(
@@ -83,7 +83,7 @@ def print_header(
     estimators: list[TokenFunction],
     divergences: Sequence[TokenFunction] = (),
 ) -> str:
-    """Functions that choose a leaf by its number; divergences are on vectors."""
+    """Functions that choose a formula by its number; divergences are on vectors."""
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
@@ -93,44 +93,44 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], leaves: Sequence[TokenFunction]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
+def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
+    """`name(index, arguments…, p)`: a switch over the formulas; p[0], p[1], … are their options."""
     cases = []
-    for index, leaf in enumerate(leaves):
-        extra = leaf.__code__.co_argcount - len(arguments)
+    for index, formula in enumerate(formulas):
+        extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
-            came = inspect.signature(leaf)
-            raise ValueError(f"{leaf.__name__}: expected {expected}, got {came}")
+            came = inspect.signature(formula)
+            raise ValueError(f"{formula.__name__}: expected {expected}, got {came}")
         names = [*arguments, *(f"p[{i}]" for i in range(extra))]
-        cases.append(f"    case {index}: {{{body(leaf, names, WORDS, HELPERS)}    }}\n")
+        cases.append(f"    case {index}: {{{body(formula, names, WORDS, HELPERS)}    }}\n")
     signature = ", ".join(f"double {argument}" for argument in arguments)
-    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head = f"constexpr int64_t k_{name}_count = {len(formulas)};\n"
     head += f"inline ValueAndSlope {name}(int64_t index, {signature},\n"
     head += "    [[maybe_unused]] const double* p) {\n  switch (index) {\n"
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[TokenFunction]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
     cases = [
         f"  if constexpr (index == {i}) {{"
-        f"{body(leaf, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
-        for i, leaf in enumerate(leaves)
+        f"{body(formula, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
+        for i, formula in enumerate(formulas)
     ]
     signature = ", ".join(f"Floats {argument}" for argument in arguments)
-    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head = f"constexpr int64_t k_{name}_count = {len(formulas)};\n"
     head += f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
     return head + "".join(cases) + f"  return {{{arguments[0]}, {arguments[0]}}};\n}}\n"
 
 
 def body(
-    leaf: TokenFunction,
+    formula: TokenFunction,
     arguments: Sequence[str],
     words: dict[str, str],
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """What a leaf computes of these arguments, as C++ lines that return its pair.
+    """What a formula computes of these arguments, as C++ lines that return its pair.
 
     A line of what nobody reads, or of a branch that is not taken, has no effect in C++ either.
     """
@@ -155,11 +155,11 @@ def body(
             return function(words[word])
 
     own = {name: function(word) for name, word in helpers.items()}
-    printed = bind(leaf, Vocabulary(), words=own)
+    printed = bind(formula, Vocabulary(), words=own)
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{leaf.__name__}: {error}") from error
+        raise ValueError(f"{formula.__name__}: {error}") from error
     return "\n".join([*lines, f"      return {{{pair}}};\n"])
 
 

@@ -1,1 +1,1 @@
-"""Kernels: rows of logits (torch, C++, Triton) and the chunk loop from hidden states."""
+"""Compute kernels: row kernels on logits (torch, C++, Triton) and the chunked LM head."""

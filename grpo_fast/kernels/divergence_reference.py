@@ -1,7 +1,7 @@
-"""Divergences of rows of logits from a teacher, in plain torch: the readable reference.
+"""Reference implementation of divergences from a teacher, in plain torch.
 
-A leaf says what one logit contributes; here are the sums over a row and the gradient
-dD/dz_j = slope_j - p_j·Σ_k slope_k.
+A function of objective/divergences.py gives value_j and slope_j of one logit. This module sums them
+over a row: D = Σ_j value_j, and the gradient dD/dz_j = slope_j - p_j·Σ_k slope_k.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_fast.kernels.reference import final_logits, rows_by_length
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitTransform
 
-# Logits of a block of rows: its temporaries stay in a CPU's cache.
+# Logits processed at a time. On a CPU the temporaries of such a block stay in cache.
 BLOCK = 1 << 17
 BLOCK_GPU = 1 << 24
 
@@ -32,13 +32,25 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
-    """Divergences of every row, and in `out` the gradient of Σ weights·D by the raw logits.
+    """Compute the divergence of every row and, into `out`, the gradient of Σ weights·D.
 
-    Rows of weight 0 have exact zeros; columns at -inf on both sides count for nothing.
+    The gradient is with respect to the student's raw logits. Rows with weight 0 get exact zeros.
+    Columns where both sides are -inf contribute nothing.
 
     Args:
-        known: where the columns are one rank's: `lse` and `teacher_lse` of whole rows, and for
-            `out` their `centers`, which are then returned as they came.
+        logits: (C, V) raw logits of the student.
+        teacher: (C, V) raw logits of the teacher.
+        weights: (C,) weight of each row in the gradient.
+        divergence: which divergence.
+        transform: the student's logit transform.
+        teacher_transform: the teacher's logit transform.
+        out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
+        known: sums over full rows, for a rank that holds a vocabulary shard: `lse` and
+            `teacher_lse`, and `centers` if `out` is given. They are returned unchanged.
+        offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
+
+    Returns:
+        The sums of every row.
     """
     if offsets is not None:
         logits = logits[0]
@@ -72,15 +84,26 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
-    """The same against K ids and what is left of the vocabulary, K + 1 categories, in fp64; for
-    every backend.
+    """Compute the divergence from a teacher's top-k log-probabilities, in fp64, for every backend.
 
-    The student's share of all other ids is summed, never 1 - Σ; its derivative goes to these ids
-    by their share in it.
+    The vocabulary becomes K + 1 categories: the K ids and one tail for all other ids. The student's
+    tail mass is summed directly, because 1 - Σ would cancel. The tail's gradient is distributed
+    over its ids in proportion to their probabilities.
+
+    Args:
+        logits: (C, V) raw logits of the student.
+        teacher: ids and logps of the C rows.
+        weights: (C,) weight of each row in the gradient.
+        divergence: which divergence.
+        transform: the student's logit transform.
+        out: (C, V) destination of the gradient, which may be `logits`; None: no gradient.
+
+    Returns:
+        (C,) fp64 divergences.
     """
     values = []
     for rows, _ in _blocks(logits):
-        # 1. The student at the K ids, and its other logits.
+        # 1. The student's logits at the K ids, and the logits of the tail.
         z, chain = final_logits(logits[rows], transform.rows(rows))
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
@@ -88,18 +111,19 @@ def row_topk_divergence_(
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
-        # 2. The mass of all other ids, on both sides, as one more category.
+        # 2. The tail mass of both sides becomes one more category.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
-        # K = V leaves nothing. A NaN among the others counts without a tail, too: it is to be seen.
+        # The tail is empty if K = V. A NaN in the tail counts even without `has_tail`, so that it
+        # is visible in the result.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
-        # 3. The divergence of K + 1 categories.
+        # 3. The divergence over K + 1 categories.
         value, slope = _terms(lp, lq, divergence)
         if out is not None:
-            # 4. Its gradient; that of the last category is dealt to the other ids.
+            # 4. The gradient. The tail's part is distributed over the tail's ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
             shift = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
             dz = rest.sub_(shift).exp_().mul_(d[:, -1:])
@@ -111,19 +135,22 @@ def row_topk_divergence_(
 
 
 def teacher_tail(lq: Tensor, floor: float) -> Tensor:
-    """(C,) log of what K log-probabilities (C, K) fp64 leave of 1, at least `floor`."""
+    """Return the log of 1 - Σ exp(lq), at least log(floor), for (C, K) fp64 log-probabilities."""
     return (-torch.expm1(lq.logsumexp(1))).clamp(min=floor).log()
 
 
 def row_lse(z: Tensor) -> Tensor:
-    """(C,) fp64 logsumexp, right to fp32's last digits of 1 - p where one logit has nearly all."""
+    """Return the (C,) fp64 logsumexp, accurate even if one logit has nearly all of the mass.
+
+    The largest term is excluded from the sum and added by log1p.
+    """
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows, and where they lie in a matrix: there, too."""
+    """Yield blocks of rows, and their index in the matrix."""
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
@@ -131,26 +158,26 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of one length (n,), and where they lie in a vector (n, k)."""
+    """Yield blocks of rows of equal length (n,), and the positions of their elements (n, k)."""
     for here, at in rows_by_length(offsets):
         yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
-    """z - lse, by two differences: a log-probability near 0 keeps its digits."""
+    """Return z - lse as two differences, so that a log-probability near 0 keeps its digits."""
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
 
 
 def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
-    """(C, V) value and slope of every logit."""
+    """Return value and slope of every logit, (C, V) each."""
     d = (lp - lq).masked_fill_(lp == lq, 0.0)  # both may be -inf
     return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
-    """slope - center·p; of the likeliest logit in a form in which a certain row does not cancel."""
+    """Return slope - center·p, with a form that does not cancel for the most likely logit."""
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     top = lp.argmax(-1, keepdim=True)
     of_top, lp_top = (x.gather(-1, top).double() for x in (slope, lp))

@@ -1,4 +1,4 @@
-"""Row kernels in plain torch on chunks (C, V) of raw logits: the readable reference."""
+"""Reference implementation of the row kernels, in plain torch on chunks (C, V) of raw logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from grpo_fast.objective.config import LossConfig
 
 
 def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """z (C, V) in fp32 (fp64 stays fp64) and dz/draw, a float or (C, 1) or (C, V)."""
+    """Apply the logit transform.
+
+    Returns:
+        z, (C, V) in fp32 (fp64 for fp64 inputs), and dz/draw as a float, (C, 1) or (C, V).
+    """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope: Tensor | float = transform.logit_scale
     if transform.logit_scale != 1:
@@ -38,11 +42,20 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
+    """Compute lse, log-probability of the target and entropy of every row.
 
-    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row
-    with a NaN or +inf among its logits has lse and logp NaN. With `offsets` the target ids are
-    places within the rows.
+    logp = -log(1 + Σ_{j≠target} e^z_j / e^z_target), so nothing cancels when the model is certain.
+    Columns at -inf contribute exactly 0. If a row contains NaN or +inf, its lse and logp are NaN.
+
+    Args:
+        logits: (C, V) raw logits.
+        target_ids: (C,) int64. With `offsets`, positions within the rows.
+        transform: the logit transform.
+        return_entropy: also compute the entropy.
+        offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
+
+    Returns:
+        lse, logps and entropy (or None), fp32 (C,) each.
     """
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
@@ -64,13 +77,17 @@ def row_statistics(
     *,
     return_entropy: bool,
 ) -> RowStats:
-    """`row_logps` in the dtype of z. Where a row has no target, its lse and entropy are right."""
+    """Compute `row_logps` of transformed logits, in the dtype of z.
+
+    A row whose target is out of range still has the correct lse and entropy.
+    """
     columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's
-    # softplus does). Beyond the limit log(1 + e^x) is x to the last digit.
+    # logp = -softplus(x), written with functions whose bits do not depend on an element's position
+    # in the vector, as those of torch's softplus do. Above the limit, log(1 + e^x) = x in this
+    # precision.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
@@ -85,12 +102,12 @@ def row_statistics(
 
 
 def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
-    """(C,) the targets' columns; where there is none, any."""
+    """Return the target columns, (C,), clamped into range."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
+    """Yield the rows of each length k, (n,), and the positions of their elements, (n, k)."""
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -108,13 +125,27 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:  # (C, V)
-    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+    """Overwrite the logits (or `out`) with the gradient of Σ grad_logps·logp +
+    grad_entropy·entropy.
 
-    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's
-    1 - p is -expm1(logp), so nothing cancels when the model is certain. A target outside [0, V) is
-    in none of these columns.
+    A row with both coefficients 0 gets exact zeros, even if it contains NaN. In the target column,
+    1 - p is computed as -expm1(logp), so nothing cancels when the model is certain. A target
+    outside [0, V) has no column.
+
+    Args:
+        logits: (C, V) raw logits.
+        target_ids: (C,) int64.
+        stats: the result of `row_logps`.
+        grad_logps: (C,) coefficients of the logps.
+        grad_entropy: (C,) coefficients of the entropies, or None.
+        transform: the logit transform.
+        out: (C, V) destination; None: in place.
+        offsets: as in `row_logps`; the gradient is then written in place.
+
+    Returns:
+        The tensor that holds the gradient.
     """
-    # 1. Rows of unequal length: those of one length at a time.
+    # 1. Rows of unequal length are processed in groups of equal length.
     if offsets is not None:
         for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
@@ -135,7 +166,7 @@ def row_grad_(
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
-    # 3. That of the entropy.
+    # 3. The gradient of the entropy: -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
@@ -156,12 +187,24 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`,
+    """Compute a token-level loss and its gradient: `row_logps`, the loss function, then
     `row_grad_`.
 
-    `out` (which may be `logits`) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t.
-    A row whose target lies outside [0, V) does not count: it is written as zeros and has loss 0,
-    whatever it and its terms hold.
+    A row whose target is outside [0, V) is excluded: its gradient and loss are 0, whatever the row
+    and its terms contain.
+
+    Args:
+        logits: (C, V) raw logits.
+        out: (C, V) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t; may be
+            `logits`.
+        target_ids: (C,) int64.
+        terms: the per-row inputs of the loss.
+        config: the loss.
+        transform: the logit transform.
+        return_entropy: also return the entropy.
+
+    Returns:
+        The statistics, losses and coefficients of every row.
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)

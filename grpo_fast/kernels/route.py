@@ -1,8 +1,10 @@
-"""Which code runs: the one place that decides, by device, dtype and shape, and says so.
+"""Backend selection by device, dtype and shape. All decisions about which kernels run are made
+here.
 
 Environment:
-    GRPO_FAST_LOG=1                  say on stderr what runs, the first time
-    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `uses_csrc_gemm`)
+    GRPO_FAST_LOG=1: log to stderr which kernels run, once for each choice
+    GRPO_FAST_GEMM=auto|own|vendor: fp32 GEMM on the CPU: csrc (own) or torch (vendor); see
+        `uses_csrc_gemm` for auto
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ logger = logging.getLogger("grpo_fast")
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
-PREFERRED = {"cpu": "cpu", "cuda": "triton"}  # kind of device → what "auto" takes where it runs
-# Below this many columns the C++ row kernels, which also take the loss's leaf, are as fast as those
-# that start from hidden, and take fewer Python calls.
+# Device type → the backend that "auto" selects if it is available.
+PREFERRED = {"cpu": "cpu", "cuda": "triton"}
+# For smaller vocabularies the C++ row kernels, which also compute the loss, are as fast as the
+# kernels that start from hidden states, and they need fewer Python calls.
 FROM_HIDDEN = 2048
 
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
@@ -38,27 +41,32 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The kernel_module of one backend (documented in reference.py, cpu/linear.py, gpu/gradients.py)."""
+    """The kernel functions of one backend.
+
+    reference.py, cpu/linear.py and gpu/gradients.py document them.
+    """
 
     row_logps: Callable[..., RowStats]
     row_grad_: Callable[..., Tensor]
     row_loss_: Callable[..., RowLoss]
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
-    head_logps: Callable[..., RowStats] | None = None  # from hidden
-    head_exponentials: Callable[..., Exponentials] | None = None  # from hidden
+    head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
+    head_exponentials: Callable[..., Exponentials] | None = (  # the same for exponentials
+        None  # computes exponentials from hidden states
+    )
     gradients: ModuleType | None = (
         None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
     )
 
 
 class Route(NamedTuple):
-    """The kernels that run for one head or one matrix of logits.
+    """The kernels selected for one LM head or one matrix of logits.
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
-        kernels: its kernel_module; those that start from hidden are None where they are not taken.
-        exponentials: dtype of what `head_exponentials` writes; None: logits are stored.
-        product: whose matrix products: "own", "own, AMX", or "torch".
+        kernels: the backend's functions; those that start from hidden are None if not selected.
+        exponentials: dtype of the output of `head_exponentials`; None: logits are stored instead.
+        product: implementation of the matrix products: "own" (csrc), "own, AMX", or "torch".
     """
 
     backend: str
@@ -77,19 +85,22 @@ class Route(NamedTuple):
 
 
 def rows_route(backend: str, logits: Tensor) -> Route:
-    """For a matrix of given logits.
+    """Return the route for a matrix of given logits.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot run here, with the reason.
+        ValueError: the backend is unknown or cannot run here; the message gives the reason.
     """
     return _route(_resolved(backend, logits), "torch")
 
 
 def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route:
-    """For a head with this weight; see `rows_route`.
+    """Return the route for an LM head with this weight.
 
-    A shard of the vocabulary takes row kernels: those that start from hidden estimate a row's sum
-    by its target's logit, which most shards do not have.
+    A vocabulary shard uses row kernels. The kernels that start from hidden states estimate a row's
+    sum from the logit of its target, which most shards do not contain.
+
+    Raises:
+        ValueError: the backend is unknown or cannot run here; the message gives the reason.
     """
     name = _resolved(backend, weight)
     is_16_bits = weight.dtype == torch.bfloat16
@@ -107,8 +118,10 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 @functools.cache
 def kernel_module(rows: str, backend: str) -> ModuleType:
-    """The module for "support", rows in a sampler's sets, or for "divergence", rows beside a
-    teacher's; <rows>_reference.py documents its kernel_module.
+    """Return the module with the "support" or "divergence" kernels of a backend.
+
+    The modules support_reference.py and divergence_reference.py document the functions. They are
+    also used if the C++ library is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
     if backend == "cpu" and loader.unavailable(rows) is not None:
@@ -118,13 +131,13 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
 
 
 def uses_csrc_gemm(x: Tensor) -> bool:
-    """Whether products with x as their second operand are our own (csrc) instead of torch's.
+    """Return whether products with x as second operand use csrc instead of torch.
 
-    Through MKL torch multiplies fp32 without AVX-512 on an AMD core, which is half of a Zen 5 and
-    up to nine tenths of a Zen 4 (a Zen 3 has none: there it is as fast as ours), and rounds a bf16
-    product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not
-    Intel's, for bf16 wherever the CPU multiplies 16-bit numbers, and for fp32 where the user lets
-    torch round its operands (medium matmul precision on AMX).
+    Through MKL, torch multiplies fp32 on AMD CPUs without AVX-512. This reaches half of the speed
+    of csrc on a Zen 5 and up to nine tenths on a Zen 4; a Zen 3 has no AVX-512 and is equally fast.
+    Torch also rounds bf16 products to bf16, which moves logps by 1e-2. Therefore csrc is used for
+    fp32 on x86 CPUs not made by Intel, for bf16 if the CPU has 16-bit products, and for fp32 if the
+    user allows torch to round operands (medium matmul precision on AMX).
     """
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
@@ -135,6 +148,7 @@ def uses_csrc_gemm(x: Tensor) -> bool:
 
 @functools.cache
 def gemm_choice() -> str:
+    """Return the value of GRPO_FAST_GEMM."""
     choice = os.environ.get("GRPO_FAST_GEMM", "auto")
     if choice not in GEMMS:
         raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")
@@ -142,9 +156,10 @@ def gemm_choice() -> str:
 
 
 def _resolved(backend: str, x: Tensor) -> str:
-    """An explicit name never falls back: it works or says why not.
+    """Return the backend for a tensor. An explicit name is used or an error is raised.
 
-    "auto" is csrc on the CPU where it can be built, Triton on a GPU, else (and for fp64) torch.
+    "auto" selects csrc on the CPU if it can be built, Triton on a GPU, and torch otherwise and for
+    fp64.
     """
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
@@ -160,7 +175,9 @@ def _resolved(backend: str, x: Tensor) -> str:
 
 @functools.cache
 def fallback_reason(device_type: str) -> str | None:
-    """Why "auto" is plain torch on a kind of device that has its own kernels, or None; one line."""
+    """Return why "auto" uses torch on a device type that has its own kernels, in one line,
+    or None.
+    """
     preferred = PREFERRED.get(device_type)
     reason = unavailable(preferred, device_type) if preferred else None
     return loader.one_line(f"{preferred}: {reason}") if reason else None
@@ -170,7 +187,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # The loader has told what is wrong with the C++ kernels, at the level that it deserves.
+        # The loader has already logged why the C++ kernels are missing, at the appropriate level.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")
@@ -178,7 +195,7 @@ def _auto(device_type: str) -> str:
 
 @functools.cache
 def unavailable(backend: str, device_type: str) -> str | None:
-    """Why a backend cannot run on a kind of device, or None when it can."""
+    """Return why a backend cannot run on a device type, or None if it can."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if backend == "cpu":
@@ -198,7 +215,9 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """The route with its kernel_module; `from_hidden`: the folder of the kernels that start there."""
+    """Build the route. `from_hidden` names the folder of the kernels that start from hidden
+    states.
+    """
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
     if from_hidden:

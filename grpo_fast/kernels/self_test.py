@@ -1,4 +1,4 @@
-"""Where self-tests of kernels run: out of reach of the settings of the call that comes first."""
+"""Helper that runs kernel self-tests independently of the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ R = TypeVar("R")
 
 
 def in_fresh_thread(test: Callable[[], R]) -> R:
-    """The result of a test in a thread of its own: autocast, inference mode, default devices,
-    dispatch modes and checkpointing's hooks belong to a thread.
+    """Run a function in a new thread and return its result.
+
+    Autocast, inference mode, the default device, dispatch modes and the hooks of activation
+    checkpointing are thread-local. A new thread therefore starts with torch's defaults.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(test).result()

@@ -1,4 +1,4 @@
-"""The ids among which a sampler drew each token, where it kept less than the whole vocabulary."""
+"""Token sets of a truncating sampler (top-p, top-k), as the public and the internal type."""
 
 from __future__ import annotations
 
@@ -70,23 +70,27 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """Rows of logits that exist only where the sampler looked: R of the T active rows."""
+    """The R active rows that have a token set, and their logits' positions."""
 
-    row_index: Tensor | None  # (R,) int64: which of the T rows; None: all, R = T
-    dense_index: Tensor | None  # (T - R,) int64: the rows with the whole vocabulary; None: none
-    ids: Tensor  # (nnz,) int64, columns of the logits
+    row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
+    dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
+    ids: Tensor  # (nnz,) int64: columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
-    places: Tensor  # (R,) int64: where the row's target stands in it, from 0
+    places: Tensor  # (R,) int64: position of the row's target in its set
 
     @property
     def rows(self) -> Tensor:
+        """The row of each logit, (nnz,) int64."""
         return rows_of(self.offsets, len(self.ids))
 
     def select(self, x: Tensor) -> Tensor:
+        """Select the rows with a token set from a tensor over all T active rows."""
         return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
-        """(T,) from the values of these rows (R,), and of the others."""
+        """Merge values of the rows with a token set, (R,), with values of the remaining rows into
+        (T,).
+        """
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
@@ -95,14 +99,16 @@ class SupportRows(NamedTuple):
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """(count,) int64: the row of each place in a vector that offsets (R+1,) cut into rows."""
-    # From the right: the place where a row begins is no longer in the one before.
+    """Return the row index of each of `count` elements of a vector split into rows by offsets
+    (R+1,).
+    """
+    # `right=True` assigns an element at a row's start to that row, not to the row before.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 class HeadRows(NamedTuple):
-    """Logits, statistics and slopes of the rows with a support."""
+    """Logits, statistics and slopes of the rows with a token set."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
-    slopes: Tensor | None  # (R, H) the derivative of every logp with respect to its row of hidden
+    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of hidden

@@ -1,4 +1,7 @@
-"""Rows of logits in a sampler's support, one after another in (nnz,): the readable reference."""
+"""Reference implementation of the LM head restricted to token sets, in plain torch.
+
+The sets of all rows are stored one after another in vectors of length nnz.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
-# Elements of gathered rows (of W or hidden) that exist at a time.
+# Upper bound for the number of gathered elements (of weight or hidden) in memory at a time.
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -21,7 +24,12 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """(R,) the place of each target in its row, or -1; 0-d an id that a row has twice, or -1."""
+    """Find each target in its row's set.
+
+    Returns:
+        (R,) int64 position of each target in its set, or -1 if absent; and a 0-d tensor with an id
+        that occurs twice in one set, or -1.
+    """
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     places = torch.where(ids == target_ids[rows], places, -1)
@@ -42,7 +50,10 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Logits of every id and statistics of every row, in fp32 at least; slopes when asked for."""
+    """Compute the logit of every listed id and the statistics of every row.
+
+    All results have at least fp32 precision. Slopes are computed only with `return_slopes`.
+    """
     raw = _logits(hidden, index, weight, bias, rows)
     slopes = None
     places = rows.places
@@ -70,7 +81,10 @@ def _logits(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """(R, H) = Σ d·W[id] over the ids of each row, in the dtype of d; d = 0 adds nothing."""
+    """Return (R, H) = Σ d·weight[id] over the ids of each row, in the dtype of d.
+
+    Ids with d = 0 contribute nothing, even if their weight row contains NaN.
+    """
     sums = d.new_zeros((len(rows.places), weight.shape[1]))
     for block in _blocks(len(d), weight):
         add_rows_(
@@ -88,12 +102,14 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """out = (or +=) Σ d·hidden over the places of each id, in the order of the rows."""
+    """Compute out[id] = (or, with `add`, +=) Σ d·hidden over the occurrences of each id, in row
+    order.
+    """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(d), hidden):
         add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
-    if sums is not out:  # a narrower dW is rounded once
+    if sums is not out:  # round a 16-bit dW once, after the sum
         out.copy_(sums)
 
 

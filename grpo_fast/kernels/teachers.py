@@ -1,4 +1,4 @@
-"""Whom a student is compared with, row by row, and by which divergence."""
+"""Types that describe the teacher of a distillation term and the divergence to it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ class TeacherHead(NamedTuple):
 
     @property
     def transform(self) -> LogitTransform:
+        """The transform from the teacher's raw logits to its distribution."""
         return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
+        """Select rows of the teacher's hidden states."""
         return self._replace(hidden=self.hidden[rows])
 
 
@@ -79,12 +81,13 @@ class TeacherTopK(NamedTuple):
         >>> teacher = TeacherTopK(ids=torch.tensor([[4, 9], [0, 7]]), logps=logps)
     """
 
-    ids: Tensor  # (N, K) int64; no id twice in a row, but where its log-probability is -inf
-    logps: Tensor  # (N, K); -inf: nothing is in this place
+    ids: Tensor  # (N, K) int64; unique in a row, except where the logp is -inf
+    logps: Tensor  # (N, K); -inf marks an unused entry
     has_tail: bool = True
     floor: float = 1e-7
 
     def rows(self, rows: Tensor | slice) -> TeacherTopK:
+        """Select rows."""
         return self._replace(ids=self.ids[rows], logps=self.logps[rows])
 
 
@@ -123,20 +126,21 @@ class DivergenceTerm(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A kind of `DIVERGENCES`, and the teacher's share in the mixture of "jsd"."""
+    """A divergence of `DIVERGENCES`, with the teacher's share `beta` in the mixture of "jsd"."""
 
     kind: str
     beta: float = 0.5
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The elementwise function of this divergence, with `beta` bound."""
         return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 
 class DivergenceRows(NamedTuple):
-    """A row kernel's sums over every row, (C,) fp64."""
+    """Results of a divergence kernel for every row, (C,) fp64 each."""
 
     values: Tensor
     centers: Tensor  # Σ_j slope_j
-    lse: Tensor  # of the student's final logits
-    teacher_lse: Tensor
+    lse: Tensor  # logsumexp of the student's transformed logits
+    teacher_lse: Tensor  # logsumexp of the teacher's transformed logits

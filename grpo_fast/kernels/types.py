@@ -1,4 +1,7 @@
-"""The types that kernels and passes share. Rows: T active tokens, or C of a chunk."""
+"""Types shared by the kernels and the passes over the LM head.
+
+T counts active tokens (rows with a target), C the rows of one chunk.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from torch import Tensor
 
 from grpo_fast.kernels.support import SupportRows
 
-# (lse, logps, entropy or None) of some rows, each (C,) fp32
+# (lse, logps, entropy or None) of some rows, each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# Rows per GEMM are a multiple of this: below 8 rows MKL sums in another order.
+# GEMMs get a multiple of this many rows. Below 8 rows MKL sums in a different order, so a row's
+# bits would depend on its batch.
 ROW_MULTIPLE = 32
-# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h), no torch dtype.
+# torch has no dtype for Positive16 (csrc/vec/storage.h: 0 to 2^30, ten significant bits). Tensors
+# hold its bits as int16.
 POSITIVE16 = torch.int16
 
 
 class LogitTransform(NamedTuple):
-    """How raw logits become the distribution's.
+    """The map from raw logits to the logits of the distribution.
 
-    z = softcap · tanh(logit_scale · raw / softcap) / temperature
+    z = softcap · tanh(logit_scale · raw / softcap) / temperature, without tanh if softcap is None.
     """
 
     logit_scale: float = 1.0
@@ -29,24 +34,27 @@ class LogitTransform(NamedTuple):
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
     def rows(self, index: slice | Tensor) -> LogitTransform:
+        """Return the transform of the given rows."""
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
 
 
 class ActiveRows(NamedTuple):
-    """The T rows that have a target, their place among the caller's N, and their logits' transform."""
+    """The T rows with a target: positions among the caller's N rows, targets and transform."""
 
     num_rows: int  # N
-    active_index: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
+    active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
     transform: LogitTransform  # temperature: a float, or (T,)
-    hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
-    repeats: bool = False  # a row of hidden may predict several targets: its gradients are summed
-    support: SupportRows | None = None  # None: every row has the whole vocabulary
+    hidden_index: Tensor | None  # (T,) int64: row of hidden that predicts each target
+    repeats: bool = False  # one row of hidden may predict several targets
+    support: SupportRows | None = None  # None: all rows use the whole vocabulary
 
     def select(self, index: Tensor | None) -> ActiveRows:
-        """Some of the active rows, in this order, with the whole vocabulary; None: all."""
+        """Return some active rows without their token sets, in the order of `index`; None: all
+        rows.
+        """
         if index is None:
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
@@ -56,52 +64,64 @@ class ActiveRows(NamedTuple):
         return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
-        """(N,) → (T,); None of None."""
+        """Select the T active rows from (N, …). Returns None for None."""
         return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
 
     def to_rows(self, x: Any, fill: int = 0) -> Any:
-        """(T,) → (N,), `fill` where a row is not active; None of None."""
+        """Scatter values of active rows, (T,), into (N,) with `fill` elsewhere. Returns None for
+        None.
+        """
         if self.active_index is None or x is None:
             return x
         return x.new_full((self.num_rows,), fill).index_copy_(0, self.active_index, x)
 
 
 class HeadTensors(NamedTuple):
+    """The tensors of an LM head and its input."""
+
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
 
     def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three empty tensors in place of (dH, dW, db)."""
         return (self.hidden.new_empty(0),) * 3
 
 
 class ChunkRows(NamedTuple):
+    """The inputs of one chunk of rows."""
+
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
     transform: LogitTransform
 
 
 class RowLoss(NamedTuple):
-    """Results of `row_loss_` for every row, (C,) fp32, beside the d-logits it writes."""
+    """Per-row results of `row_loss_`, (C,) fp32 each.
+
+    The kernel also writes d-logits to its `out`.
+    """
 
     lse: Tensor
     logps: Tensor
     entropy: Tensor | None
     losses: Tensor  # policy_weights·ℓ + kl_weights·KL
-    grad_logps: Tensor  # its derivative
+    grad_logps: Tensor  # derivative of `losses` with respect to logps
 
 
 class Wanted(NamedTuple):
+    """Which gradients a pass must compute."""
+
     hidden: bool
     weight: bool
     bias: bool
 
 
 class AddedRows(NamedTuple):
-    """Rows that a matrix gets on top in fp32: total[ids[t]] += coefficients[t]·values[rows[t]].
+    """Scaled rows to add to a matrix in fp32: total[ids[t]] += coefficients[t]·values[rows[t]].
 
-    Where the coefficient is 0 nothing is added, whatever `values` holds; equal ids are added in
-    their order.
+    Terms with a coefficient of 0 are skipped, even if `values` contains NaN. Terms with equal ids
+    are added in order of t.
     """
 
     coefficients: Tensor  # (T,) fp32
@@ -110,24 +130,25 @@ class AddedRows(NamedTuple):
     rows: Tensor | None = None  # (T,) int64, None: t
 
     def terms(self) -> Tensor:
-        """(T, N) fp32: what is added, one row for each coefficient."""
+        """Return the (T, N) fp32 rows to add, one for each coefficient."""
         count = len(self.coefficients)
         values = self.values[:count] if self.rows is None else self.values[self.rows]
         return scaled_rows(values, self.coefficients)
 
     def add_to_(self, total: Tensor) -> None:
-        """Add the rows to (V, N) fp32 sums, in a pass of its own."""
+        """Add the rows to (V, N) fp32 sums in a separate pass."""
         assert self.ids is not None
         add_rows_(total, self.ids, self.terms())
 
 
 class Dominant(NamedTuple):
-    """n elements of a matrix (C, V) in 16 bits that make up more than a 16th of their row; at most
-    16 of a row.
+    """Elements of a 16-bit matrix (C, V) that make up more than 1/16 of their row, with fp32
+    values.
 
-    A row of dH is Σ_j d_j·(W_j - W_target). Where one j has most of it and W_j resembles W_target
-    the two nearly cancel, and the digits that d_j lost are a large part of what is left: that is
-    added to dH in fp32.
+    A row has at most 16 of them. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the
+    row and W_j is close to W_target, the difference nearly cancels, and the rounding error of d_j
+    becomes a large part of the result. The rounding errors of these elements are therefore added to
+    dH in fp32.
     """
 
     rows: Tensor  # (n,) int64
@@ -135,21 +156,25 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """The rounding errors of the values, where the product takes `matrix` rounded to bf16."""
+        """Return the errors of rounding `matrix` to bf16 at these elements."""
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """The elements in some of `count` rows, which are numbered anew."""
+        """Keep the elements of the given rows (of `count` in all) and renumber the rows."""
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
+        """Keep the elements of the given columns."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """The rows for dH: one target for each row of the result, and these, times the scale (C,)
-        of their row.
+        """Append these elements to the target rows that are added to dH.
+
+        Args:
+            targets: one term for each row of the result, in order.
+            scales: (C,) factor of each row.
         """
         assert targets.rows is not None
         return AddedRows(
@@ -164,14 +189,18 @@ class Dominant(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """d-logits = by_row[:, None]·exponentials, plus by_target in the targets' columns."""
+    """Factors that turn exponentials into d-logits.
+
+    d-logits = by_row[:, None]·exponentials, plus by_target in the targets' columns.
+    """
 
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
-    rounding_errors: Dominant | None = None  # of elements that the product rounds
+    rounding_errors: Dominant | None = None  # of dominant elements in 16 bits
 
     def select(self, rows: Tensor) -> Coefficients:
+        """Select rows, padded to a multiple of ROW_MULTIPLE."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
         errors = (
             None
@@ -182,32 +211,36 @@ class Coefficients(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """Results of `head_exponentials` for its rows, beside the matrix E it writes.
+    """Results of `head_exponentials` for its rows. The kernel also writes a matrix E to its `out`.
 
-    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, with
-    g·target_unit in the targets' columns, where E is 0. Every E is finite.
+    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, plus
+    g·target_unit in the targets' columns, where E is 0. All elements of E are finite.
     """
 
     stats: RowStats
     unit: Tensor  # (T,) fp32
     target_unit: Tensor  # (T,) fp32
-    dominant: Dominant | None  # of a matrix in 16 bits: what its rounding must not lose
+    dominant: Dominant | None  # elements of a 16-bit E whose rounding errors matter
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Index each tensor; None stays None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
 def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
-    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0, also of NaN."""
+    """Return coefficients[:, None]·x, (C, H) fp32, with exact zeros where a coefficient is 0.
+
+    A select instead of a product: 0·NaN would be NaN.
+    """
     return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
 
 
 def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """total[index] += rows; equal indices in their order, whatever the device and its threads.
+    """Add rows in place: total[index] += rows. Equal indices are added in their order.
 
-    On a GPU index_put_ sorts and index_add_ races; on a CPU index_add_ goes through the rows and
-    index_put_ races.
+    The order makes the sum reproducible. On a GPU index_add_ is not deterministic, but index_put_
+    sorts. On a CPU index_put_ is not deterministic, but index_add_ is sequential.
     """
     if total.is_cuda:
         total.index_put_((index,), rows, accumulate=True)
@@ -216,27 +249,28 @@ def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def padded(count: int) -> int:
+    """Round up to a multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """(C, …) → (padded C, …), zeros added."""
+    """Append zero rows up to a multiple of ROW_MULTIPLE."""
     missing = padded(x.shape[0]) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
 def detached(x: Tensor) -> Tensor:
-    """Autograd never looks into the kernels. (A detach costs a microsecond.)"""
+    """Detach x if necessary. (`Tensor.detach` costs a microsecond.)"""
     return x.detach() if x.requires_grad else x
 
 
 def vector(x: Tensor | None) -> Tensor | None:
-    """Per-row values as the kernels read them (`dense_vector`); None of None."""
+    """Return per-row values as `dense_vector` does; None stays None."""
     return None if x is None else dense_vector(x)
 
 
 def dense_vector(x: Tensor) -> Tensor:
-    """Per-row values as the kernels read them: fp32, unit stride."""
+    """Return per-row values as the kernels read them: fp32, unit stride, detached."""
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
@@ -245,7 +279,7 @@ def dense_vector(x: Tensor) -> Tensor:
 def transform_arguments(
     transform: LogitTransform,
 ) -> tuple[float, float | None, float, Tensor | None]:
-    """`logit_scale, softcap, temperature, temperatures` of a kernel; no integer among them."""
+    """Return `(logit_scale, softcap, temperature, temperatures)` for a kernel call, as floats."""
     scale = float(transform.logit_scale)
     softcap = None if transform.softcap is None else float(transform.softcap)
     if isinstance(transform.temperature, Tensor):
@@ -254,13 +288,13 @@ def transform_arguments(
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Detached, with neighbours along the last axis beside each other: for the C++ kernels."""
+    """Return x detached, with unit stride along the last axis, as the C++ kernels require."""
     x = detached(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def widened(x: Tensor) -> Tensor:
-    """16-bit numbers, POSITIVE16 included, in fp32; others as they are."""
+    """Convert 16-bit numbers, POSITIVE16 included, to fp32; return others unchanged."""
     if x.dtype == POSITIVE16:
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)

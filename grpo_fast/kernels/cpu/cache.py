@@ -1,7 +1,8 @@
-"""The folder of compiled libraries: where it is, whose it must be, which of its files are whole.
+"""Cache folder for compiled libraries: its location, its owner check and its integrity check.
 
-The name of a library ends in the sha256 of its content: one that a crash or a full disk cut short
-never reaches dlopen, where it would be a SIGBUS that no code can catch.
+A library's file name ends in the sha256 of its content. A file that a crash or a full disk
+truncated is therefore detected before dlopen, where it would cause a SIGBUS that Python cannot
+catch.
 """
 
 from __future__ import annotations
@@ -20,29 +21,42 @@ from pathlib import Path
 logger = logging.getLogger("grpo_fast")
 
 _SCRATCH = "grpo-fast-build-"
-_SCRATCH_NAME = re.compile(_SCRATCH + r"[a-z0-9_]{8}")  # what tempfile makes of the prefix
-# Ages, not process ids: those who build into a network drive or a volume may be on other machines.
+_SCRATCH_NAME = re.compile(  # as tempfile names them
+    _SCRATCH + r"[a-z0-9_]{8}"
+)  # names that tempfile creates with this prefix
+# Leftover folders are recognised by age, not by process id, because a build on a network drive may
+# run on a different machine.
 SWEPT_AFTER_S = 3600
 
 
 def cache_folder() -> Path:
-    """$GRPO_FAST_CACHE, else ~/.cache/grpo_fast. Raises ValueError where there is no home."""
+    """Return $GRPO_FAST_CACHE, or ~/.cache/grpo_fast.
+
+    Raises:
+        ValueError: the user has no home folder.
+    """
     wanted = os.environ.get("GRPO_FAST_CACHE") or "~/.cache/grpo_fast"
     try:
         return Path(wanted).expanduser()
-    except RuntimeError as error:  # neither HOME nor an entry in the list of users
+    except RuntimeError as error:  # neither HOME nor a passwd entry exists
         expected = "expected a folder for compiled libraries"
         raise ValueError(f"GRPO_FAST_CACHE: {expected}, got {wanted}: {error}") from error
 
 
 def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
-    """The library whose name begins with `stem`: from the folder, else from `build(output)`.
+    """Return the library whose name begins with `stem`, building it if necessary.
 
-    It appears there by one rename, so any number of processes may build it at the same time.
+    A build appears in the folder by one atomic rename, so several processes may build at the same
+    time.
+
+    Args:
+        folder: the cache folder.
+        stem: identifies sources, flags, compiler and CPU.
+        build: writes the library to the given path.
 
     Raises:
-        OSError: the folder cannot be made, read or written.
-        ValueError: it belongs to another user, whose code would run here.
+        OSError: the folder cannot be created, read or written.
+        ValueError: the folder belongs to another user, whose code would then run in this process.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
@@ -67,6 +81,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
 
 
 def _sweep(folder: Path) -> None:
+    """Remove old scratch folders of builds that were killed."""
     for entry in folder.iterdir():
         if _SCRATCH_NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):
@@ -75,9 +90,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_intact(path: Path, stem: str) -> bool:
+    """Return whether a library has the content that its name promises, and a trusted owner."""
     try:
         return path.name == _name(path, stem) and _is_trusted(path)
-    except OSError:  # another process was faster, or it is not ours to read
+    except OSError:  # removed by another process, or not readable
         return False
 
 

@@ -1,8 +1,8 @@
-"""One new token of each completion, in C++ for the CPU: its attention (csrc/api/decode.cpp), or a
-whole layer of a decoder like Llama's (csrc/api/decoder.cpp).
+"""Decoding step of one new token per completion, in C++ for the CPU.
 
-Keys and values lie in tiles of TILE tokens. A row's bits depend on that row alone: not on the
-batch, nor on the number of threads.
+csrc/api/decode.cpp computes the attention, csrc/api/decoder.cpp a full Llama-like decoder layer.
+Keys and values are stored in tiles of TILE tokens. The bits of a row do not depend on the batch or
+on the number of threads.
 """
 
 from __future__ import annotations
@@ -18,22 +18,32 @@ from grpo_fast.kernels.types import contiguous_rows
 
 TILE = 16  # tokens
 
-# (N, H_kv, tiles, D, TILE) and (N, H_kv, tiles, TILE, D): keys and values of N sequences
+# Keys (N, H_kv, tiles, D, TILE) and values (N, H_kv, tiles, TILE, D) of N sequences.
 Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
+    """Return whether the C++ decoding step accepts tensors like x."""
     return x.is_cpu and x.dtype == torch.float32 and loader.unavailable("decode") is None
 
 
 def tiles_of(k: Tensor, v: Tensor) -> Tiles:
-    """(N, H_kv, L, D) each → tiles, the last one filled up with zeros."""
+    """Convert keys and values, (N, H_kv, L, D) each, to tiles. The last tile is padded with
+    zeros.
+    """
     k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)).unflatten(2, (-1, TILE)) for x in (k, v))
     return k.mT.contiguous(), v.contiguous()
 
 
 def grow_tiles(old: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
-    """Tiles for at least so many tokens of B completions of these prompts; first what is old."""
+    """Allocate tiles for B completions of these prompts and copy the old tiles into them.
+
+    Args:
+        old: tiles of the completions so far, or ().
+        prompts: tiles of the prompts, which give heads, head size and dtype.
+        rows: number of completions, B.
+        tokens: minimum number of tokens per completion.
+    """
     (_, heads, _, depth, _), tiles = prompts[0].shape, -(-tokens // TILE)
     k = prompts[0].new_empty((rows, heads, tiles, depth, TILE))
     v = prompts[0].new_empty((rows, heads, tiles, TILE, depth))
@@ -54,10 +64,24 @@ def decode_(
     scale: float,
     window: int | None,
 ) -> Tensor:  # (B, H, D) fp32
-    """Keep k and v as token `time` of `completions`, and attend to the prompt and to all completions tokens.
+    """Append k and v as token `time` of the completions, then attend to the prompt and the
+    completion.
 
     Args:
-        window: how many tokens a query sees at most, its completions included; None: all.
+        q: (H, B, D) fp32 queries of the new tokens.
+        k: (H_kv, B, D) fp32 keys of the new tokens.
+        v: (H_kv, B, D) fp32 values of the new tokens.
+        prompts: tiles of N prompts.
+        completions: tiles of B completions, modified in place.
+        lengths: (N,) int64 lengths of the prompts.
+        counts: (N,) int64 number of completions of each prompt. Completions of a prompt are
+            adjacent rows.
+        time: index of the new token in its completion.
+        scale: factor of the attention scores.
+        window: maximum number of tokens that a query sees, including its own; None: all.
+
+    Returns:
+        (B, H, D) fp32 attention outputs.
     """
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.operator("decode", "decode_")(
@@ -66,32 +90,33 @@ def decode_(
 
 
 class LayerWeights(NamedTuple):
-    """A layer of a decoder; the weights of its linear layers by `pack`."""
+    """Weights of one decoder layer. Linear layers are packed by `pack`."""
 
-    norm: Tensor  # (hidden,) of the RMSNorm before the attention
-    qkv: Tensor  # queries, keys and values, one under another
-    bias: Tensor | None  # the same order
-    q_norm: Tensor | None  # (D,) of an RMSNorm of every head
+    norm: Tensor  # (hidden,) RMSNorm before the attention
+    qkv: Tensor  # queries, keys and values, concatenated
+    bias: Tensor | None  # in the order of qkv
+    q_norm: Tensor | None  # (D,) RMSNorm applied to every head
     k_norm: Tensor | None
     out: Tensor
-    post_norm: Tensor  # (hidden,) of the RMSNorm before the MLP
+    post_norm: Tensor  # (hidden,) RMSNorm before the MLP
     gate_up: Tensor
     down: Tensor
     heads: int
     inner: int  # columns of gate, and of up
-    eps: float  # of every norm
+    eps: float  # of all norms
 
 
 def pack(*weights: Tensor) -> Tensor:
-    """(N, K) fp32 each, one under another, as products with few rows read them.
+    """Concatenate fp32 weights (N, K) along N and pack them for products with few rows.
 
-    Raises CsrcUnavailable without the C++ kernels.
+    Raises:
+        CsrcUnavailable: the C++ kernels cannot be loaded.
     """
     return loader.operator("decoder", "pack")(torch.cat(weights))
 
 
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
-    """x·weightᵀ, of a weight (width, K) that was packed alone."""
+    """Compute x·weightᵀ, (B, width), for a weight (width, K) that was packed alone."""
     out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
     return out
 
@@ -109,6 +134,9 @@ def decode_layer_(
     scale: float,
     window: int | None,
 ) -> None:
-    """Put x through the layer, in place; its keys and values become token `time` of `completions`."""
+    """Run x through one decoder layer in place. Its keys and values become token `time`.
+
+    `prompts` to `window` are as in `decode_`.
+    """
     operator = loader.operator("decoder", "decode_layer_")
     operator(x, *layer, cos, sin, *prompts, *completions, lengths, counts, time, scale, window)

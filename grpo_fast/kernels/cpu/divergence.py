@@ -1,4 +1,4 @@
-"""Divergences of rows of logits from a teacher's, in C++; see divergence_reference.py."""
+"""Divergences of rows of logits from a teacher, in C++ (csrc/api/divergence.cpp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
-    """See divergence_reference.row_divergence_; `out` must not be the logits."""
+    """Compute divergence_reference.row_divergence_. `out` must not be the student's logits."""
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(divergence.kind)
     sums = loader.operator("divergence", "row_divergence_")(

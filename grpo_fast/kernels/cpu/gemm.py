@@ -1,4 +1,4 @@
-"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken."""
+"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py decides where it is used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# Bound once: a name that points to another dtype later (tests do that) lets nothing else in.
+# A module constant, so that tests that patch torch.float32 do not change which dtypes are accepted.
 DTYPES = torch.float32, torch.bfloat16
 
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can."""
+    """Return why `mm_` cannot multiply (or need not multiply) this dtype here, or None if
+    it can.
+    """
     if dtype not in DTYPES:
         return f"it multiplies float32 and bfloat16, not {dtype}"
     reason = loader.unavailable("gemm")
@@ -36,26 +38,28 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def vendor_rounds() -> bool:
-    """Whether torch may round fp32 operands on the CPU (`set_float32_matmul_precision`)."""
+    """Return whether torch may round fp32 operands on the CPU (`set_float32_matmul_precision`)."""
     return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
+    """Return whether bf16 products run on AMX, through a function inside libtorch_cpu."""
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and torch.ops.grpo_fast_gemm.features()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
-    """Whether products with x as their second operand go through AMX."""
+    """Return whether products with x as second operand run on AMX."""
     return x.dtype == torch.bfloat16 and has_tiles()
 
 
 def _is_right(tiles: bool) -> bool:
-    """Whether a small bf16 product agrees with the widened one: AMX is no part of torch."""
+    """Check a small bf16 product against fp32, because the AMX function is not part of
+    torch's API.
+    """
     generator = torch.Generator().manual_seed(0)
-    # Whole tiles and edges.
+    # The sizes cover full tiles and edge tiles.
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70, dtype=torch.float32)
     torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, tiles, *[None] * 6)
@@ -77,14 +81,26 @@ def mm_(
     out_scales: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
-    """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
+    """Compute out = a·b, or out += a·b. Products are exact, sums are fp32, rounded once to `out`.
 
-    Beside a bf16 b, an fp32 a keeps 16 digits (at twice the time: it is multiplied in two parts),
-    and a POSITIVE16 a is rounded to bf16; of one that is a transpose, elements that dominate a sum
-    (with a 16th of the squares of their row) keep their digits. `scales`: the columns of a, which
-    must be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b,
-    by these before anything is added (exact zeros where they are 0). An element's bits depend on
-    its row of a and its column of b only: not on M, N, or the number of threads.
+    The bits of an element depend only on its row of a and its column of b, not on M, N or the
+    number of threads.
+
+    Args:
+        a: (M, K) fp32, bf16 or POSITIVE16, or the transpose of such a matrix. With a bf16 b, an
+            fp32 a keeps 16 significant bits (multiplied in two parts, at twice the time), and a
+            POSITIVE16 a is rounded to bf16. In a transposed POSITIVE16 a, elements with at least
+            1/16 of the squares of their row keep their precision.
+        b: (K, N) fp32 or bf16, or the transpose of such a matrix.
+        out: (M, N) fp32 or bf16, rows contiguous.
+        add: add to `out` instead of overwriting it.
+        scales: (K,) fp32 factors of the columns of a, which must be transposed and not bf16.
+        out_scales: (M,) fp32 factors of the rows of a·b, applied before anything is added. A factor
+            of 0 gives exact zeros.
+        added: rows added to the result before it is rounded.
+
+    Returns:
+        `out`.
     """
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
@@ -102,7 +118,7 @@ def mm_(
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """The matrix whose rows are contiguous in memory, and whether it is the transpose of x."""
+    """Return a matrix with contiguous rows, and whether it is the transpose of x."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

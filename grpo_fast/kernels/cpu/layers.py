@@ -1,7 +1,7 @@
-"""Layers of a model on a CPU, for first-order reverse-mode gradients.
+"""Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use our matrix product. RMSNorm, SwiGLU and rotary embeddings read and write their
-tensors once in each direction (C++), where transformers' operations take five to twelve passes.
+Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings read and write each
+tensor once per direction in C++, where transformers makes 5 to 12 passes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import contiguous_rows
 
-LEAST_ROWS = 24  # with fewer, arranging the weight costs more time than the product saves
-PLAIN = (Tensor, nn.Parameter)  # no shards of one, no fake tensor
+# With fewer rows, packing the weight takes longer than the faster product saves.
+LEAST_ROWS = 24
+PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear`, by our matrix product where that is faster (fp32 on a CPU).
+    """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
     Args:
-        x: of shape (…, K).
-        weight: of shape (N, K).
-        bias: of shape (N,), or None.
+        x: (…, K).
+        weight: (N, K).
+        bias: (N,) or None.
 
     Returns:
-        A tensor of shape (…, N).
+        (…, N).
     """
-    # The product takes only tens of microseconds in a rollout, so the cheapest checks come first.
+    # A product takes only tens of microseconds in a rollout, so the cheapest checks come first.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -47,11 +48,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / √(mean(x²) + eps) over the last dimension, for tensors that are plain.
+    """Compute weight · x / √(mean(x²) + eps) over the last dimension.
+
+    The tensors must satisfy `is_plain`.
 
     Args:
-        x: of shape (…, H).
-        weight: of shape (H,).
+        x: (…, H).
+        weight: (H,).
+        eps: added to the mean square.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
@@ -60,7 +64,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) · up in one pass (fp32 on a CPU), elsewhere by torch. Shapes are equal."""
+    """Compute silu(gate) · up in one pass (fp32 on a CPU), otherwise with torch. Shapes are
+    equal.
+    """
     if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up) if _needs_grad(gate, up) else _gated(gate, up)
@@ -72,9 +78,9 @@ def rotary(
     cos: Tensor,  # (B or 1, T, D)
     sin: Tensor,  # (B or 1, T, D)
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by halves, as transformers does: x·cos + (−x_high, x_low)·sin.
+    """Apply rotary embeddings to q and k as transformers does: x·cos + (−x_high, x_low)·sin.
 
-    The tensors must be ones that `can_rotate` accepts.
+    The tensors must satisfy `can_rotate`.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
@@ -83,7 +89,9 @@ def rotary(
 
 
 def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether `rotary` accepts these: `is_plain`, an even head width, constant angles."""
+    """Return whether `rotary` accepts the tensors: `is_plain`, an even head size, constant
+    angles.
+    """
     return (
         is_plain(q, k, cos, sin)
         and q.dim() == k.dim() == 4
@@ -97,9 +105,10 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Return whether these are non-empty fp32 CPU tensors that the C++ operators compute correctly.
+    """Return whether the C++ operators accept these tensors: non-empty fp32 CPU tensors.
 
-    False for subclasses of Tensor, in compiled graphs, and under `torch.func` and forward-mode AD.
+    The result is False for subclasses of Tensor, in compiled graphs, under `torch.func` and under
+    forward-mode AD.
     """
     for x in tensors:
         if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
@@ -108,10 +117,11 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _in_transform(grad: Tensor | None = None) -> bool:
-    """Return whether tensors may be batched or carry tangents, which our operators would ignore.
+    """Return whether tensors may be batched or carry tangents, which the C++ operators would
+    ignore.
 
     Args:
-        grad: of a backward pass, which `is_grads_batched` calls outside of `torch.func`.
+        grad: gradient in a backward pass. `is_grads_batched` batches it without `torch.func`.
     """
     in_func: bool = torch._C._are_functorch_transforms_active()
     if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
@@ -140,7 +150,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
-    """Return gradients by torch, for the batch of gradients that `is_grads_batched` brings."""
+    """Compute gradients with torch, for the batched gradients of `is_grads_batched`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(formula(*leaves), leaves, grads)

@@ -1,9 +1,15 @@
-"""hidden → log-probabilities, and exponentials for the gradient GEMMs (csrc/api/linear.cpp).
+"""LM head fused with log-softmax on the CPU (csrc/api/linear.cpp).
 
-What a softmax needs of a block of hidden·Wᵀ is summed while it is in cache: without a gradient no
-logits exist. With one, every logit is written once, as the exponential that is its d-logit up to a
-coefficient by row (gpu/exponentials.py has the algebra). For bf16 inputs the exponentials have 16
-bits and two digits more than bf16; those that dominate a row of dH come beside them in fp32.
+    raw = hidden · Wᵀ + bias,  z = transform(raw)  ->  lse, logp, entropy, optionally exponentials
+
+The softmax statistics of a block of logits are summed while the block is in cache, so a pass
+without gradient stores no logits. A pass with gradient writes each logit once, as an exponential
+that equals its d-logit up to a factor per row (gpu/exponentials.py derives this). Memory traffic:
+each block of W is read once per group of rows; 4 bytes are written per logit for fp32 inputs, 2 for
+bf16 inputs.
+
+For bf16 inputs the exponentials are stored in 16 bits with ten significant bits, two more than
+bf16. Elements that dominate a row of dH are returned in fp32 as well.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ def _rows(
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
+    """Call the C++ operator `linear_rows`."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)
@@ -55,10 +62,22 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V) fp32
 ) -> RowStats:
-    """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
+    """Compute lse, log-probability of the target and, if requested, the entropy of every row.
 
-    Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and
-    changes no bit of the other outputs. A target id outside [0, V) is never read: its logp is NaN.
+    The result equals `row_logps(hidden @ weight.T + bias, …)`. A target id outside [0, V) is never
+    read, and its logp is NaN.
+
+    Args:
+        hidden: (T, H) fp32 or bf16.
+        weight: (V, H).
+        bias: (V,) or None.
+        target_ids: (T,).
+        transform: the logit transform.
+        return_entropy: also compute the entropy.
+        logits_out: (T, V) fp32, receives the raw logits; does not change the bits of the results.
+
+    Returns:
+        lse, logps and entropy (or None), (T,) fp32 each.
     """
     lse, logps, entropy, *_ = _rows(
         hidden, weight, bias, target_ids, transform, logits_out, False, None, return_entropy
@@ -77,10 +96,19 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and `Exponentials` E, written to `out`.
+    """Compute the statistics of `head_logps` and write the `Exponentials` E to `out`.
 
-    Of a matrix in 16 bits those come on top that make up more than a 16th of their row. `known`:
-    the statistics of these rows from another call; the bits of `out` are the same.
+    Elements of a 16-bit E that make up more than 1/16 of their row are also returned in fp32.
+
+    Args:
+        hidden: (T, H) fp32 or bf16.
+        weight: (V, H).
+        bias: (V,) or None.
+        target_ids: (T,).
+        transform: the logit transform.
+        out: (T, V) fp32 or POSITIVE16, any row stride.
+        return_entropy: also compute the entropy.
+        known: statistics of these rows from an earlier call; `out` gets the same bits.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, transform, out, True, known, return_entropy

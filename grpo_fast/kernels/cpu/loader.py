@@ -1,12 +1,13 @@
-"""Builds the C++ kernels into a cache folder, or gives the reason why there are none.
+"""Compiler and loader of the C++ kernels.
 
-One `csrc/api/<name>.cpp` against torch's stable ABI compiles in seconds, for every torch >= 2.11.
+Each `csrc/api/<name>.cpp` compiles in seconds into one library in a cache folder. The libraries use
+torch's stable ABI, so one build works with every torch >= 2.11.
 
 Environment:
-    GRPO_FAST_DISABLE_CSRC=1   behave as if there were no compiler
-    GRPO_FAST_CACHE=<folder>   where compiled libraries are kept (default ~/.cache/grpo_fast)
-    GRPO_FAST_CPU=native|avx512|avx2|generic   instruction set to compile for (default native)
-    CXX=<command>              the compiler to use
+    GRPO_FAST_DISABLE_CSRC=1: behave as if no compiler existed
+    GRPO_FAST_CACHE=<folder>: folder of the compiled libraries (default ~/.cache/grpo_fast)
+    GRPO_FAST_CPU=native|avx512|avx2|generic: target instruction set (default native)
+    CXX=<command>: the compiler
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 ]  # fmt: skip
 _NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
-# name → (compiler flags, what /proc/cpuinfo must list for the code to run)
+# Name → (compiler flags, flags that /proc/cpuinfo must list for the code to run).
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (_NATIVE, set()),
     "avx512": (
@@ -51,24 +52,25 @@ _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
 }
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
-_LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
+_LONGEST_LINE = 400  # maximum length of a reason in a log line, table or summary
 _lock = threading.Lock()
-_warned: list[str] = []  # the libraries whose absence was told at WARNING level: the first alone
+_warned: list[str] = []  # libraries already reported as missing; only the first is a warning
 
-Operator = Callable[..., Any]  # of a library; by its schema it takes tensors and numbers
+Operator = Callable[..., Any]  # a torch operator; its schema checks the arguments
 
 
 class CsrcUnavailable(RuntimeError):
-    """The C++ kernels cannot run here; the message says why."""
+    """Raised when the C++ kernels cannot run here. The message gives the reason."""
 
 
 def unavailable(library: str = "rows") -> str | None:
-    """Return why a library cannot be used, or None once `torch.ops.grpo_fast_<library>` exists.
+    """Return why a library cannot be used, or None if `torch.ops.grpo_fast_<library>` exists.
 
-    It is built and loaded once per process. The first library that cannot be used is logged at
-    WARNING level: torch does the work, slower.
+    The library is built and loaded once per process. The first missing library is logged at WARNING
+    level, because torch then does its work more slowly.
     """
-    with _lock:  # two threads would build twice, and the operators cannot be registered twice
+    # Operators can be registered only once, so a second thread must not load the library again.
+    with _lock:
         return _unavailable_once(library)
 
 
@@ -85,16 +87,17 @@ def _unavailable_once(library: str) -> str | None:
 
 
 def one_line(reason: str) -> str:
-    """The first line of a reason, of bounded length, without characters that a terminal obeys."""
+    """Return the first line of a reason, shortened and without control characters."""
     line = "".join(c if c.isprintable() else "?" for c in reason.strip().partition("\n")[0])
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
 @functools.cache
 def operator(library: str, name: str) -> Operator:
-    """An operator of a library; it raises a RuntimeError for tensors that it does not take.
+    """Return an operator of a library. The operator raises RuntimeError for unsupported tensors.
 
-    Raises CsrcUnavailable with the reason, the compiler's message included.
+    Raises:
+        CsrcUnavailable: the library cannot be used; the message contains the compiler's output.
     """
     reason = unavailable(library)
     if reason:
@@ -104,6 +107,7 @@ def operator(library: str, name: str) -> Operator:
 
 
 def _load(library: str) -> str | None:
+    """Build and load a library; return the reason if that fails."""
     if os.environ.get("GRPO_FAST_DISABLE_CSRC", "0") not in ("", "0"):
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
@@ -116,7 +120,8 @@ def _load(library: str) -> str | None:
     if path is None:
         return reason
     reason = _open(path)
-    if reason is not None:  # built on a machine with other system libraries and the same home
+    # The file may come from a machine with different system libraries and the same home folder.
+    if reason is not None:
         logger.warning("grpo_fast: compiling again: %s", one_line(reason))
         with contextlib.suppress(OSError):
             path.unlink()
@@ -135,7 +140,7 @@ def _open(path: Path) -> str | None:
 
 
 def source_folder() -> Path | None:
-    """csrc/ of a checkout, or grpo_fast/csrc of an installed wheel."""
+    """Return csrc/ of a checkout, or grpo_fast/csrc of an installed wheel, or None."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if (folder / "api" / "rows.cpp").is_file():
             return folder
@@ -143,7 +148,11 @@ def source_folder() -> Path | None:
 
 
 def compiler() -> list[str] | None:
-    """The compiler's command line: $CXX (or a ValueError), else g++, clang++ or c++ on the PATH."""
+    """Return the compiler command: $CXX, or the first of g++, clang++ and c++ on the PATH.
+
+    Raises:
+        ValueError: $CXX is not a valid command line.
+    """
     chosen = os.environ.get("CXX", "")
     if chosen.strip():
         try:
@@ -164,7 +173,7 @@ def _cpuinfo() -> str:
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """The CPU's features by Linux's names; elsewhere the name of the processor."""
+    """Return the CPU features as Linux names them, or the processor's name on other systems."""
     text = _cpuinfo()
     if not text:
         return (platform.machine(), platform.processor())
@@ -176,6 +185,7 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
+    """Return the CPU's vendor_id, or ""."""
     match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return match[1] if match else ""
 
@@ -183,12 +193,16 @@ def cpu_vendor() -> str:
 def compile_library(
     library: str, instruction_set: str = "native", *, folder: Path | None = None
 ) -> tuple[Path | None, str | None]:
-    """Compile csrc/api/<library>.cpp unless the cache has it: (path, None) or (None, reason).
+    """Compile csrc/api/<library>.cpp unless the cache contains it.
 
-    The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
+    The file name contains a hash of everything that determines the code: sources, flags, compiler,
+    CPU, torch.
+
+    Returns:
+        (path, None), or (None, reason).
     """
     try:
-        # 1. What goes into the library, and into its name.
+        # 1. Compute the file name from all inputs of the build.
         source, printed, texts = _read_sources(library)
         command = compiler()
         if command is None:
@@ -198,7 +212,7 @@ def compile_library(
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
-        # 2. How it is compiled.
+        # 2. Define the build, which runs only on a cache miss.
         def build(output: Path) -> None:
             (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
@@ -208,7 +222,7 @@ def compile_library(
             by = shlex.join(command)
             logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
 
-        # 3. Take it from the cache, or build it there.
+        # 3. Take the library from the cache, or build it.
         folder = cache.cache_folder() if folder is None else folder
         return cache.find_or_build(folder, stem, build), None
     except (CsrcUnavailable, ValueError) as error:
@@ -219,7 +233,7 @@ def compile_library(
 
 
 def _read_sources(library: str) -> tuple[Path, str, list[bytes]]:
-    """The file to compile, the losses as C++, and all texts that the library is made of."""
+    """Return the file to compile, the generated header, and the contents of all source files."""
     folder = source_folder()
     if folder is None:
         places = f"neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"

@@ -1,8 +1,9 @@
-"""The formulas for C++: prints the functions of losses.py, kl.py and divergences.py as a header.
+"""Code generator that translates loss functions, KL estimators and divergences from Python to C++.
 
-A formula is called with numbers that write down what happens to them, one line of C++ for each
-operation. Every word of the vocabulary has one C++ counterpart: in double, and for the divergences,
-which run once per logit, on vectors. The header is made when the kernels are compiled.
+Each function is called once with `Variable` objects that record every operation as one line of C++.
+Every function of the `tl` vocabulary has a C++ counterpart: on double, and for divergences, which
+run once per logit, on vectors. The header loss_functions.h is generated when the kernels are
+compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
-MAX_PARAMS = 4  # p0 … p3 of the kernels' doors
+MAX_PARAMS = 4  # p0 … p3 of the kernels
 
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "and": "&&", "or": "||",
@@ -27,7 +28,7 @@ WORDS = {
     "maximum": "maximum",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helpers of kl.py and divergences.py that are words themselves: each reader has its own.
+# Helpers of kl.py and divergences.py that are not translated, because C++ has its own versions.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
@@ -60,20 +61,33 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
+<<<<<<< HEAD
 def objective_functions() -> list[TokenFunction]:
     """The formulas of `OBJECTIVES`, each once; their order numbers them."""
     return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
 def kl_functions() -> list[TokenFunction]:
+=======
+def objective_functions() -> list[Leaf]:
+    """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
+    C++.
+    """
+    return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
+
+
+def kl_functions() -> list[Leaf]:
+    """Return the distinct KL estimators, numbered by position."""
+>>>>>>> 8c3f801e
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
 @functools.cache
 def header() -> str:
-    """The text of formulas.h.
+    """Return the text of loss_functions.h.
 
-    Raises ValueError where a formula uses something outside of the vocabulary; it names both.
+    Raises:
+        ValueError: a function uses an operation outside the vocabulary; the message names both.
     """
     return print_header(objective_functions(), kl_functions(), list(DIVERGENCES.values()))
 
@@ -83,7 +97,10 @@ def print_header(
     estimators: list[TokenFunction],
     divergences: Sequence[TokenFunction] = (),
 ) -> str:
-    """Functions that choose a formula by its number; divergences are on vectors."""
+    """Return a header with dispatch functions that select a formula by number.
+
+    Divergences are templates over vectors.
+    """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
@@ -93,8 +110,15 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
+<<<<<<< HEAD
 def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
     """`name(index, arguments…, p)`: a switch over the formulas; p[0], p[1], … are their options."""
+=======
+def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+    """Generate `name(index, arguments…, p)`, a switch over formulas. p[0], p[1], … are their
+    hyperparameters.
+    """
+>>>>>>> 8c3f801e
     cases = []
     for index, formula in enumerate(formulas):
         extra = formula.__code__.co_argcount - len(arguments)
@@ -111,7 +135,12 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunctio
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
+<<<<<<< HEAD
 def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
+=======
+def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+    """Generate `name<index>(arguments…)`, a template on vectors."""
+>>>>>>> 8c3f801e
     cases = [
         f"  if constexpr (index == {i}) {{"
         f"{body(formula, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
@@ -130,9 +159,9 @@ def body(
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """What a formula computes of these arguments, as C++ lines that return its pair.
+    """Return the C++ statements that compute a formula and return its pair.
 
-    A line of what nobody reads, or of a branch that is not taken, has no effect in C++ either.
+    Statements whose result is unused have no effect in C++ either.
     """
     lines = [""]
 
@@ -164,7 +193,7 @@ def body(
 
 
 class Variable:
-    """A C++ variable; its operators `write` another one."""
+    """A C++ variable. Its operators emit a statement and return a new variable."""
 
     def __init__(self, name: str, write: Callable[..., Variable]) -> None:
         self.name = name

@@ -1,10 +1,10 @@
-"""The modules of a model that compute by layers.py.
+"""Replacement of a model's CPU layers by the fast layers of layers.py.
 
-`fast_layers` gives such a module a `forward` of its own. Its class, weights, names, hooks and
-submodules stay. A module computes by layers.py only while a trial says that its formula is the same
-one. Trials use random inputs and weights, compare outputs and gradients, and run once for each
-combination of class, forward and settings. Every call checks that this combination is still the
-same, so hooks, replaced submodules and patched classes are honoured whenever they arrive.
+`fast_layers` assigns a new `forward` to such a module. Class, weights, names, hooks and submodules
+are unchanged. A fast layer is used only after a trial has shown that it computes the module's
+formula. A trial compares outputs and gradients on random inputs and weights. It runs once for each
+combination of class, forward and settings. Every call checks that the combination is unchanged, so
+hooks, replaced submodules and patched classes are respected even if they arrive later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from grpo_fast.kernels.cpu import layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
-CLOSE = 1e-5  # relative: the same formula in fp32
-ROTARY = "apply_rotary_pos_emb"  # the function by which attention modules rotate queries and keys
-# Types of attributes that a formula may depend on.
+CLOSE = 1e-5  # relative tolerance for the same formula in fp32
+# The function with which attention modules of transformers rotate queries and keys.
+ROTARY = "apply_rotary_pos_emb"
+# Types of attributes that may select a formula.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Rows of a norm's trial: some are so small that eps decides.
+# Scales of the rows in the trial of a norm. In small rows eps dominates.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -34,11 +35,11 @@ _verdicts: dict[Hashable, bool] = {}
 
 
 class OurForward(functools.partial):
-    """The `forward` that `fast_layers` gave a module."""
+    """The `forward` that `fast_layers` assigned to a module."""
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Let a model's layers on a CPU compute by layers.py. A patched `forward` stays as it is."""
+    """Replace a CPU model's layers by fast ones. A `forward` patched by the user is kept."""
     for module in model.modules():
         first = next(module.parameters(), None)
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
@@ -49,7 +50,9 @@ def fast_layers(model: nn.Module) -> None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Return whether calling this module runs its class's forward, or ours, and no hooks."""
+    """Return whether calling this module runs only its class's forward (or the fast one), without
+    hooks.
+    """
     forward = vars(module).get("forward")
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
@@ -61,12 +64,13 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return the module's class, its class's forward, and its settings: the key of a verdict."""
+    """Return class, forward and settings of a module, the key of its trial's verdict."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
 
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the fast forward for a module's class, or None."""
     kind = type(module)
     if kind is nn.Linear:
         return _linear_layer
@@ -81,6 +85,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
+    """Return whether the trial passes. Verdicts are cached."""
     if key not in _verdicts:
         _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
             lambda: _passes(trial)
@@ -91,12 +96,13 @@ def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
 def _passes(trial: Callable[[], bool]) -> bool:
     try:
         return trial()
-    except Exception:  # a forward of another class may fail in any way on tensors that we made
+    # A forward of an unknown class may raise anything on the trial's inputs.
+    except Exception:
         return False
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers, without a change to the state of torch's generators."""
+    """Return normal random numbers without changing the state of torch's generators."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
@@ -104,7 +110,7 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
 def _agree(
     ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor], *rest: Any
 ) -> bool:
-    """Return whether two functions have the same outputs, row by row, and the same gradients."""
+    """Return whether two functions have equal outputs, row by row, and equal gradients."""
     results: list[list[Tensor]] = []
     for function in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -112,7 +118,7 @@ def _agree(
         outputs = [out] if isinstance(out, Tensor) else list(out)
         ups = [_draw(*x.shape, seed=7) for x in outputs]
         gradients = torch.autograd.grad(outputs, leaves, ups)
-        # Rows of a gradient may cancel to almost 0: they are compared as one.
+        # Rows of a gradient may cancel to almost 0, so a gradient is compared as a whole.
         results.append([*(x.detach() for x in outputs), *(x.flatten() for x in gradients)])
     return all(map(_are_close, *results))
 
@@ -126,12 +132,13 @@ def _are_close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
-    if type(module).forward is not LINEAR_FORWARD:  # patched since
+    if type(module).forward is not LINEAR_FORWARD:  # the class was patched
         return type(module).forward(module, input)
     return layers.linear(input, module.weight, module.bias)
 
 
 def epsilon_of(norm: nn.Module) -> float | None:
+    """Return the epsilon attribute of a norm, or None."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
@@ -148,10 +155,12 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
+    """Run the trial of a norm."""
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # A setting that is no key could change without a new trial.
+    # The verdict's key contains SETTINGS only. A module with other attributes could change without
+    # a new trial.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
@@ -170,8 +179,10 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # ---- MLPs: a trial of one would call its submodules, with their hooks, so its bytecode is compared
 
 
+# ---- MLPs. A trial would call the submodules and their hooks, so the bytecode is compared instead.
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # transformers' source of Llama's MLP: other names of local variables make another bytecode.
+    # Copied from transformers' LlamaMLP. Different names of local variables would change the
+    # bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -184,7 +195,7 @@ def _is_swiglu(forward: Any) -> bool:
 
 
 def is_silu(act: Any) -> bool:
-    """Return whether this activation module is SiLU, and nobody listens to it or changed it."""
+    """Return whether an activation module is an unmodified SiLU without hooks."""
     if not isinstance(act, nn.Module) or not is_untouched(act):
         return False
     return _verdict(settings_of(act), lambda: _agree(F.silu, act.forward, [3 * _draw(8, 16)]))
@@ -201,7 +212,7 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 
 
 class _Rotated(NamedTuple):
-    """An attention's forward with our `rotary`, and the names of its file that it was made with."""
+    """An attention forward that calls `layers.rotary`, and the globals it depends on."""
 
     forward: Callable[..., Any]
     names: dict[str, Any]
@@ -213,14 +224,17 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
         names = forward.__globals__
-        if all(names.get(name) is value for name, value in ours.names.items()):  # none is patched
+        # A patched global would not reach the copy.
+        if all(names.get(name) is value for name, value in ours.names.items()):
             return ours.forward(module, *inputs, **options)
     return forward(module, *inputs, **options)
 
 
 @functools.cache
 def _rotated_by_ours(forward: Any) -> _Rotated | None:
-    """Return an attention's forward with our `rotary` for its file's, or None if they differ."""
+    """Return a copy of an attention forward that calls `layers.rotary`, or None if the formulas
+    differ.
+    """
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
     if code is None or theirs is None or ROTARY not in code.co_names:
@@ -241,5 +255,6 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
 
 
 def _rotates_halves(theirs: Callable[..., Any]) -> bool:
+    """Run the trial of a rotary function."""
     q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
     return _agree(layers.rotary, theirs, [q, k], cos[:, 0], sin[:, 0])

@@ -1,8 +1,8 @@
-"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py.
+"""Row kernels in C++ for the CPU (csrc/api/rows.cpp), with the interface of reference.py.
 
-`row_logps` reads the logits from memory once; `row_grad_` and `row_loss_` read and write them once.
-One exponential per element and sweep (two under a soft cap). A row's result depends on that row
-only, bitwise.
+Memory traffic per logit: `row_logps` reads it once; `row_grad_` and `row_loss_` read and write it
+once. Each pass evaluates one exponential per element, and a second one with a soft cap. The bits of
+a row's result depend on that row only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """See reference.row_logps. A target id outside [0, V) is never read: its logp is NaN."""
+    """Compute reference.row_logps. A target id outside [0, V) is never read, and its logp
+    is NaN.
+    """
     lse, logps, entropy = loader.operator("rows", "row_logps")(
         detached(logits),
         target_ids.contiguous(),
@@ -56,6 +58,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
+    """Compute reference.row_grad_."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy
@@ -68,7 +71,9 @@ def row_grad_(
 
 @functools.lru_cache(maxsize=256)
 def loss_arguments(key: str) -> tuple[float, ...]:
-    """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors by a key."""
+    """Return (objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) for a
+    configuration key.
+    """
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
@@ -86,9 +91,10 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache, bit for bit.
+    """Compute reference.row_loss_ in one pass over each row while it is in cache.
 
-    See reference.row_loss_. The loss_codegen run in double, from C++ printed off their source.
+    The results equal those of `row_logps`, the loss function and `row_grad_`, bit for bit. The loss
+    function is generated C++ and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

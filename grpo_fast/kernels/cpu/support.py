@@ -1,4 +1,4 @@
-"""Rows of logits in a sampler's support, in C++: the doors of support_reference.py."""
+"""LM head restricted to token sets, in C++, with the interface of support_reference.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
+    """Compute support_reference.target_places."""
     operator = loader.operator("support", "support_places")
     found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
     return found
@@ -31,7 +32,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """See support_reference.head_rows. A row of the weight comes from memory once."""
+    """Compute support_reference.head_rows. Each weight row is read from memory once."""
     raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
         contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
         rows.places, index, *transform_arguments(transform), return_entropy, return_slopes,
@@ -41,6 +42,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """Compute support_reference.head_hidden."""
     operator = loader.operator("support", "support_hidden")
     out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
     return out
@@ -55,6 +57,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
+    """Compute support_reference.head_weight."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

@@ -1,18 +1,18 @@
-"""CUDA graphs: what may be recorded, and the one question that the host asks for it.
+"""CUDA graph capture: checks whether a stream is being captured.
 
-A graph holds launches, not decisions: while a stream is recorded, no value may reach the host.
-`linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`, `logits_logps`, their gradients
-and `LossOutput.metrics` then do
+A graph contains kernel launches but no host decisions, so no value may be read on the host during
+capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`, `logits_logps`, their
+gradients and `LossOutput.metrics` then behave as follows:
 
-    no compaction    rows without a coefficient stay in the GEMMs, as exact zeros (so they must be
-                     finite); a target of -100 is selected away
-    no value checks  bad values in tensors are not reported; ids are clamped
+    no compaction    rows without a coefficient stay in the GEMMs as exact zeros (and must be
+                     finite); targets of -100 are masked
+    no value checks  invalid values in tensors are not reported; ids are clamped
 
-and refuse what cannot be had without looking: `completion_mask` and `grad_filter` (the number of
-tokens or columns that are left shapes the work) and `validate="full"`. Pack the batch
-(`cu_seqlens`, whose values may change between replays) and give a slot that does not count the
-advantage 0 and `num_items_in_batch`, with beta = 0. Everything that is no tensor is recorded as it
-is. Call once before recording: kernels are compiled and loaded then. Read `metrics` inside.
+Arguments whose values determine shapes are refused: `completion_mask`, `grad_filter` and
+`validate="full"`. Pack the batch instead. The values of `cu_seqlens` may change between replays. To
+disable a slot, set its advantage to 0, beta to 0, and pass `num_items_in_batch`. Arguments that are
+not tensors are captured as constants. Call the function once before capture, so that kernels are
+compiled and loaded. Read `metrics` during capture.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Whether the work on x is being recorded, so that nothing may depend on values."""
+    """Return whether work on x is being captured into a CUDA graph."""
     if not x.is_cuda:
         return False
-    with torch.cuda.device_of(x):  # torch asks the stream of the current device
+    with torch.cuda.device_of(x):  # torch queries the stream of the current device
         return torch.cuda.is_current_stream_capturing()
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
-    """A ValueError for an argument that needs a look at values, while the work on x is recorded."""
+    """Raise ValueError if an argument that must be read on the host is given during capture."""
     if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
         came = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(

@@ -1,8 +1,10 @@
-"""The loss of a token-level row and its coefficient dL/dlogp in Triton: the leaves of
-objective/losses.py and objective/kl.py, compiled.
+"""Triton kernel for the loss of token-level rows and its coefficient dL/dlogp.
 
-`row_coefficients` runs them in one launch where torch takes twenty, 24 to 36 bytes per row;
-rows.py between its two looks at a row.
+    losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
+
+The functions of objective/losses.py and objective/kl.py are compiled from their Python source.
+`row_coefficients` fuses about twenty torch operations into one launch, with 24 to 36 bytes of HBM
+traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MAX_PARAMS = 4
 def call_objective(
     lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
 ):
-    """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
+    """Call the loss function with its number of hyperparameters; return loss and d loss / d
+    logp.
+    """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
     if N_PARAMS == 0:
         loss, slope = OBJECTIVE(lp, lr, advantage)
@@ -52,7 +56,9 @@ def loss_and_slope(
     p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
 ):  # fmt: skip
-    """policy_weight·ℓ + kl_weight·KL of the rows `at` (one, or a block), and d / d lp."""
+    """Return policy_weight·ℓ + kl_weight·KL and d / d logp of the rows `at` (one row or a
+    block).
+    """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
         lr = lp - tl.load(old_logps_ptr + at, mask=mask, other=0.0)
@@ -60,6 +66,7 @@ def loss_and_slope(
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
     loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    # Select instead of multiplying by 0: excluded rows may contain NaN.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -72,19 +79,26 @@ def loss_and_slope(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Comparisons inside the leaf and a weight of 0 would hide a NaN.
+    # Propagate a NaN logp. Comparisons in the loss function or a weight of 0 would hide it.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 
 @functools.cache
+<<<<<<< HEAD
 def device_function(leaf: TokenFunction) -> TokenFunction:
     """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
+=======
+def device_function(leaf: Leaf) -> Leaf:
+    """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
+>>>>>>> 8c3f801e
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(leaf, tl, triton.jit, words)
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
-    """p0 … p3 and the clamps of the KL; the leaves, and what else is compiled into a kernel."""
+    """Return the numeric arguments (p0 … p3, KL clamps) and the compile-time arguments of a
+    loss.
+    """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
         "OBJECTIVE": device_function(OBJECTIVES[config.loss_type].function),
@@ -101,6 +115,7 @@ def coefficients_kernel(
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Compute BLOCK_T rows per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
@@ -117,7 +132,7 @@ def row_coefficients(
     terms: RowTerms,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
+    """Compute (losses, grad_logps), (C,) each, as objective/coefficients.py does."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, leaves = loss_arguments(config)
     if len(logps):

@@ -1,12 +1,14 @@
-"""Divergences of rows of logits from a teacher, in Triton: one program owns one row of both sides.
+"""Triton kernel for divergences from a teacher. One program processes one row of both sides.
 
-    row_divergence_    HBM: one read of (C, V) of each side, one write; what follows is in L2
+    z = transform(logits), y = transform(teacher); lp = z - lse(z), lq = y - lse(y)
+    D = Σ_j value_j(p_j, q_j),    dD/dz_j = slope_j - p_j·Σ_k slope_k
 
-Four loops: where each side's largest logit is; both lse, without it in the sum; values and slopes,
-which go where the gradient goes; slope - center·p. The student's likeliest logit gets
-(1 - p)·slope - p·(center - slope), so a certain row does not cancel. The leaf is a function of
-objective/divergences.py. Sums are fp32 by lane, reduced in a fixed order. Rows of unequal length go
-by torch (divergence_reference.py).
+HBM traffic of `row_divergence_`: 12 bytes per logit pair (fp32: one read of each side, one write).
+Later passes over the row hit L2. The four passes are: find each side's largest logit; sum both lse
+without it; compute values and slopes, stored where the gradient will be; subtract center·p. The
+most likely logit of the student uses (1 - p)·slope - p·(center - slope), which does not cancel if
+the row is certain. The functions come from objective/divergences.py. Sums are fp32 per lane,
+reduced in a fixed order. Rows of unequal length use divergence_reference.py.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Two columns a thread, four warps: what compiles without a spill on every architecture by triton
-# 3.6 and 3.9. Four columns spill on sm_80 and sm_100, two by eight warps on sm_100 (3.6).
+# Two columns per thread and four warps compile without spills on all architectures with Triton 3.6
+# and 3.9. Four columns spill on sm_80 and sm_100, and two columns with eight warps spill on sm_100
+# (3.6).
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """z of some columns, -inf past the end, and dz/draw."""
+    """Load columns and return z (-inf beyond V) and dz/draw."""
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
@@ -39,7 +42,9 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
-    """Where the largest z is, and lse as a sum of two: it, and log of 1 + Σ of the others."""
+    """Return the column of the largest z, and lse as two parts: the largest z and log(1 + Σ of the
+    others).
+    """
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
     place = offs_v
@@ -62,7 +67,7 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
 
 @triton.jit
 def split_lse(lse):
-    """An fp64 lse as a sum of two fp32 numbers; 0 where it is -inf."""
+    """Split an fp64 lse into two fp32 parts; -inf becomes 0."""
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     shift = lse.to(tl.float32)
     return shift, (lse - shift.to(tl.float64)).to(tl.float32)
@@ -75,7 +80,8 @@ def row_divergence_kernel(
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # 1. Both rows' lse, or those that are known.
+    """Compute one row."""
+    # 1. Compute lse of both sides, or load it for a vocabulary shard.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     other_ptr = teacher_ptr + row * stride_teacher_t
@@ -98,8 +104,8 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     others = tl.zeros([BLOCK_V], tl.float32)
-    # 2. The likeliest logit of the student.
-    # Read before the second loop may overwrite the teacher's row.
+    # 2. Terms of the student's most likely logit. They are loaded here, because pass 3 may
+    # overwrite the teacher's row.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = load_final_logits(
         other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
@@ -110,7 +116,7 @@ def row_divergence_kernel(
     value_top, slope_top = DIVERGENCE(
         exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
     )
-    # 3. Values and slopes of all logits.
+    # 3. Values and slopes of all logits. The top slope is added separately.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
@@ -125,8 +131,8 @@ def row_divergence_kernel(
         others += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
-    # 4. The sums of the row.
-    # The reductions' barriers stand between the slopes' stores and their loads below.
+    # 4. Sums of the row. The barriers of these reductions order the stores of the slopes before the
+    # loads in step 5, which run on other threads.
     rest = tl.sum(others, 0).to(tl.float64)
     center = rest + slope_top.to(tl.float64)
     if known_ptr is not None:
@@ -138,7 +144,7 @@ def row_divergence_kernel(
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
-        # 5. The gradient: slope - center·p, and a form of it for the likeliest logit.
+        # 5. The gradient.
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * rest.to(tl.float32)
         c = center.to(tl.float32)
@@ -164,7 +170,7 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
-    """See divergence_reference.row_divergence_; `out` must not be the logits."""
+    """Compute divergence_reference.row_divergence_. `out` must not be the student's logits."""
     if offsets is not None:
         return divergence_reference.row_divergence_(
             logits,

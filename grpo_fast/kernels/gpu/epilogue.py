@@ -1,9 +1,9 @@
-"""The epilogue of the hidden -> logps kernel: statistics of a tile of logits in registers, and its
+"""Epilogue of the hidden -> logps GEMM: online softmax statistics of a tile in registers, and its
 store.
 
-The tile is taken in pieces of a fixed number of columns, from left to right. Only a piece then
-needs registers beside the tile itself (a tile of 128 x 256 spills otherwise), and the order of the
-sums does not depend on the tile.
+A tile is processed in pieces of a fixed number of columns from left to right. Only one piece needs
+registers in addition to the tile (a 128 x 256 tile would spill otherwise), and the order of the
+sums does not depend on the tile size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of the columns."""
+    """Split a tile into its left and right half of the columns."""
     return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLS // 2]), [0, 2, 1]))
 
 
@@ -25,7 +25,7 @@ def store_tile(
     out, values, row_start, n_rows, start, V, stride_out_t,
     USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """values (ROWS, COLS) at (row_start, start) of out, clipped to (n_rows, V)."""
+    """Store values (ROWS, COLS) at (row_start, start) of out, clipped to (n_rows, V)."""
     if USE_TMA:
         out.store([row_start, start], values.to(out.dtype))
     else:
@@ -42,42 +42,46 @@ def fold(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Take COLS columns of logits into the running sums of their rows, and store what was asked
-    for.
+    """Add COLS columns of logits to the running sums of their rows, and store the requested output.
 
-    CLEAN: no target of any row is among the columns and all of them lie in the vocabulary; the bits
-        are the same.
+    CLEAN asserts that no row has its target among the columns and all columns are inside the
+    vocabulary. It skips masks and gives the same bits.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
     row_start, n_rows, V, stride_out_t = matrix
+    # 1. Raw logits, the optional store, and the logit transform.
     cols = start + tl.arange(0, COLS)
     if bias_ptr is not None:
         raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
+    # 2. Exclude the target column from the sums, so that 1 - p keeps its digits when p is close to
+    # 1.
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
         z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
+    # 3. Online softmax: rescale the running sums to the new maximum and add the piece.
     new_max = tl.maximum(row_max, tl.max(z, 1))
     rescale = exp_fp32(row_max - new_max)
     shifted = z - new_max[:, None]
     e = exp_fp32(shifted)
     if ENTROPY:
-        # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of
-        # the logits.
+        # Accumulate Σ e·(z - max) instead of Σ e·z: the entropy would otherwise be a difference of
+        # two numbers as large as the logits. FLOOR keeps e·(-inf) = 0·(-inf) from becoming NaN.
         exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
             e * tl.maximum(shifted, FLOOR), 1
         )
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
+        # 4. Store exponentials relative to the row's normaliser.
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # The maximum makes a NaN 0: what a row without coefficient stores must be finite, whatever
-        # the row holds.
+        # tl.maximum returns 0 for NaN. A row without a coefficient must store finite values even if
+        # its inputs are NaN, because 0·NaN would reach all of dW.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return new_max, exp_sum, exp_z_sum, z_target
@@ -89,7 +93,7 @@ def fold_parts(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold` in PARTS (1, 2 or 4) pieces from left to right: registers for one piece at a time."""
+    """Apply `fold` to PARTS (1, 2 or 4) pieces from left to right."""
     if PARTS == 1:
         sums = fold(
             raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
@@ -114,16 +118,16 @@ def fold_tile(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold` of a whole tile; with BRANCH one without a target takes 8 instead of 17 instructions
-    per logit.
+    """Apply `fold` to a tile. With BRANCH, tiles without targets use the shorter code path.
 
-    Four of five tiles of 128 x 256 are such ones at V = 151936. (A loop with a branch is not warp
-    specialised; with entropy, bias, a soft cap or fp32 operands the branch costs registers that
-    some architectures do not have.)
+    The short path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
+    256 tiles contain no target. BRANCH is off where it costs too many registers: entropy, bias,
+    soft cap or fp32 operands. A loop with a branch is also not warp-specialised.
     """
     if BRANCH:
         target, _, _ = row
         _, _, V, _ = matrix
+        # The condition is uniform in the program, so no warp diverges.
         is_here = (target >= start) & (target < start + COLS)
         if (tl.max(is_here.to(tl.int32), 0) > 0) | (start + COLS > V):
             sums = fold_parts(

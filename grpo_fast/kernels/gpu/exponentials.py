@@ -1,21 +1,26 @@
-"""hidden -> log-probabilities and exponentials in 16 bits: what the gradient GEMMs need, written
-once, before the loss is known.
+"""LM head fused with log-softmax, with exponentials stored in 16 bits for the gradient GEMMs.
+
+The matrix E is written once, before the loss is known:
 
     E_j = exp(z_j - s)·f_j, 0 in the target column,             f = 1 - tanh² (1 without a soft cap)
     d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-g = dL/dlp multiplies rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so the big matrix is
-never touched again. The target column, which is the largest of its row, stays out of the 16 bits:
-it is added in fp32, one row of W to a row of dH and one row of hidden to a row of dW, and nothing
-cancels when p_y is close to 1. s is free: bf16 has as many digits everywhere. It must be known
-before the row is, and near lse: s = z[target], one dot product per row (target_kernel): lse - s =
--lp. Rows with -lp > MAX_NLL, and rows with NaN, are swept a second time with s = lse, by programs that
-end at once where no row of theirs is high_nll; the host waits for nothing. Every E is finite, in a row
-of NaN too, so that a row with g = 0 is inert.
+g = dL/dlogp scales rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so E is never modified.
+HBM traffic: 2 bytes written per logit in addition to linear.py.
 
-HBM per logit: 2 bytes written. The lse, lp and entropy are those of `head_logps`, bit for bit: the
-same kernel.
+The target column is the largest of its row and is excluded from E. Its contribution is added in
+fp32: one row of W to each row of dH, and one row of hidden to a row of dW. Nothing cancels when p_y
+is close to 1.
+
+The shift s can be chosen freely, because bf16 has the same relative precision everywhere. It must
+be known before the row is computed and must be close to lse. s = z[target] costs one dot product
+per row (target_kernel), and lse - s = -logp. Rows with -logp > MAX_NLL, and rows with NaN, are
+computed a second time with s = lse. Programs without such rows return immediately, so the host does
+not wait. Every E is finite, even in rows with NaN, so a row with g = 0 contributes nothing.
+
+lse, logp and entropy equal those of `head_logps` bit for bit, because the same kernel computes
+them.
 """
 
 from __future__ import annotations
@@ -42,11 +47,11 @@ def target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, target_ptr, raw_ptr,
     V, H, stride_hidden_t, stride_weight_v, stride_weight_h, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """raw logit of the target of one row, 0 for a target outside [0, V)."""
+    """Compute the raw logit of one row's target, or 0 if the target is outside [0, V)."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
-    depth = tl.where(inside, H, 0)  # a bad id reads nothing
+    depth = tl.where(inside, H, 0)  # an invalid id reads nothing
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
@@ -54,7 +59,7 @@ def target_kernel(
         h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
             tl.float32
         )
-        # Of a transposed head (stride V) H·V elements may be more than int32 can tell.
+        # int64: in a transposed weight (column stride V), offsets reach H·V and may exceed 2^31.
         at = weight_ptr + target * stride_weight_v + offs_h.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=mask, other=0.0)
         total += h * w.to(tl.float32)
@@ -69,6 +74,7 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Compute `unit` and `target_unit` of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
@@ -86,7 +92,7 @@ def units_kernel(
 
 
 def target_logits(p: HeadInputs) -> Tensor:
-    """(T,) fp32 raw logits of the targets."""
+    """Return the (T,) fp32 raw logits of the targets."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
@@ -107,11 +113,13 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """See cpu/linear.head_exponentials. A target id outside [0, V) has no column, and counts as a
-    logit of 0. No element comes in more digits.
+    """Compute cpu/linear.head_exponentials for bf16 inputs.
+
+    A target id outside [0, V) has no column and counts as a logit of 0. `dominant` is always None:
+    the GEMM takes bf16, so there are no rounding errors to restore.
 
     Raises:
-        ValueError: hidden and weight of different dtype.
+        ValueError: hidden and weight have different dtypes.
     """
     p = head_inputs(hidden, weight, bias, target_ids, transform)
     rows = p.hidden.shape[0]

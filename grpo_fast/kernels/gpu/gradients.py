@@ -1,12 +1,12 @@
-"""The passes around the two gradient GEMMs of exponentials (exponentials.py).
+"""Triton kernels before and after the two gradient GEMMs of exponentials (see exponentials.py).
 
-    times            by_row, by_target: dL/dlogps times the units of a row and of its target
+    times            by_row = dL/dlogps·unit, by_target = dL/dlogps·target_unit
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_     the targets' part of dW (target_rows.py)
 
-HBM: 10 and 4 bytes per element of (C, H) for the second and third. A coefficient of 0 gives exact
-zeros, whatever the row holds.
+HBM traffic per element of (C, H): 10 bytes for write_hidden_, 4 for scaled_hidden. A coefficient of
+0 gives exact zeros, even in rows with NaN.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def times_kernel(
     grad_logps_ptr, unit_ptr, target_unit_ptr, by_row_ptr, by_target_ptr, n_rows, n_padded,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Compute the coefficients of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
@@ -45,9 +46,11 @@ def write_hidden_kernel(
     product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, H,
     stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """Compute one row of dH."""
     row = tl.program_id(0).to(tl.int64)
     by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
+    # An inactive row may have an invalid target, so its weight row must not be read.
     read = tl.where(by_target == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
@@ -66,6 +69,7 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """Scale one row of hidden."""
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)
@@ -83,7 +87,7 @@ def times(
     target_unit: Tensor,  # (C,) fp32
     rows: int,  # padded C
 ) -> tuple[Tensor, Tensor]:
-    """(by_row, by_target), (padded C,) each: the units times grad_logps, zeros in the padding."""
+    """Return (by_row, by_target), (padded C,) each, with zeros in the padding."""
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
@@ -103,7 +107,7 @@ def write_hidden_(
     target_ids: Tensor,  # (C,)
     weight: Tensor,  # (V, H)
 ) -> Tensor:
-    """out[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]]; `out` again."""
+    """Write out[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]]; return `out`."""
     if target_ids.shape[0]:
         launch(
             write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
@@ -118,7 +122,7 @@ def scaled_hidden(
     by_row: Tensor,  # (C,) fp32
     dtype: torch.dtype,
 ) -> Tensor:  # (C, H)
-    """by_row[:, None]·hidden, rounded once to the dtype."""
+    """Return by_row[:, None]·hidden, (C, H), rounded once to `dtype`."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     if hidden.shape[0]:
         launch(

@@ -1,18 +1,18 @@
-"""hidden -> log-probabilities without logits: the head's GEMM with the softmax statistics in its
-epilogue.
+"""LM head fused with log-softmax in Triton: the GEMM's epilogue computes softmax statistics.
 
-    raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature -> lse, lp, H
+    raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature
+    lse = log Σ_j e^z_j,  logp = z_target - lse,  entropy = lse - Σ_j p_j·z_j
 
-HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of partial
-sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one
-more store, of the raw logits or of the exponentials of exponentials.py, so the log-probabilities of
-a pass with gradient and of one without are equal bit for bit.
+HBM traffic: hidden and W are read (W once per 24 MiB of hidden), and 16·ceil(V/2048) bytes of
+partial sums per row are written and read, about 0.008 bytes per logit. Logits are stored only on
+request, by the same kernel with one more store: raw logits, or the exponentials of exponentials.py.
+Log-probabilities of a pass with gradient and of one without are therefore equal bit for bit.
 
-One program takes BLOCK_T rows and one slice of 2048 columns and keeps (max, Σe, Σe·(z - max),
-z[target]) per row in registers, the sums without the target; a second kernel joins the slices of a
-row in their order. The slices depend on V alone and the tile on the device, the dtype and the
-layout of W alone, so a row's result depends on that row, W and its scalars: not on the batch around
-it. Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
+One program computes BLOCK_T rows of one slice of 2048 columns. It keeps (max, Σe, Σe·(z - max),
+z[target]) per row in registers, where the sums exclude the target. A second kernel joins the slices
+of a row in order. The slices depend on V only, and the tile depends on the device, the dtype and
+the layout of W only. A row's result thus depends on the row, W and its scalars, not on the batch.
+Accumulation is fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ def load_tile(
     source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLS of a matrix, zeros outside: by its tensor descriptor or predicated loads."""
+    """Load a tile of ROWS x COLS, with zeros outside the matrix.
+
+    A tensor descriptor (TMA) or masked loads are used.
+    """
     if USE_TMA:
         tile = source.load([row_start, col_start])
     else:
-        # The corner in int64, inside the tile int32: half the registers of int64 throughout.
+        # The tile's corner is computed in int64, offsets inside the tile in int32. This needs half
+        # the registers of int64 throughout.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = (
             source
@@ -62,13 +66,14 @@ def slice_kernel(
     partial_ptr, n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t,
     slice_columns, group_blocks, logit_scale, softcap, temperature, STORE: tl.constexpr,
     ONLY_HIGH_NLL: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
-    STORE_TMA: tl.constexpr, BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    PARTS: tl.constexpr,
+    STORE_TMA: tl.constexpr, BRANCH: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # 1. Which rows and which slice of the vocabulary are this program's.
-    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of
-    # them. So does their part of hidden, which they read once per tile: a group of row blocks takes
-    # all slices before the next one starts.
+    """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
+    # 1. Select the rows and the slice of this program. Programs with neighbouring ids share a slice
+    # of W, so all but the first read its tiles from L2. They read their rows of hidden once per
+    # tile; a group of row blocks small enough for L2 therefore processes all slices before the next
+    # group starts.
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
@@ -78,8 +83,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # No column but the target's own may match; in int32, half the registers and comparisons of the
-    # ids' int64.
+    # Invalid ids become -1, which matches no column. int32 needs half the registers and comparisons
+    # of the ids' int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -89,7 +94,7 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
-    # 2. The running sums; exponentials need a normaliser that is known.
+    # 2. Initialise the running sums. Exponentials need a normaliser that is known in advance.
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     row_max = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -104,10 +109,11 @@ def slice_kernel(
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
             normaliser = tl.where(high_nll, lse, normaliser)
+            # An empty range: programs without such rows return without any work.
             if ONLY_HIGH_NLL:
                 stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
-    # 3. Tile by tile: the product, then fold it into the sums.
+    # 3. For each tile: multiply, then fold the logits into the sums.
     for start in tl.range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
@@ -120,13 +126,14 @@ def slice_kernel(
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         row_max, exp_sum, exp_z_sum, z_target = fold_tile(
             raw, start, (row_max, exp_sum, exp_z_sum, z_target),
-            (target, normaliser, row_inv_temperature), (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
+            (target, normaliser, row_inv_temperature), (row_start, n_rows, V, stride_out_t),
+            out, bias_ptr, logit_scale, softcap,
             STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
-    # 4. Store the sums of the slice.
+    # 4. Store the partial sums of the slice.
     if partial_ptr is not None:
-        # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
+        # partial has the shape (4, S, T), so that stores of neighbouring rows are contiguous.
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, row_max, mask=in_rows)
@@ -141,18 +148,20 @@ def join_kernel(
     partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Join the slices of BLOCK_T rows, BLOCK_S at a time, by the online sum of a slice."""
+    """Join the partial sums of BLOCK_T rows, BLOCK_S slices at a time, with an online softmax."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
+    # 1. z[target]: exactly one slice contains it, the others stored 0.
     z_target = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         z_target += tl.sum(tl.load(here + 2 * plane, mask=mask, other=0.0), 0)
+    # 2. Rescale and add the slices in a fixed order.
     row_max = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
     exp_sum = tl.zeros([BLOCK_T], tl.float32)
     exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
@@ -172,6 +181,7 @@ def join_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)
         row_max = new_max
+    # 3. Add the target and compute the results.
     lse, lp, entropy = finish(row_max, exp_sum, exp_z_sum, z_target, inside)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
     tl.store(logps_ptr + rows, lp, mask=in_rows)
@@ -180,6 +190,7 @@ def join_kernel(
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Return a tensor descriptor (TMA) with this tile size."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -192,8 +203,10 @@ def head_inputs(
     target_ids: Tensor,
     transform: LogitTransform,
 ) -> HeadInputs:
-    """Check the dtypes, and copy an unaligned hidden: the tile must not depend on how a batch lies
-    in memory, or its sums would. W alone decides.
+    """Check the dtypes, and copy hidden if it is unaligned.
+
+    The tile size determines the order of sums, so it must not depend on the memory layout of a
+    batch. Only the layout of W selects it.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -204,6 +217,7 @@ def head_inputs(
 
 
 def slice_count(p: HeadInputs) -> int:
+    """Return the number of vocabulary slices."""
     return -(-p.weight.shape[0] // SLICE_COLUMNS)
 
 
@@ -216,6 +230,17 @@ def sweep(
     *,
     only_high_nll: bool = False,
 ) -> None:
+    """Launch `slice_kernel` for all rows and slices.
+
+    Args:
+        p: the validated inputs.
+        partial: (3 or 4, S, T) receives the sums of every slice, 4 with the entropy; None: not
+            stored.
+        out: (T, V) receives raw logits, or exponentials if `raw_target` is given.
+        raw_target: (T,) raw logits of the targets.
+        lse: (T,) shift of rows with a large -logp.
+        only_high_nll: compute only the row blocks that contain such rows.
+    """
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
@@ -227,8 +252,8 @@ def sweep(
         light=raw_target is None or not is_heavy,
     )
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
-    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
-    # not in the exponentials from known statistics, where Triton 3.6 spills on sm_100).
+    # The short code path of the epilogue needs registers. It is used without options and with
+    # 16-bit operands only. For exponentials from known statistics, Triton 3.6 spills on sm_100.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     group_blocks = max(
@@ -248,14 +273,15 @@ def sweep(
         group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "exponentials",
         ONLY_HIGH_NLL=only_high_nll, ENTROPY=has_entropy, USE_TMA=config.use_tma,
-        STORE_TMA=store_tma, BRANCH=has_room, BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
+        STORE_TMA=store_tma, BRANCH=has_room, BLOCK_T=config.block_t,
+        BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         PARTS=config.block_v // config.piece, num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
 
 
 def join(p: HeadInputs, partial: Tensor, stats: RowStats) -> None:
-    """The statistics of every row, (T,) each, from the sums of its slices, (3 or 4, S, T)."""
+    """Compute the statistics of every row from the partial sums of its slices."""
     _, slices, rows = partial.shape
     launch(
         join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows, p.weight.shape[0],
@@ -270,7 +296,7 @@ def statistics(
     out: Tensor | None = None,
     raw_target: Tensor | None = None,
 ) -> RowStats:
-    """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
+    """Compute lse, logps and entropy of every row, (T,) fp32. `out` is as in `sweep`."""
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
         sums = (4 if return_entropy else 3, slice_count(p), rows)
@@ -290,12 +316,13 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """See cpu/linear.head_logps; the logits never leave the registers. fp32, bf16 or fp16 of any
-    strides; the last dimension of `logits_out` is contiguous. A target id outside [0, V) counts as
-    a logit of 0.
+    """Compute cpu/linear.head_logps. Logits stay in registers unless `logits_out` is given.
+
+    The inputs are fp32, bf16 or fp16 with any strides. The last dimension of `logits_out` is
+    contiguous. A target id outside [0, V) counts as a logit of 0.
 
     Raises:
-        ValueError: hidden and weight of different dtype.
+        ValueError: hidden and weight have different dtypes.
     """
     return statistics(
         head_inputs(hidden, weight, bias, target_ids, transform),
@@ -305,7 +332,7 @@ def head_logps(
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:
-    """The same (T, H) values in rows that start on 16 bytes."""
+    """Copy a matrix into rows that start at multiples of 16 bytes."""
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
     shape = (matrix.shape[0], per_row)

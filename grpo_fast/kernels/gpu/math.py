@@ -1,8 +1,6 @@
-"""Scalar building blocks of the Triton kernels: from raw logits to z, and from running sums to lse,
-lp and entropy.
+"""Scalar functions of the Triton kernels: the logit transform, and the final step of a softmax.
 
-Both files of kernels use these very functions, so a row's numbers do not depend on which of them
-computed it.
+All kernels call these functions, so a row has the same bits whichever kernel computes it.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The running maximum starts here and not at -inf: a leading block of -inf columns then gives
-# exp(-inf) = 0 and no inf - inf. It lies shifted every logit that means something and above the -3e38
-# that masks a column.
+# Initial value of the running maximum. With -inf, a leading block of -inf columns would give inf -
+# inf. The value is below every meaningful logit and above the -3e38 with which users mask columns.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -24,7 +21,9 @@ def exp_fp32(x):
 
 @triton.jit
 def expm1_minus(x):
-    """e^x - 1 - x: the series x²/2 · (1 + x/3 · (1 + …)) where the difference would cancel."""
+    """Return e^x - 1 - x. For |x| < 1 use the series x²/2·(1 + x/3·(1 + …)), because the difference
+    cancels.
+    """
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -34,24 +33,23 @@ def expm1_minus(x):
 
 @triton.jit
 def expm1(x):
+    """Return e^x - 1 without cancellation for small x."""
     return tl.where(tl.abs(x) < 1.0, x + expm1_minus(x), exp_fp32(x) - 1.0)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x > -1; the quotient takes back what rounding 1 + x lost."""
+    """Return log(1 + x) for x > -1. The quotient corrects the rounding error of 1 + x."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
 def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
-    """lse, lp, entropy from the maximum, Σ e and Σ e·(z - row_max) over all columns but the target,
-    and the target's z.
+    """Return lse, logp and entropy from sums over all columns except the target.
 
-    With the target outside of the sum the log-probability of a token that is nearly certain is
-    -log1p(exp_sum): it keeps its digits, where z[target] - lse would be a difference of two numbers of
-    the size of the logits.
+    If the target's probability is nearly 1, logp = -log1p(exp_sum) keeps its digits. z[target] -
+    lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
     e_target = tl.where(inside, exp_fp32(shifted), 0.0)
@@ -64,12 +62,12 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 
 @triton.jit
 def softcapped(x, softcap):
-    """softcap·tanh(x/softcap) and the slope 1 - tanh²."""
+    """Return softcap·tanh(x/softcap) and 1 - tanh²."""
     u = x / softcap
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
-    # 1 - t has few digits left for a small u; least-squares fit of tanh, relative error 7e-8 for
-    # |u| <= 0.5.
+    # For a small u, 1 - t loses its digits. Use a least-squares fit of tanh with a relative error
+    # of 7e-8 for |u| <= 0.5.
     w = u * u
     fit = w * (
         -0.33333327 + w * (0.13332961 + w * (-0.05389886 + w * (0.02129668 + w * -0.0066456)))
@@ -81,7 +79,7 @@ def softcapped(x, softcap):
 
 @triton.jit
 def capped_logits(raw, logit_scale, softcap, inv_temperature):
-    """Raw logits -> z and 1 - tanh²; softcap is None (a constexpr) or a number."""
+    """Return z and 1 - tanh² of raw logits. softcap is a number, or None at compile time."""
     tanh_slope = 1.0
     if softcap is None:
         z = raw * (logit_scale * inv_temperature)
@@ -93,7 +91,7 @@ def capped_logits(raw, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def final_logits(raw, logit_scale, softcap, inv_temperature):
-    """Raw logits -> z and d z / d raw."""
+    """Return z and dz/draw of raw logits."""
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
     slope = logit_scale * inv_temperature
     if softcap is not None:
@@ -101,20 +99,20 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# A row's weights are exp(z - z[target]) as long as lse - z[target] stays shifted this, so high_nll from
-# both ends of the range of bf16 and of fp32 that sums and products with anything reasonable stay
-# inside.
+# Exponentials of a row are exp(z - z[target]) if lse - z[target] is at most this. The limit is far
+# from the range limits of bf16 and fp32, so sums and products of exponentials do not overflow.
 MAX_NLL = tl.constexpr(40.0)
 
 
 @triton.jit
 def exceeds_max_nll(lse, z_target):
-    """Whether exp(z - z_target) may leave the range of bf16 in this row; true for NaN."""
+    """Return whether exp(z - z_target) may leave the range of bf16 in this row. True for NaN."""
     return ~(lse - z_target <= MAX_NLL)
 
 
 @triton.jit
 def inverse_temperature(temperature_ptr, temperature, row):
+    """Return 1/temperature of a row."""
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
     return tl.div_rn(1.0, temperature)

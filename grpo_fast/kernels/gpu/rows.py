@@ -1,21 +1,22 @@
-"""Row kernels in Triton: one program owns one row of logits, whatever its length.
+"""Row kernels in Triton. One program processes one row of logits of any length.
 
     row_logps    logits -> lse, logps, entropy            HBM: one read of (C, V)
     row_grad_    logits, dL/dlogps -> d-logits            HBM: one read, one write
-    row_loss_    both, and the loss's slope between them  HBM: one read, one write (the second read
-                                                          is the row that was just left in L2)
+    row_loss_    both, with the loss between them         HBM: one read, one write (the second
+                                                          pass reads the row from L2)
 
-With z = softcap·tanh(logit_scale·raw/softcap)/temperature, p = softmax(z), lp = log p[target],
-H = -Σ p·log p:
+That is 2, 4 and 4 bytes per bf16 logit. With z = softcap·tanh(logit_scale·raw/softcap)/temperature,
+p = softmax(z), lp = log p[target] and H = -Σ p·log p:
 
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
-Sums are fp32 and online: a running maximum per row, running sums per lane, reduced across lanes
-once, in a fixed order. A row's numbers depend on that row alone. Lengths, strides and
-hyperparameters are run-time arguments. `enable_fp_fusion=False` everywhere: whether a multiply and
-an add are fused would depend on what surrounds them, and the same row would get different last bits
-from two kernels that share this source.
+Sums are fp32 and online: one running maximum per row and one running sum per lane, reduced across
+lanes once in a fixed order. A row's numbers depend on that row only. Lengths, strides and
+hyperparameters are run-time arguments, so new values do not recompile. Every launch sets
+`enable_fp_fusion=False`: whether the compiler fuses a multiply and an add depends on the
+surrounding code, and the same row would get different last bits from two kernels that share a
+function.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def statistics(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """First loop over the row -> lse, lp, entropy."""
+    """First pass over a row: compute lse, logp and entropy."""
     offs_v = tl.arange(0, BLOCK_V)
-    # Read before the second loop may overwrite the row; the barriers of the reductions shifted keep
-    # it there.
+    # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
+    # contain barriers, which keep this load before those stores.
     inside = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=inside, other=0.0).to(tl.float32)
     z_target, target_slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
@@ -68,14 +69,15 @@ def statistics(
             tl.float32
         )
         z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
+        # The target is excluded from the sum; `finish` adds it.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(z, 0))
         rescale = exp_fp32(row_max - new_max)
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size
-            # of the logits.
+            # Accumulate Σ e·(z - max) instead of Σ e·z: the entropy would otherwise be a difference
+            # of two numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
             )
@@ -89,8 +91,9 @@ def write_gradient(
     row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
     inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Second loop over the row: d raw-logits; zeros, without a look, where nothing flows."""
+    """Second pass over a row: write d raw-logits. A row without coefficients is not read."""
     offs_v = tl.arange(0, BLOCK_V)
+    # The condition is uniform in the program.
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
@@ -105,7 +108,8 @@ def write_gradient(
             z, slope = final_logits(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column stays out of g·(1 - p): nothing cancels when p is close to 1.
+            # The target column uses g·(1 - p) = -g·expm1(logp), which does not cancel when p is
+            # close to 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
@@ -118,6 +122,7 @@ def row_logps_kernel(
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    # int64: row · stride may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
     if offset_ptr is not None:
@@ -179,7 +184,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # What does not count may hold a NaN anywhere.
+    # Excluded rows may contain NaN anywhere, so their loss and coefficient are selected, not
+    # multiplied.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -206,9 +212,10 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """See reference.row_logps. `logits` is fp32, bf16 or fp16 with a contiguous last dimension and
-    any row stride. A target id outside [0, V) is never read; its row gets the logp of a raw logit
-    of 0.
+    """Compute reference.row_logps on fp32, bf16 or fp16 logits with any row stride.
+
+    The last dimension is contiguous. A target id outside [0, V) is never read, and its row gets the
+    logp of a raw logit of 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -233,7 +240,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """See reference.row_grad_. `out` is `logits` itself or memory that does not overlap it."""
+    """Compute reference.row_grad_. `out` is `logits`, or memory that does not overlap it."""
     out = logits if out is None else out
     if len(target_ids):
         lse, logps, entropy = (vector(x) for x in stats)
@@ -258,7 +265,9 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """See reference.row_loss_. lse, logps and entropy are those of `row_logps`, bit for bit."""
+    """Compute reference.row_loss_. lse, logps and entropy equal those of `row_logps` bit
+    for bit.
+    """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     if not logits.shape[0]:

@@ -1,9 +1,10 @@
-"""gradient *= upstream on a GPU, at no cost where the upstream gradient is 1 (it is, for
-`loss.backward()`).
+"""Triton kernel that multiplies a gradient by the upstream gradient in place.
 
-The factor lies on the device: to look at it from the host would wait for everything before it.
-Every program looks for itself and is done at once if it is 1; otherwise one read and one write of
-the gradient.
+    gradient *= factor
+
+HBM traffic: one read and one write of the gradient, or nothing if the factor is 1, as it is for
+`loss.backward()`. The factor is on the device, and reading it on the host would synchronise.
+Therefore every program reads it and returns immediately if it is 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch
 
+# Elements per program and step.
 BLOCK = 4096
-# Enough to fill any device, few enough to start and end in microseconds.
+# Enough programs to fill any device, and few enough to start and return within microseconds.
 PROGRAMS = 2048
 
 
@@ -36,7 +38,9 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient (contiguous, ≤ 32 bits) times factor (one element), in place; a 1 writes nothing."""
+    """Multiply a contiguous gradient of at most 32-bit elements by a one-element factor, in
+    place.
+    """
     size = gradient.numel()
     if size:
         programs = min(triton.cdiv(size, BLOCK), PROGRAMS)

@@ -1,21 +1,22 @@
-"""Rows of logits that exist only in a sampler's support, in Triton: the doors of
-support_reference.py.
+"""LM head restricted to token sets, in Triton, with the interface of support_reference.py.
 
-    raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row, z as everywhere -> lse, lp, H
+    raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
+    z = transform(raw) -> lse, logp, entropy
 
-and, as flash attention does with K = V = W, what the gradient of lp needs of W in the same pass:
+The same pass computes the derivative of logp with respect to hidden, as flash attention does with K
+= V = W:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 
-so that dH[t] = g[t]·slope[t] without another look at W; f = 1 - tanh² (1 without a soft cap). Only
-where an entropy has a gradient, dH = Σ d_j·W[id_j] reads the rows again (sums_kernel). The same
-kernel gives dW from the pairs (id, row) sorted by id: one program per row of dW and part of its
-columns, which writes the zeros, too, of an id that nobody named.
+Then dH[t] = g[t]·slope[t] without reading W again. f is 1 - tanh², or 1 without a soft cap. If the
+entropy has a gradient, dH = Σ d_j·W[id_j] reads the rows a second time (sums_kernel). The same
+kernel computes dW from the pairs (id, row) sorted by id: each program owns a part of a row of dW
+and also writes the zeros of ids that occur in no set.
 
-HBM and L2: nnz·H of W (a tile of it is read again at once, from L1), 4·R·H of slopes written and
-read, nnz·H of hidden and V·H of dW. Memory beyond the gradients: O(nnz) and the slopes. Sums are
-fp32 in a fixed order, without atomics: the same bits in every run, and a row's numbers depend on
-that row, W and its scalars alone.
+HBM traffic in elements: nnz·H of W (the second use of a tile hits L1), 2·R·H of slopes (written and
+read, fp32), nnz·H of hidden and V·H of dW. Extra memory is O(nnz) and the slopes. Sums are fp32 in
+a fixed order without atomics, so every run gives the same bits, and a row's numbers depend on the
+row, W and its scalars only.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from grpo_fast.kernels.types import LogitTransform, transform_arguments
 
 @triton.jit
 def load_columns(start, cols, H, stride):
-    """Some columns of a row in fp32, zeros outside of it."""
+    """Load columns of one row as fp32, with zeros beyond H."""
     return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Some columns of rows that lie anywhere, in fp32, zeros where nothing is."""
+    """Load columns of arbitrary rows as fp32, with zeros where masked."""
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
@@ -63,9 +64,9 @@ def support_head_kernel(
     stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One row; BLOCK_H covers H."""
+    """Compute one row. BLOCK_H covers all of H."""
     row = tl.program_id(0).to(tl.int64)
-    # Where the row begins in int64, inside of it int32: fewer registers.
+    # The row's start is int64. Positions inside the row are int32, which needs fewer registers.
     first = tl.load(offset_ptr + row)
     count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
     place = tl.load(place_ptr + row).to(tl.int32)
@@ -102,7 +103,7 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Σ e·(z - max): no difference of two numbers of the size of the logits.
+            # Accumulate Σ e·(z - max) instead of Σ e·z, which would cancel.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -110,10 +111,12 @@ def support_head_kernel(
         if slope_ptr is not None:
             if softcap is not None:
                 e *= f
-            # From L1: to keep the tile would take the registers of a second program.
+            # Load the tile again from L1. Keeping it would need the registers of a second program
+            # per multiprocessor.
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
+    # Add the target to the sums.
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
@@ -127,7 +130,7 @@ def support_head_kernel(
         by_target = -expm1(lp)
         if softcap is not None:
             by_target *= f_target
-        # The target stays out of the sum: nothing cancels when p_y is close to 1.
+        # The target is excluded from the sum, so nothing cancels when p_y is close to 1.
         d = by_target * load_columns(at_target, cols, H, stride_weight_h)
         d -= exp_fp32(row_max - lse) * others
         d *= logit_scale * inv_temperature
@@ -139,8 +142,9 @@ def sums_kernel(
     factor_ptr, index_ptr, offset_ptr, matrix_ptr, out_ptr, H, stride_matrix_t,
     stride_matrix_h, stride_out_t, ADD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = or += Σ factor[i]·matrix[index[i]] over the i of segment s, for BLOCK_H
-    columns; a factor of 0 adds nothing, whatever the matrix holds.
+    """Compute out[s] = (or +=) Σ factor[i]·matrix[index[i]] over segment s, for BLOCK_H columns.
+
+    Terms with factor 0 are not loaded, so NaN in the matrix does not matter.
     """
     parts = tl.cdiv(H, BLOCK_H)
     segment = (tl.program_id(0) // parts).to(tl.int64)
@@ -174,8 +178,10 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """See support_reference.head_rows, which takes more columns than a program holds; all in fp32.
-    Slopes change no bit of the others.
+    """Compute support_reference.head_rows in fp32.
+
+    Slopes do not change the bits of the other results. If H exceeds SUPPORT_COLUMNS, the reference
+    is used.
     """
     count, width = len(rows.places), weight.shape[1]
     if width > configs.SUPPORT_COLUMNS:
@@ -199,7 +205,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """(R, H) fp32; see support_reference.head_hidden."""
+    """Compute support_reference.head_hidden, (R, H) fp32."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
@@ -215,8 +221,8 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """See support_reference.head_weight: out is written once, zeros included."""
-    # Stable: the rows of one id are added in their order, the same bits in every run.
+    """Compute support_reference.head_weight. Each element of `out` is written once."""
+    # A stable sort keeps the rows of one id in order, so every run gives the same bits.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
@@ -233,7 +239,16 @@ def _sums(
     *,
     add: bool = False,
 ) -> None:
-    """out[s] = or += Σ factors[i]·matrix[index[i]] over the i of segment s."""
+    """Launch `sums_kernel` for all segments.
+
+    Args:
+        factors: (nnz,) fp32.
+        index: (nnz,) int64 rows of `matrix`.
+        offsets: (S+1,) int64 bounds of the segments.
+        matrix: (N, H).
+        out: (S, H), rows contiguous.
+        add: add to `out` instead of overwriting it.
+    """
     width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
     if out.numel():
         launch(

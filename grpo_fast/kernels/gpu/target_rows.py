@@ -1,13 +1,16 @@
-"""The rows of dW whose token is a target: dW[y] += Σ over the t with y_t = y of c_t·hidden[t].
+"""Triton kernels that add the targets' part to dW: dW[y] += Σ_{t: y_t = y} c_t·hidden[t].
 
-In fp32 that is one pass, at most 10 bytes per element of (C, H). Where dW left its product in 16
-bits, A = Eᵀ·(…) is rounded already: harmless beside a sum S that is as large, not where A and what
-is added nearly cancel (a token that is likely everywhere and often the target: 1e-2 of S is lost).
-So rows with |A| > |S|/4 are formed again from an fp32 product of their columns of E and rounded
-once: the programs of all other rows end at once, nobody waits for the host. What is left of the
-first rounding adds at most 3% to the error of the second.
+If dW is fp32, one pass does this with at most 10 bytes of HBM traffic per element of (C, H).
 
-No atomics: a row of dW belongs to the first program of its id, equal ids are added in their order.
+If dW is 16-bit, the product A = Eᵀ·(…) is already rounded. This is harmless if the final sum S is
+at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token that is
+likely everywhere and often the target: the error is then 1e-2 of S. Rows with |A| > |S|/4 are
+therefore recomputed from an fp32 product of their columns of E and rounded once. Programs of all
+other rows return immediately, and the host does not wait. The first rounding of the remaining rows
+adds at most 3% to the error of the second.
+
+There are no atomics. The first program of an id owns the row of dW, and equal ids are added in
+order.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# |A|² over |S|² in one block of columns, from which the row is formed again.
+# Threshold of |A|²/|S|² in one block of columns, from which on the row is recomputed.
 CANCELS = tl.constexpr(1 / 16)
-# Rows and columns of hidden that are read at a time for one id.
+# Rows and columns of hidden per step for one id.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
-# Columns of E, columns of hidden and rows of both in one step of their product.
+# Tile of the product: columns of E, columns of hidden, and the rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 
@@ -33,7 +36,9 @@ def add_targets_kernel(
     id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
     out_ptr, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One id, BLOCK_H columns; with products only the ids at `place_ptr`, -1 behind them."""
+    """Process BLOCK_H columns of one id. With products, only the ids at `place_ptr`, followed by
+    -1.
+    """
     blocks = tl.cdiv(H, BLOCK_H)
     slot = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -44,6 +49,7 @@ def add_targets_kernel(
     vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
     before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
     cancels = tl.full([], 0, tl.int32)
+    # Only the first program of a run of equal ids continues, so no other program writes this row.
     if before != vocab_row:
         to = out_ptr + vocab_row * stride_out_v + cols
         if product_ptr is None:
@@ -73,7 +79,7 @@ def add_targets_kernel(
 def gather_columns_kernel(
     matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
 ):
-    """out[slot, t] = matrix[t, id] for one id."""
+    """Copy one column: out[slot, t] = matrix[t, id]."""
     slot = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + slot)
     if place >= 0:
@@ -90,11 +96,12 @@ def column_product_kernel(
     columns_ptr, scaled_ptr, place_ptr, product_ptr, n_slots, n_rows, H, BLOCK_U: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """product[slot] = columns[slot] · scaled, for the slots that have a place."""
+    """Compute product[slot] = columns[slot] · scaled for the slots that are in use."""
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
     slots, cols = first + tl.arange(0, BLOCK_U), column + tl.arange(0, BLOCK_H)
     places = tl.load(place_ptr + slots, mask=slots < n_slots, other=-1)
+    # Programs whose slots are all unused run no iterations.
     depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)
     total = tl.zeros([BLOCK_U, BLOCK_H], tl.float32)
     for start in tl.range(0, depth, BLOCK_T):
@@ -116,14 +123,24 @@ def add_targets_(
     matrix: Tensor,  # (padded C, V) exponentials
     scaled: Tensor,  # (padded C, H), contiguous
 ) -> None:
-    """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in fp32; into 16 bits
-    as if the product had been there in fp32.
+    """Add by_target[t]·hidden[t] to d_weight[target_ids[t]] in fp32.
+
+    A 16-bit d_weight gets a result as if the product had been fp32.
+
+    Args:
+        d_weight: (V, H), contains matrixᵀ·scaled.
+        ids: (C,) target ids in ascending order.
+        order: (C,) row of each target, ascending for equal ids.
+        by_target: (C,) fp32 coefficients.
+        hidden: (C, H).
+        matrix: (padded C, V) exponentials.
+        scaled: (padded C, H), contiguous.
     """
     count, (rows, width) = ids.shape[0], scaled.shape
     if not count:
         return
     blocks, device = triton.cdiv(width, SEGMENT_H), ids.device
-    # Where the run of each id ends: the place behind its last.
+    # The end of each id's run in `ids`.
     ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
 
     def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
@@ -137,11 +154,12 @@ def add_targets_(
     if d_weight.dtype.itemsize >= 4:
         add(None, None, None)
         return
-    # 2. In 16 bits, add and flag the rows where both parts nearly cancel.
+    # 2. In 16 bits, add the targets and flag rows in which both parts nearly cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
     add(None, None, flags)
-    # 3. Form the flagged rows again, from an fp32 product, and add once more.
-    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]  # which ids; -1 behind them
+    # 3. Recompute flagged rows from an fp32 product and add the targets again. nonzero_static has a
+    # fixed size and does not synchronise; unused entries are -1.
+    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
     columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)
     launch(

@@ -1,4 +1,4 @@
-"""Which rows the gradient GEMMs take, with one look at the device per call, begun early."""
+"""Which rows the gradient GEMMs need, with at most one early, asynchronous device read per call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """Which of T rows are active, by chunks of `chunk_rows`; None: all, and no device is asked."""
+    """Active rows by chunk of `chunk_rows` rows.
+
+    Args:
+        active: (T,) bool; None: all rows are active, and the device is not read.
+        chunk_rows: rows per chunk.
+    """
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active = active
@@ -28,19 +33,22 @@ class Activity:
         self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
 
     def keep(self, chunk: slice) -> Tensor | None:
-        """(n,) int64 the active rows of a chunk; None for all."""
+        """Return the (n,) int64 active rows of a chunk, or None if all are active."""
         if self.active is None:
             return None
         count = self._counts()[chunk.start // self.chunk_rows]
         if count == chunk.stop - chunk.start:
             return None
+        # The count is known, so nonzero_static does not synchronise.
         return torch.nonzero_static(self.active[chunk], size=count)[:, 0]
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """(T,) bool, before any logp is known: False where the coefficient can only be 0 (or NaN).
+    """Return which rows may have a coefficient, before any logp is known.
 
-    None: no row is known to be inactive.
+    Returns:
+        (T,) bool, False where the coefficient is 0 or NaN for any logp; None if this is unknown for
+        all rows.
     """
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
@@ -49,11 +57,14 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Return where a row has a coefficient, (T,) bool."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """Return a function that reads the whole numbers of x on the host; their copy starts now."""
+    """Start copying the integers of x to the host; return a function that waits for and returns
+    them.
+    """
     if not x.is_cuda:
         return x.tolist
     host, arrived = copy_to_host_async(x)

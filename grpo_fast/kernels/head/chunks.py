@@ -1,11 +1,11 @@
-"""The logits of one chunk and their gradient, in the two forms that the chunk loop knows.
+"""Logits of one chunk and their gradient, in two representations with the same methods.
 
-    LogitChunks        raw logits in fp32; a row kernel writes the d-logits over them, for 16-bit
-                       inputs on a GPU beside them: 4 or 6 bytes per logit
-    ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the
-                       row · E, so no row kernel runs (gpu/exponentials.py, cpu/linear.py): 2 or 4
+    LogitChunks        raw logits in fp32; a row kernel overwrites them with d-logits, or writes
+                       16-bit d-logits to a second buffer on a GPU: 4 or 6 bytes per logit
+    ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits are E times a factor
+                       per row, so no row kernel runs (gpu/exponentials.py): 2 or 4 bytes
 
-Both have the same methods. A chunk has C rows; its buffers have the padded rows of h.
+A chunk has C rows. Its buffers have the padded number of rows.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Beside exponentials, rows of dW that are targets may take a second product where dW has 16 bits at
-# once (gpu/target_rows.py): not more than this share of the vocabulary.
+# With exponentials and a 16-bit dW, rows of dW that are targets may need a second product
+# (gpu/target_rows.py). Use this path only if targets are at most this share of the vocabulary.
 TARGET_SHARE = 1 / 8
-# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes.
+# Rows of an exponential buffer start at multiples of this many elements (128 bytes in 16 bits).
 ROW_ELEMENTS = 64
 
 
 class LogitChunks:
-    """d-logits by way of stored logits."""
+    """Chunks that store logits and overwrite them with d-logits."""
 
     has_entropy_gradient = True
 
@@ -47,37 +47,42 @@ class LogitChunks:
         self.bias = bias
         self.kernels = route.kernels
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
+        # GEMMs with 16-bit operands need 16-bit d-logits. The row kernel rounds them once.
         self.has_16_bit_gradient = not is_full_precision(weight) and (
             weight.is_cuda or route.backend == "triton"
         )
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
-        # One row kernel reads logits and writes d-logits. A kernel that gives the logps wherever no
-        # gradient is wanted must give them where one is, too.
+        # One row kernel can compute loss and d-logits. If `head_logps` computes the logps of passes
+        # without gradient, it must also compute them in passes with gradient, so that the bits
+        # agree.
         self.in_one_pass = route.kernels.head_logps is None
-        self.max_rows = 0  # rows of the workspace
-        self.buffers = 1  # of max_rows each, in one workspace
-        self.on_logits: Callable[[Tensor], None] | None = None  # sees them before a kernel writes
+        self.max_rows = 0  # maximum number of rows of a chunk
+        self.buffers = 1  # number of buffers of max_rows rows in the workspace
+        self.on_logits: Callable[[Tensor], None] | None = (  # sees logits first
+            None  # called with the logits before a kernel overwrites them
+        )
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 
     def allows_16_bit_d_weight(self, rows: int) -> bool:
-        """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
+        """Return whether a GEMM over one chunk of `rows` rows may write dW in 16 bits on a GPU."""
         return self.has_16_bit_gradient
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """(rows, V): a buffer of logits of this pass."""
+        """Return a buffer of logits, (rows, V)."""
         if self._workspace is None:
             count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
         return self._workspace[buffer * self.max_rows :][:rows]
 
     def release(self) -> None:
+        """Return the workspace for reuse by the next call."""
         give_back_workspace(self._workspace)
         self._workspace = self._gradient_16_bit = None
 
     def _gradient(self, rows: int) -> Tensor:
+        """Return the buffer of d-logits, (rows, V)."""
         if not self.has_16_bit_gradient:
             return self.workspace(rows)
         if self._gradient_16_bit is None:
@@ -85,7 +90,9 @@ class LogitChunks:
         return self._gradient_16_bit[:rows]
 
     def raw_logits(self, h: Tensor) -> Tensor:
-        """(C, V) = h·Wᵀ + bias in fp32; a shard of the vocabulary may have no columns at all."""
+        """Compute h·Wᵀ + bias into the workspace, in fp32. A vocabulary shard may have no
+        columns.
+        """
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
             matmul_logits(h, self.weight, out=z)
@@ -96,7 +103,9 @@ class LogitChunks:
         return z
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """lse, logp, entropy of the C rows; their logits stay for `gradients`."""
+        """Compute lse, logp and entropy of the C rows. Their logits stay in the workspace for
+        `gradients`.
+        """
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
@@ -110,6 +119,7 @@ class LogitChunks:
     def row_loss(
         self, at: ChunkRows, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
+        """Compute the loss of the C rows and their d-logits."""
         h, target_ids, transform = at
         count = target_ids.shape[0]
         has_entropy = config.needs_entropy
@@ -134,7 +144,10 @@ class LogitChunks:
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy; `cached`: from the last `logps`."""
+        """Compute the d-logits of Σ g·logp + g_entropy·entropy.
+
+        With `cached`, the workspace still contains the logits of the last `logps` call.
+        """
         h, target_ids, transform = at
         if not cached:
             self.logps(at, return_entropy=False)
@@ -146,9 +159,9 @@ class LogitChunks:
 
 
 class ExponentialChunks(LogitChunks):
-    """d-logits as a coefficient by row times a matrix that does not depend on the loss."""
+    """Chunks that store exponentials. d-logits are a coefficient per row times this matrix."""
 
-    has_entropy_gradient = False  # E knows the logps' gradient only
+    has_entropy_gradient = False  # E determines only the gradient of the logps
 
     def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
         assert route.kernels.head_exponentials is not None and route.exponentials is not None
@@ -159,10 +172,11 @@ class ExponentialChunks(LogitChunks):
         self._filled: Exponentials | None = None
 
     def allows_16_bit_d_weight(self, rows: int) -> bool:
+        """Return whether a GEMM over one chunk of `rows` rows may write dW in 16 bits."""
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """(rows, V): the one buffer of exponentials of this pass."""
+        """Return the buffer of exponentials, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
@@ -172,6 +186,7 @@ class ExponentialChunks(LogitChunks):
     def _fill(
         self, at: ChunkRows, *, return_entropy: bool = False, known: RowStats | None = None
     ) -> RowStats:
+        """Compute the exponentials of a chunk into the workspace; return the statistics."""
         h, target_ids, transform = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
@@ -183,12 +198,13 @@ class ExponentialChunks(LogitChunks):
         return self._filled.stats
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """lse, logp, entropy of the C rows; their exponentials stay for `gradients`."""
+        """Compute lse, logp and entropy of the C rows. Their exponentials stay for `gradients`."""
         return self._fill(at, return_entropy=return_entropy)
 
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
+        """Compute the coefficients of Σ g·logp. An entropy gradient is not supported."""
         assert g_entropy is None
         if not cached:
             self._fill(at, known=known)

@@ -1,12 +1,13 @@
-"""hidden → divergences from a teacher, and the gradients of their weighted sum with or without a
-policy loss: the chunk loop of loop.py with the teacher's logits beside the student's.
+"""LM head with divergences from a teacher, with or without a policy loss.
 
-    student's logits z, teacher's y → the divergence kernel writes its d-logits over y
-                                    → the loss's row kernel writes its own over z → one sum
+This is the chunk loop of loop.py with the teacher's logits in a second buffer:
+
+    student's logits z, teacher's y → the divergence kernel overwrites y with its d-logits
+                                    → the loss's row kernel overwrites z with its d-logits → sum
     dH = d·W, dW += dᵀ·hidden
 
-8·N·V·H flops for heads of one width, 6·N·V·H for a teacher's top-k, with a policy loss or without
-one. Workspace: 8 bytes a logit, 4 for a top-k alone.
+The cost is 8·N·V·H flops for heads of equal width, and 6·N·V·H for a top-k teacher, with or without
+a policy loss. The workspace takes 8 bytes per logit, or 4 for a top-k teacher alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# The d-logits of a policy loss and its dL/dlogp and dL/dentropy, (C,) each, of a chunk.
+# Computes a chunk's d-logits of the policy loss, and its dL/dlogp and dL/dentropy, (C,) each.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -49,9 +50,14 @@ class DivergenceHead(LinearHead):
     """A `LinearHead` whose losses and gradients include Σ weights·D.
 
     Args:
-        teacher: of N rows; those that count are looked up chunk by chunk.
-        weights: (T,) fp32. A row of weight 0 has a value and no gradient.
-        options: of `LinearHead`, as all else.
+        tensors: hidden, weight and bias of the student.
+        rows: the active rows.
+        route: the selected kernels.
+        teacher: has N rows, which are selected chunk by chunk.
+        divergence: which divergence.
+        weights: (T,) fp32. A row with weight 0 has a value but no gradient.
+        has_policy: whether a policy loss is computed in the same pass.
+        options: further arguments of `LinearHead`.
     """
 
     def __init__(
@@ -72,12 +78,13 @@ class DivergenceHead(LinearHead):
         self.has_head = isinstance(teacher, TeacherHead)
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
-        self.at: slice | None = None  # the chunk whose divergences are formed with its logits
+        self.at: slice | None = None  # the chunk whose divergences are computed with its logits
         self.has_gradient = False
-        self.values = weights.new_zeros(weights.shape)  # (T,)
+        self.values = weights.new_zeros(weights.shape)  # (T,) divergences
         super().__init__(tensors, rows, route, **options)
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
+        """Create the chunk buffers, with a callback that computes the divergences."""
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
@@ -86,12 +93,15 @@ class DivergenceHead(LinearHead):
         return chunk
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """`LinearHead.logps`; no chunk stays for `gradients`, which forms the divergences."""
+        """Compute `LinearHead.logps`. No chunk is cached, because `gradients` computes the
+        divergences.
+        """
         return super().logps(return_entropy=return_entropy)
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
+        """Compute the policy loss, the divergences and all gradients in one pass."""
         parts = []
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -106,6 +116,7 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of given coefficients and of the divergences."""
         if not any(wanted):
             return self.sweep(wanted)
 
@@ -117,7 +128,9 @@ class DivergenceHead(LinearHead):
         return self.sweep(wanted, policy)
 
     def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The values, and (dH, dW, db) of Σ weights·D and of the policy loss; None: of no loss."""
+        """Compute the divergences and (dH, dW, db) of Σ weights·D plus the policy loss, if there is
+        one.
+        """
         sums = self._sums(wanted)
         self.has_gradient = any(wanted)
         active = self.weights != 0
@@ -131,7 +144,7 @@ class DivergenceHead(LinearHead):
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # A GPU is not waited for: rows without a coefficient are multiplied, as zeros.
+                # Do not wait for the GPU: rows without a coefficient are multiplied as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
             self.at = None
@@ -144,12 +157,15 @@ class DivergenceHead(LinearHead):
         return self._finished(sums)
 
     def _written(self, rows: int) -> Tensor:
-        """(rows, V): the buffer of the divergences' d-logits, which holds the teacher's before."""
-        # With one buffer, of a top-k alone, it is that of the student's logits.
+        """Return the buffer that receives the d-logits of the divergences, (rows, V).
+
+        It contains the teacher's logits first.
+        """
+        # A top-k teacher alone needs one buffer, which is that of the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:
-        """The divergences of the chunk at hand, from its raw logits (padded C, V)."""
+        """Compute the divergences of the current chunk from its raw logits (padded C, V)."""
         chunk = self.at
         if chunk is None:
             return
@@ -173,6 +189,7 @@ class DivergenceHead(LinearHead):
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
+        """Compute the teacher's raw logits into `out`."""
         if not out.shape[1]:
             return
         h = pad_rows(teacher.hidden).contiguous()
@@ -187,22 +204,24 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Sums over whole rows, of all ranks that share the vocabulary, in two rounds."""
+        """Compute sums over full rows of a sharded vocabulary, with two all-gathers."""
         if self.shard is None:
             return None
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
+        # 1. Each rank's lse gives the lse of full rows.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         whole = DivergenceRows(nothing, nothing, *lses)
+        # 2. With these, each rank's values and centers add up.
         own = row_divergence_(z, *of_rows, known=whole) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
         return DivergenceRows(*sums, *lses)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
-    """0-d fp64: Σ weights·D; a row of weight 0 counts for nothing, whatever it holds."""
+    """Return Σ weights·D, 0-d fp64. Rows with weight 0 contribute nothing, even if D is NaN."""
     return torch.where(weights == 0, 0.0, weights.double() * values.double()).sum()
 
 
@@ -218,11 +237,14 @@ def supported_divergence(
     keep_fp32: bool,
     **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops of small sets.
+    """Compute divergences over token sets, and (dH, dW, db) of their weighted sum.
 
-    Rows without a set are those of a `DivergenceHead`.
+    Small sets cost 8·H·Σ|S| flops. Rows without a set are computed by a `DivergenceHead`.
+
+    Returns:
+        (T,) divergences, and the gradients.
     """
-    # 1. Rows without a set: over the whole vocabulary.
+    # 1. Rows without a set use the full vocabulary.
     support = rows.support
     assert support is not None
     own = support.select
@@ -236,7 +258,7 @@ def supported_divergence(
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
-    # 2. The logits of both sides in the sets of the other rows.
+    # 2. Logits of both sides in the sets of the remaining rows.
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
@@ -247,7 +269,7 @@ def supported_divergence(
         x.rows(transform, return_entropy=False, return_slopes=False).raw for x in (source, other)
     )
     y = y.to(z.dtype)
-    # 3. Their divergences, and the gradient in place of the teacher's logits.
+    # 3. Their divergences. The gradient overwrites the teacher's logits.
     w = own(weights)
     out = y[None] if any(wanted) else None
     each = kernel_module("divergence", route.backend).row_divergence_(
@@ -260,7 +282,7 @@ def supported_divergence(
         out=out,
         offsets=support.offsets,
     )
-    # 4. Both kinds of rows in their order.
+    # 4. Merge both kinds of rows.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

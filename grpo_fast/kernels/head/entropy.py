@@ -1,4 +1,4 @@
-"""Log-probabilities in a sampler's support beside entropies over the whole vocabulary."""
+"""Log-probabilities over token sets combined with entropies over the full vocabulary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_fast.objective.config import LossConfig
 
 
 class FullEntropySweep:
-    """Two sweeps over the same rows as one: logps come from the first, entropies from the second.
+    """Two passes over the same rows: logps come from the first, entropies from the second.
 
     Args:
-        inside: the sweep whose rows have a support.
-        whole: that with the whole vocabulary; it may write over given logits, `inside` may not.
+        supported: the pass over the token sets; must not overwrite given logits.
+        full: the pass over the full vocabulary, which may overwrite given logits.
     """
 
     has_entropy_gradient = True
@@ -27,15 +27,15 @@ class FullEntropySweep:
         self.supported = supported
         self.full = full
         self.num_rows = supported.num_rows
-        self.known: RowStats | None = None  # of the whole vocabulary
+        self.known: RowStats | None = None  # statistics over the full vocabulary
 
     @property
     def cached(self) -> RowStats | None:
-        """What a backward pass would otherwise compute again: statistics, no logits."""
+        """Statistics that the backward pass would otherwise recompute. Logits are not cached."""
         return self.known
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32; nothing of them is kept."""
+        """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` has no effect."""
         lse, logps, _ = self.supported.logps(return_entropy=False)
         self.known = self.full.logps(return_entropy=True)
         return lse, logps, self.known[2]
@@ -43,6 +43,7 @@ class FullEntropySweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
+        """Compute the loss and all gradients."""
         stats = self.logps(return_entropy=True)
         losses, g = self.supported.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -50,12 +51,13 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
+        """Compute the gradients of Σ g·logp + g_entropy·entropy."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )
         if g_entropy is None or not any(wanted):
             return gradients
-        if self.known is None:  # the forward pass was run by another object
+        if self.known is None:  # the forward pass ran in a different object
             self.known = self.full.logps(return_entropy=True)
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted

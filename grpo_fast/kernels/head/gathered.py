@@ -1,4 +1,4 @@
-"""Logits of a head in a sampler's support, and their gradients, from rows of W: O(nnz) memory."""
+"""LM head restricted to token sets, computed from gathered weight rows in O(nnz) memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
+    """Gradient with respect to the logits of token sets."""
+
     d_logits: Tensor  # (nnz,)
-    g: Tensor  # (R,) the coefficient of each row's logp
-    slopes: Tensor | None = None  # (R, H) what dH is g times; None: it follows from d_logits
+    g: Tensor  # (R,) coefficient of each row's logp
+    slopes: Tensor | None = None  # (R, H), dH = g·slopes; None: compute dH from d_logits
 
 
 class GatheredHead:
-    """The supported rows of a head among all active ones; `keep_fp32`: gradients stay as summed."""
+    """The rows with a token set, computed from the weight rows that the sets list.
+
+    With `keep_fp32`, gradients are returned in the dtype of their sums.
+    """
 
     def __init__(
         self, tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
@@ -46,6 +51,7 @@ class GatheredHead:
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
+        """Compute logits and statistics of every row, and slopes if requested."""
         found: HeadRows = self.row_kernels.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, transform,
             return_entropy=return_entropy, return_slopes=return_slopes,
@@ -53,12 +59,13 @@ class GatheredHead:
         return found
 
     def no_gradients(self) -> tuple[Tensor, ...]:
+        """Return empty gradients."""
         return self.tensors.no_gradients()
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """(dH, dW, db), added to those of the `others`, which are in fp32 at least."""
+        """Compute (dH, dW, db), added to the gradients `others` of the remaining rows, if given."""
         d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
         d, g, slopes = of_rows
         is_first = others is None
@@ -78,20 +85,20 @@ class GatheredHead:
         return self._narrowed(d_hidden, d_weight, d_bias)
 
     def _narrowed(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """The sums in the dtypes of their tensors, or as they are where they stay wide."""
+        """Convert sums to the dtypes of their tensors unless `keep_fp32` is set."""
         likes = (self.hidden if x is None else x for x in self.tensors)
         pairs = zip(sums, likes, strict=True)
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """Memory for dW, and whether it is zeros to be added to."""
+        """Allocate dW. Also return True if it is zeroed and must be added to."""
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        """(N, H) g times the slopes of the supported rows, added to `total`."""
+        """Scatter g·slopes into (N, H), added to `total` if given."""
         if total is not None or self.repeats:
             assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total

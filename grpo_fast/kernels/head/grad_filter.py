@@ -1,12 +1,12 @@
-"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is small.
+"""Optional approximation: skip vocabulary columns with a small share of the gradient.
 
-Of a chunk's d-logits (C, V) column j has the mass m_j = Σ_t |d_tj|. The lightest are left out as
-long as their masses add up to at most `tolerance`·Σ_j m_j. With δ = Σ of the masses left out,
+In a chunk's d-logits (C, V), column j has the mass m_j = Σ_t |d_tj|. The columns with the smallest
+masses are skipped while their masses sum to at most `tolerance`·Σ_j m_j. With δ = the skipped mass,
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
-The loss and the log-probabilities do not change. A row's dH then depends on its chunk, so the
-bitwise invariance to batching is given up; runs stay reproducible.
+The loss and the log-probabilities do not change. A row's dH then depends on its chunk, so it is no
+longer bitwise independent of the batch. Runs stay reproducible.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import widened
 
-# Gathering columns costs about as much as multiplying by this share of them.
+# Filter only if fewer than this share of columns remain. Above, gathering costs more than it saves.
 WORTH_BELOW = 0.6
-# Rows whose absolute values are summed at a time.
+# Rows per step of the mass computation, which bounds temporary memory.
 ROWS = 64
 
 
 class Filtered(NamedTuple):
-    """What the filter did to one chunk."""
+    """Statistics of the filter in one chunk."""
 
-    dropped: Tensor  # 0-d fp64, the mass left out
+    dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
-    columns: int  # rows · columns that stayed
+    columns: int  # rows · remaining columns
     elements: int  # rows · columns
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
-    """(2,) fp32: the share of the mass left out, and the share of the columns kept."""
+    """Return (2,) fp32: the share of the mass that was skipped, and the share of columns that
+    remained.
+    """
     dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
     for chunk in chunks:
         dropped = dropped + chunk.dropped
@@ -46,7 +48,7 @@ def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
 
 
 def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
-    """(V,) fp64: Σ_t |scale_t·d_tj| of (C, V) d-logits."""
+    """Return (V,) fp64 Σ_t |scale_t·d_tj| of (C, V) d-logits."""
     masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
     for start in range(0, d.shape[0], ROWS):
         block = widened(d[start : start + ROWS]).abs()
@@ -57,7 +59,7 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns that stay, in ascending order, the mass of the others, and the mass of all."""
+    """Return the remaining columns in ascending order, the skipped mass and the total mass."""
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

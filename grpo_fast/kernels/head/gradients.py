@@ -1,4 +1,4 @@
-"""dH, dW and db from the d-logits of one chunk after another."""
+"""Accumulation of dH, dW and db from the d-logits of successive chunks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# Active rows of a chunk are gathered before the gradient GEMMs where they are fewer than this.
+# Gather the active rows of a chunk before the GEMMs if their share is below this.
 GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
-    """d-logits of a chunk: the matrix itself, or with coefficients a matrix of exponentials.
+    """The d-logits of a chunk: the matrix itself, or a matrix of exponentials with coefficients.
 
-    Exponentials are finite, and 0 in the target's column; rows of coefficient 0 count as zeros.
+    Exponentials are finite, and 0 in the target's column. Rows with coefficient 0 contribute
+    nothing.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -39,18 +40,19 @@ class ChunkGradients(NamedTuple):
 
 
 class GradientSums:
-    """dH by rows, dW and db over the chunks of one head, summed in fp32 (fp64 for fp64).
+    """Sums of dH by row and of dW and db over all chunks, in fp32 (fp64 for fp64).
 
     Args:
-        wanted: which gradients to form.
-        index: (T,) the row of hidden that predicts each target; None: t.
-        repeats: a row of hidden may predict several targets: its gradients are summed.
-        is_single_chunk: all rows come in one call of `add`.
-        keep_fp32: gradients are returned as they are summed; else in the dtypes of hidden, weight and
-            bias.
-        tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
-        fused_kernels: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
-        sum_hidden: what sums dH over the ranks that share the vocabulary; None: it is whole.
+        tensors: hidden, weight and bias.
+        wanted: which gradients to compute.
+        index: (T,) row of hidden that predicts each target; None: row t.
+        repeats: one row of hidden may predict several targets, so its gradients are added.
+        is_single_chunk: all rows arrive in one call of `add`.
+        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of hidden,
+            weight and bias.
+        tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
+        fused_kernels: module gpu/gradients.py on a GPU, or None.
+        sum_hidden: sums dH over the ranks of a sharded vocabulary; None: unsharded.
     """
 
     def __init__(
@@ -78,18 +80,21 @@ class GradientSums:
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # Parts of a sum are not rounded.
+        # Keep partial sums in fp32; round only the final result.
         in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self.skipped_nan: Tensor | None = (
+        self.skipped_nan: Tensor | None = (  # 0-d: 0, or NaN if a skipped row has a NaN coefficient
             None  # 0-d: 0, or NaN where a row that was left out has one
         )
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
-        """Rows that `keep` leaves out have coefficients of 0, or NaN: gradients shall show it."""
+        """Remember whether a skipped row has a NaN coefficient, so that the gradients become NaN.
+
+        A skipped row has coefficient 0 unless its inputs were NaN.
+        """
         if keep is not None:
             skipped_nan = (0 * grad_logps).sum()
             self.skipped_nan = (
@@ -107,10 +112,12 @@ class GradientSums:
         """Add one chunk.
 
         Args:
-            rows: the chunk among the T active rows, of which the first `count` of h are no padding.
-            h: (padded C, H) its hidden rows.
-            keep: those with a coefficient, None for all; the others are exact zeros, left out of
-                every GEMM when they are many.
+            rows: the chunk's positions among the T active rows.
+            h: (padded C, H) rows of hidden.
+            d_logits: the chunk's gradient.
+            count: number of rows that are not padding.
+            keep: rows with a coefficient; None: all. Other rows are exact zeros, and are left out
+                of the GEMMs if there are many.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -123,7 +130,7 @@ class GradientSums:
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # The padding holds whatever the workspace cached: 0·NaN would reach all of dW.
+            # Padding rows contain old workspace data. 0·NaN from them would reach all of dW.
             d[count:].zero_()
         if by is None:
             self._add_products(d, h, count, index)
@@ -131,6 +138,7 @@ class GradientSums:
             self._add_weighted(d, by, h, count, index)
 
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
+        """Add a chunk given as d-logits."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
             self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
@@ -141,7 +149,9 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
+        """Add a chunk given as exponentials. The factors scale (C, H) matrices; targets are added
+        in fp32.
+        """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
         fused = columns is None and self.fused_kernels is not None
@@ -171,7 +181,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """dH and dW of `_add_weighted` by the kernels of gpu/gradients.py."""
+        """Compute dH and dW of `_add_weighted` with the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
@@ -193,7 +203,7 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d, W and the columns that the filter leaves of both, always the targets'; None: all."""
+        """Apply the filter to d and W. Also return the remaining columns, or None for all."""
         if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
@@ -211,6 +221,7 @@ class GradientSums:
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+        """Store or add the dH of some rows."""
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -230,7 +241,7 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """dW += dᵀ·diag(scales)·h, and `added`; no column occurs twice in `columns`."""
+        """Add dᵀ·diag(scales)·h and `added` to dW. `columns` contains no duplicates."""
         if not self.wanted.weight:
             return
         if columns is None:
@@ -254,12 +265,13 @@ class GradientSums:
             added.add_to_(self.d_weight)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        """Add the db of some columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db), contiguous; empty where none was wanted."""
+        """Return contiguous (dH, dW, db), empty where not wanted."""
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
@@ -279,5 +291,7 @@ class GradientSums:
 
 
 def gathers(keep: Tensor, count: int) -> bool:
-    """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
+    """Return whether so few of `count` rows are active that gathering them beats
+    multiplying zeros.
+    """
     return keep.shape[0] < GATHER_BELOW * count

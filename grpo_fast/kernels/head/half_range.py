@@ -1,9 +1,10 @@
-"""fp16 gradients that are formed before anybody knows the loss's scale.
+"""Scaling that keeps fp16 gradients in range before the loss scale is known.
 
-A token of a large step weighs 1e-5, its d-logits less: fp16 ends at 6e-8. So weights are brought up
-to 1 before anything is formed (`weight_unit`), sums stay in fp32 (a copy of dH and dW), and each
-tensor is rounded to fp16 once, with its largest element near 2^13 (`narrowed`). Backward multiplies
-by upstream · unit. Powers of two change no digit; bf16 has fp32's range.
+In a large step a token has a weight of about 1e-5, and its d-logits are smaller. The smallest fp16
+number is 6e-8. Therefore weights are scaled up to 1 first (`weight_unit`), sums stay in fp32 (which
+needs fp32 copies of dH and dW), and each tensor is rounded to fp16 once, with its largest element
+near 2^13 (`narrowed`). Backward multiplies by upstream · unit. Scaling by powers of two is exact.
+bf16 has the range of fp32 and does not need this.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The largest element of a kept gradient lies below this: a factor of 8 to fp16's end.
+# The largest element of a stored gradient is below 2^13, a factor of 8 below fp16's maximum.
 TOP_EXPONENT = 13
 
 
 def needs_range(dtype: torch.dtype) -> bool:
-    """Whether gradients of this dtype are kept beside a power of two."""
+    """Return whether gradients of this dtype are stored with a scale."""
     return dtype == torch.float16
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """0-d fp32 power of two that brings the largest of (T,) weights to 0.5 to 1; no sync."""
+    """Return a power of two (0-d fp32) that scales the largest of (T,) weights to [0.5, 1). Does
+    not sync.
+    """
     return power_of_two(-largest_exponent(weights))
 
 
 def narrowed(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """gradient = stored · unit: `stored` in `dtype`, and a 0-d fp32 power of two."""
+    """Return `stored` in `dtype` and a 0-d fp32 power of two with gradient = stored · unit."""
     exponent = largest_exponent(gradient) - TOP_EXPONENT
     return gradient.mul_(power_of_two(-exponent)).to(dtype), power_of_two(exponent)
 
 
 def largest_exponent(x: Tensor) -> Tensor:
-    """0-d: e with 2^(e-1) <= max |x| < 2^e, so that 2^±e is a normal number; 0 of zeros."""
+    """Return e, 0-d, with 2^(e-1) <= max |x| < 2^e, clamped so that 2^±e is normal; 0 for zeros."""
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
     low, high = x.aminmax()
@@ -40,5 +43,5 @@ def largest_exponent(x: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32 for int32 from -126 to 127; torch.ldexp is not exact on a GPU."""
+    """Return 2^exponent in fp32 for int32 -126 to 127. torch.ldexp is not exact on a GPU."""
     return ((exponent + 127) << 23).view(torch.float32)

@@ -1,17 +1,18 @@
-"""hidden → loss: the chunk loop over rows, one for all devices. Nothing of size N·V ever exists.
+"""Chunked pass over the LM head: hidden states → loss and gradients, without (N, V) tensors.
 
-For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients
-(grpo_fast/objective) → d-logits → dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds
-(chunks.py). 6·N·V·H flops when the coefficients of a chunk follow from the chunk (token-level
-losses, or everything in one chunk); otherwise the last chunk is kept and the others are formed
-again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
-`workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits. On a GPU one chunk
-that takes no more than these two together needs no fp32 dW, and is preferred.
+For each chunk of C rows: logits hidden·Wᵀ and their lse, logp, entropy → coefficients (objective/)
+→ d-logits → dH = d·W, dW += dᵀ·hidden in fp32. chunks.py has two representations of a chunk.
 
-A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least
-ROW_MULTIPLE rows (zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a
-GPU that is so for logps, from a kernel of ours; whether the vendor's dH keeps it for every number
-of rows is not measured.)
+The cost is 6·N·V·H flops if a chunk's coefficients depend on that chunk only (token-level losses,
+or a single chunk). Otherwise the last chunk is cached and the others are recomputed, up to 8·N·V·H.
+Passes without gradient cost 2·N·V·H. The workspace is one chunk, bounded by `workspace_bytes()` for
+any N, plus an fp32 dW for 16-bit weights. On a GPU, a single chunk that takes no more memory than
+these two needs no fp32 dW and is preferred.
+
+A row's logp and dH depend only on that row, W and its scalars, bit for bit. Each GEMM gets a
+multiple of ROW_MULTIPLE rows (zero-padded), so that small and large batches use the same GEMM
+kernel. On a GPU this holds for logps, which a Triton kernel computes. Whether it holds for dH from
+the vendor's GEMM was not measured.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from grpo_fast.objective.config import LossConfig
 
 
 class LinearHead:
-    """One pass of T active rows through the head: logits by chunk, and the gradients that come
-    back.
+    """One pass of T active rows through the LM head: logits by chunk, and the gradients.
 
     Args:
-        rows: the targets, their transform, and the rows of hidden that predict them.
-        route: what runs.
-        tolerance: share of Σ|d-logits| that the gradient GEMMs may leave out (grad_filter.py).
-        entropy_gradient: the coefficients will have a dL/dentropy.
-        keep_fp32: dH, dW and db are returned as they are summed, in fp32 at least.
-        needs_d_weight: dW will be asked for.
-        shard: weight and bias are the rows of one rank; the outputs are those of the whole head, dW
-            and db those of the rank (vocabulary.py).
+        tensors: hidden, weight and bias.
+        rows: targets, logit transform, and the rows of hidden that predict the targets.
+        route: the selected kernels.
+        tolerance: share of Σ|d-logits| that the gradient GEMMs may skip (grad_filter.py).
+        entropy_gradient: whether the coefficients will include dL/dentropy.
+        keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
+        needs_d_weight: whether dW will be computed.
+        shard: set if weight and bias are one rank's vocabulary shard. The outputs then are those of
+            the full LM head, and dW and db those of the shard (vocabulary.py).
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class LinearHead:
         )
         self.chunk_rows = self._chunk_rows(needs_d_weight)
         self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
-        # The chunk whose logits or exponentials are in the workspace, from `logps`.
+        # The chunk whose logits or exponentials `logps` left in the workspace.
         self.cached: slice | None = None
-        # (2,) what the filter left out, from the last gradients.
+        # (2,) shares from the filter, set by the last gradient computation.
         self.filtered: Tensor | None = None
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
+        """Create the chunk representation for the route."""
         head = self.weight, self.bias, route
         if self.shard is not None:
             return VocabularyChunks(*head, self.shard)
@@ -103,14 +105,17 @@ class LinearHead:
         return LogitChunks(*head)
 
     def _chunk_rows(self, needs_d_weight: bool) -> int:
-        """All rows where one chunk takes no more than several and their fp32 dW; else as many as
-        the workspace holds, evened out. Ranks that share a vocabulary cut by the largest shard.
+        """Return the number of rows per chunk.
+
+        All rows form one chunk if this takes no more memory than several chunks and their fp32 dW.
+        Otherwise chunks have equal size and fit the workspace. Ranks that share a vocabulary use
+        the size of the largest shard, so that they run the same number of collective calls.
         """
         bytes_per_logit = self.chunk.bytes_per_logit
         device = self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
-        # What the filter leaves of dW is summed in fp32.
+        # The filter accumulates its columns of dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
         spared = 4 * self.weight.numel() if single_16_bit else 0
@@ -121,12 +126,13 @@ class LinearHead:
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
     def chunks(self) -> Iterator[slice]:
+        """Yield the chunks of rows."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """Whether what is cached gives the gradient of an entropy."""
+        """True if the stored chunk determines the gradient of an entropy."""
         return self.chunk.has_entropy_gradient
 
     @property
@@ -138,11 +144,12 @@ class LinearHead:
         return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
 
     def _rows_of(self, chunk: slice) -> ChunkRows:
-        """The rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
+        """Return the inputs of a chunk, zero-padded to a multiple of ROW_MULTIPLE rows."""
         h = pad_rows(self._hidden(chunk)).contiguous()
         return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
+        """Create the gradient sums of this head."""
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,
@@ -152,19 +159,21 @@ class LinearHead:
         )  # fmt: skip
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
+        """Release the workspace and return the final gradients."""
         self.chunk.release()
         if self.tolerance is not None:
             self.filtered = filtered_shares(sums.filtered, self.hidden.device)
         return sums.finish()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of all active rows, (T,) fp32: 2·T·V·H.
+        """Compute (lse, logps, entropy) of all active rows, (T,) fp32, with 2·T·V·H flops.
 
-        With `keep` the last chunk stays in the workspace, ready for `gradients`.
+        With `keep`, the last chunk stays in the workspace for `gradients`.
         """
         parts = []
         chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
+            # Without storage, `head_logps` needs no chunks.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
@@ -184,11 +193,14 @@ class LinearHead:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
-        """One sweep, 6·T·V·H: row losses and (dH, dW, db), coefficients following row by row."""
+        """Compute row losses and (dH, dW, db) in one pass of 6·T·V·H flops.
+
+        Each row's coefficient must depend on that row only.
+        """
         sums = self._sums(wanted)
         parts = []
-        # A GPU is not waited for: there a row that only its logp makes inactive (it is clipped)
-        # is multiplied, as zeros.
+        # Do not wait for the GPU: a row that becomes inactive through its logp (by clipping) is
+        # multiplied as zeros.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
@@ -206,9 +218,10 @@ class LinearHead:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`.
+        """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy, given the statistics `known` from
+        `logps`.
 
-        The chunk that `logps` kept comes first; the active rows of the others are computed again.
+        The cached chunk is processed first. For all other chunks, the active rows are recomputed.
         """
         sums = self._sums(wanted)
         chunks = list(self.chunks()) if any(wanted) else []
@@ -222,6 +235,7 @@ class LinearHead:
             index = chunk
             is_cached = chunk == self.cached
             self.cached = None
+            # Recompute only the active rows if they are few.
             if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
@@ -237,6 +251,7 @@ class LinearHead:
 
 
 def concat_chunks(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:
+    """Concatenate per-chunk results; returns empty tensors for no chunks."""
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk: whose GEMM, for each dtype and device."""
+"""The three matrix products of a chunk, with the GEMM implementation for each dtype and device."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Vocabulary rows widened to fp32 at a time, where there is no 16-bit GEMM with fp32 output.
+# Vocabulary rows converted to fp32 at a time if no 16-bit GEMM with fp32 output exists.
 WIDEN_ROWS = 16384
-# A GPU's GEMM writes a sum of this many elements in 16 bits at once. A smaller one it may split
-# over the inner dimension, and then adds parts that were rounded: such a sum leaves it in fp32.
+# From this output size on, a GPU's GEMM may write 16 bits. For a smaller output the vendor's GEMM
+# may split the inner dimension and add parts that were already rounded, so the output is fp32
+# first.
 NARROW_FROM = 16 << 20
-# Rows of a matrix of exponentials that are widened at a time.
+# Rows of exponentials converted to fp32 at a time.
 COLUMN_SUM_ROWS = 64
 
 
 def is_full_precision(x: Tensor) -> bool:
+    """Return whether x has at least 32 bits per element."""
     return x.dtype.itemsize >= 4
 
 
 def matmul_logits(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ: exact products, sums in fp32."""
+    """Compute out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ with exact products and fp32 sums."""
     if uses_csrc_gemm(h):
         gemm.mm_(h, weight.t(), out)
     elif is_full_precision(h):
@@ -37,10 +39,11 @@ def matmul_logits(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
 
 
 def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
-    """(C, H) = d (C, V) · weight (V, H), summed and left in fp32 (fp64 for fp64).
+    """Compute d (C, V) · weight (V, H) in fp32 (fp64 for fp64).
 
-    d is fp32, or has the weight's 16 bits already. An fp32 d that a CPU multiplies in 16 bits keeps
-    16 digits. A GPU that may write 16 bits may split the sum over V and round its parts.
+    d is fp32, or already has the weight's 16-bit dtype. If a CPU multiplies in 16 bits, an fp32 d
+    keeps 16 significant bits. The output is never 16-bit, because a GPU might split the sum over V
+    and round its parts.
     """
     if uses_csrc_gemm(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
@@ -58,10 +61,18 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
 def weighted_product(
     matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
 ) -> Tensor:
-    """(C, H) = diag(scales)·matrix · weight + added: summed in fp32, rounded to `dtype` once.
+    """Compute diag(scales)·matrix · weight + added in fp32, rounded to `dtype` once.
 
-    `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those
-    16 bits where the product takes such.
+    Args:
+        matrix: (padded C, V) exponentials in the weight's 16-bit dtype, fp32 or POSITIVE16. They
+            are rounded to the weight's dtype if the product needs it.
+        weight: (V, H).
+        scales: (C,) fp32.
+        added: rows to add.
+        dtype: dtype of the result.
+
+    Returns:
+        (C, H).
     """
     count = scales.shape[0]
     if uses_csrc_gemm(weight):
@@ -72,6 +83,7 @@ def weighted_product(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a·b to `total` in place."""
     return gemm.mm_(a, b, total, add=True) if uses_csrc_gemm(b) else total.addmm_(a, b)
 
 
@@ -85,10 +97,17 @@ def accumulate_outer(
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
-    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk goes straight to the weight's dtype.
+    """Compute total (V, H) += dᵀ (V, C) · h (C, H) in fp32, and return it.
 
-    `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where
-    they are 0). `added`: rows that the sum gets on top.
+    Args:
+        total: sum of earlier chunks, or None.
+        d: (C, V) d-logits, or exponentials with `scales`.
+        h: (C, H).
+        weight: gives shape and dtype of the result.
+        is_single_chunk: there are no further chunks, so the result may be rounded to the weight's
+            dtype.
+        scales: (C,) fp32 factors of the rows of d; a factor of 0 gives exact zeros.
+        added: rows to add to the sum.
     """
     is_own = uses_csrc_gemm(h)
     if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
@@ -112,6 +131,7 @@ def accumulate_outer(
 def _accumulate_outer(
     total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
 ) -> Tensor:
+    """Compute `accumulate_outer` with torch."""
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
@@ -134,14 +154,14 @@ def _accumulate_outer(
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
-    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], of a matrix (C, V) of exponentials."""
+    """Return (V,) fp32 Σ_t coefficients[t]·matrix[t] for exponentials (C, V)."""
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
             rows = slice(t, t + COLUMN_SUM_ROWS)
             total += coefficients[rows] @ widened(matrix[rows])
         return total
-    # Three 16-bit numbers hold the 24 digits of an fp32 one: no fp32 copy of the matrix.
+    # Split each fp32 coefficient into three 16-bit numbers. This avoids an fp32 copy of the matrix.
     parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
     left = coefficients
     for i in range(3):

@@ -1,8 +1,8 @@
-"""Rows whose logits exist only in a sampler's support, beside rows with the whole vocabulary.
+"""Pass over rows with a token set, combined with rows over the full vocabulary.
 
-A row of k ids costs 6·k·H instead of 6·V·H; the row kernels see k logits in place of V. Logits of a
-head come from the rows of W that the ids name (gathered.py), or, where the sets are so large that
-this costs more, from the dense product (below). Given logits are looked up.
+A row with k ids costs 6·k·H instead of 6·V·H flops, and the row kernels see k logits. Logits come
+from gathered weight rows (gathered.py), from a dense product if the sets are so large that this is
+cheaper, or from given logits.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A gathered logit costs at most as much as this many of a dense product (fp32, one core of an Intel
-# Xeon, H = 896: 11 to 18 where the ids are few, 28 to 33 where each row of W comes from memory).
+# A gathered logit costs at most as much as this many logits of a dense product (fp32, one core of
+# an Intel Xeon, H = 896: 11 to 18 with few distinct ids, 28 to 33 if each weight row comes from
+# memory).
 GATHERED_COST = 32
-# The same on a GPU, by the bytes that L2 delivers and the flops of tensor cores; not measured.
+# The same on a GPU, estimated from L2 bandwidth and tensor-core flops; not measured.
 GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """The sweep of a head over these rows; `options` are those of `LinearHead`.
+    """Return the pass over an LM head for these rows. `options` are those of `LinearHead`.
 
-    full_entropy: entropies are over the whole vocabulary, logps in the rows' support.
+    With `full_entropy`, entropies are over the full vocabulary and logps over the token sets.
     """
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
@@ -69,7 +70,7 @@ def linear_sweep(
 def supported_head(
     tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
-    """Logits in the support of these rows, in the way that costs less."""
+    """Return the cheaper source of logits in the token sets of these rows."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
@@ -78,12 +79,14 @@ def supported_head(
 
 
 class SupportSweep:
-    """All active rows: those with a support from `source`, the others from `dense`.
+    """Pass over all active rows: rows with a token set from `source`, the rest from `dense`.
 
     Args:
-        source: what gives logits in the support, and takes their gradient.
-        dense: the sweep over the other rows; None: there are none.
-        entropy_gradient: the coefficients will have a dL/dentropy.
+        source: computes logits in the token sets, and takes their gradient.
+        rows: all active rows.
+        route: the selected kernels.
+        dense: the pass over rows without a token set, or None.
+        entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
     filtered = None
@@ -114,9 +117,11 @@ class SupportSweep:
 
     @property
     def has_entropy_gradient(self) -> bool:
+        """True if the cached data determines the gradient of an entropy."""
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """Compute (lse, logps, entropy) of all active rows; with `keep`, cache the logits."""
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -132,6 +137,7 @@ class SupportSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
+        """Compute the loss and all gradients."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
         losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -139,7 +145,9 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """The gradients of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """Compute the gradients of Σ g·logp + g_entropy·entropy, given the statistics `known` from
+        `logps`.
+        """
         if not any(wanted):
             return self.source.no_gradients()
         cached = self.cached
@@ -162,18 +170,16 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# Rows, their hidden rows, the places of their ids among all, the row and column of each id, and a
-# matrix for their logits.
+# Rows, their hidden rows, the range of their ids in (nnz,), row and column of each id, and a logit
+# buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """Logits of a head in the support, from the product with all of W."""
+    """Rows with large token sets, computed from the dense product with all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
-        """Rows, their hidden rows (padded C, H), their ids' places among all, the row and column of
-        each, and a matrix (padded C, V) for their logits.
-        """
+        """Yield the chunks of rows, with hidden (padded C, H) and a logit buffer (padded C, V)."""
         hidden = self.hidden
         weight = self.weight
         dtype = self.sum_dtype
@@ -196,7 +202,7 @@ class DenseHead(GatheredHead):
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Without slopes: they are not wanted."""
+        """Compute logits and statistics of every row. Slopes are never returned."""
         raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
             matmul_logits(h, self.weight, out=z)
@@ -208,6 +214,7 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
+        """Compute (dH, dW, db), added to `others` if given."""
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
@@ -222,12 +229,13 @@ class DenseHead(GatheredHead):
 
 
 class GivenLogits:
-    """Given logits in the support.
+    """Rows with a token set, looked up in given logits.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
-        rows: all active ones.
+        out: (N, V) destination of the d-logits, which may be `logits`; None: allocate.
+        rows: all active rows.
+        route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
@@ -243,16 +251,18 @@ class GivenLogits:
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
+        """Look up the logits and compute the statistics of every row."""
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
         return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
+        """Return an empty gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """(d-logits,) from those in the support, beside the rows of `others`."""
+        """Return (d-logits,), which also contain the gradients `others` of rows without a set."""
         if others is not None:
             out = others[0]
         elif self.out is not None:
@@ -266,6 +276,7 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
+    """Compute the statistics of ragged logits."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps

@@ -1,15 +1,15 @@
-"""A head whose vocabulary lies in shards on the ranks of a process group (tensor parallel).
+"""LM head with a vocabulary sharded over the ranks of a process group (tensor parallelism).
 
-Every rank has the same rows of hidden and the same targets, and V/n rows of the weight. One
-all-gather per chunk tells every rank the statistics of all shards, 24 bytes per row and rank, which
-each joins in the same order; no term cancels another:
+All ranks have the same hidden states and targets, and V/n rows of the weight each. One all-gather
+per chunk exchanges the statistics of all shards, 24 bytes per row and rank. Every rank joins them
+in the same order, with formulas in which nothing cancels:
 
     lse  = log Σ_r e^lse_r
-    logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that holds the target
+    logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that contains the target
     H    = Σ_r e^(lse_r - lse)·(H_r + lse - lse_r)
 
-d-logits follow column by column, so dW and db need no communication. dH is the sum over the shards:
-one all-reduce of (N, H) when all chunks are done, in fp32 at least.
+d-logits are columnwise, so dW and db need no communication. dH is summed over the shards: one
+all-reduce of (N, H) after all chunks, in fp32 at least.
 """
 
 from __future__ import annotations
@@ -25,47 +25,51 @@ from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ChunkRows, LogitTransform, RowStats
 
-ELSEWHERE = -1  # the target of a row whose target another rank holds
+ELSEWHERE = -1  # local target id of a target in a different rank's shard
 
 
 class VocabularyShard(NamedTuple):
-    """Which rows of the vocabulary this rank holds: those after the shards of the ranks below."""
+    """The vocabulary shard of this rank. Shards are in rank order."""
 
     group: distributed.ProcessGroup
-    sizes: tuple[int, ...]  # rows of each rank, 0 allowed
-    rank: int  # of this process in the group
+    sizes: tuple[int, ...]  # number of rows of each rank, may be 0
+    rank: int  # rank of this process in the group
 
     @property
     def vocabulary(self) -> int:
+        """The size of the full vocabulary."""
         return sum(self.sizes)
 
     @property
     def widest(self) -> int:
-        """Rows of the largest shard, by which all ranks cut the same chunks."""
+        """The size of the largest shard, from which all ranks compute the same chunks."""
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """The places of the targets in this shard; ELSEWHERE where another rank holds them."""
+        """Convert target ids to local ids of this shard, or ELSEWHERE."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
         return torch.where(is_own, places, ELSEWHERE)
 
     def owners(self, target_ids: Tensor) -> Tensor:
+        """Return the rank whose shard contains each target."""
         ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
+        """All-gather x into (ranks, …)."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
 
     def summed(self, x: Tensor) -> Tensor:
+        """All-reduce the sum of x."""
         x = x.contiguous()
         distributed.all_reduce(x, group=self.group)
         return x
 
     def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
-        """The statistics of whole rows from those of every rank's columns; fp32, as of one head."""
+        """Join the statistics of all shards into fp32 statistics over the full vocabulary."""
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
@@ -74,7 +78,7 @@ class VocabularyShard(NamedTuple):
         logp = logps.gather(0, owner)[0]
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
-        # -inf - -inf is NaN; a target of probability 0 has the logp -inf.
+        # -inf - -inf is NaN, but a target with probability 0 must have logp -inf.
         logp = torch.where(own == -torch.inf, own, logp)
         if not entropies:
             return total.float(), logp.float(), None
@@ -86,20 +90,22 @@ class VocabularyShard(NamedTuple):
 def unrounded_statistics(
     logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
 ) -> RowStats:
-    """`reference.row_logps`, not rounded; of columns that are all -inf the lse is -inf."""
+    """Compute `reference.row_logps` without the final rounding; lse is -inf if all columns are
+    -inf.
+    """
     z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
 
 class VocabularyChunks(LogitChunks):
-    """The logits of one chunk in the columns of one shard; statistics are those of whole rows."""
+    """Logits of one chunk in one vocabulary shard, with statistics over the full vocabulary."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        # between two passes the ranks join
+        # Loss and gradient cannot be one kernel, because the ranks exchange statistics in between.
         self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
@@ -107,6 +113,7 @@ class VocabularyChunks(LogitChunks):
             self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+        """Compute statistics of this shard and join them with all ranks."""
         h, target_ids, transform = at
         z = self.raw_logits(h)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
@@ -120,7 +127,7 @@ class VocabularyChunks(LogitChunks):
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """The d-logits in the columns of this shard, without a word to the other ranks."""
+        """Compute the d-logits of this shard's columns. Does not communicate."""
         h, target_ids, transform = at
         z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
         d = self._gradient(h.shape[0])

@@ -42,7 +42,7 @@ napoleon_use_ivar = True
 # The groups of LossConfig's fields, which its docstring heads by a word.
 GROUPS = (
     "Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy",
-    "Loss-specific options",
+    "Options of single losses",
 )  # fmt: skip
 napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
 

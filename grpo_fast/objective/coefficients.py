@@ -121,7 +121,7 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # These corrections read old and sampling logps only, so old_logps may stand in for logps.
+        # These corrections read old and sampling logps only, so old_logps may replace logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:

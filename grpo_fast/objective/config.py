@@ -112,7 +112,7 @@ class LossConfig:
         entropy_over: str. With a `support`, "support" computes entropies over the sampled ids'
             sets, and "vocabulary" over all ids, which costs the full matrix product.
 
-    Loss-specific options
+    Options of single losses
         delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
             None: no bound.
         dual_clip_c: float. For A < 0 the loss of "dual_clip" is at most -dual_clip_c·A.

@@ -39,7 +39,7 @@ def clamped(value, slope, d, most, reach):
 
 
 def k1(d, most=INF, reach=INF):
-    """-d: unbiased, high variance."""
+    """Compute -d: unbiased, high variance."""
     near = tl.clamp(d, -reach, reach)
     # Not 1.0: the slope must have the shape of d, and be NaN where d is.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
@@ -47,7 +47,7 @@ def k1(d, most=INF, reach=INF):
 
 
 def absolute(d, most=INF, reach=INF):
-    """|d|."""
+    """Compute |d|."""
     near = tl.clamp(d, -reach, reach)
     side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
     value, slope = clamped(tl.abs(near), side, d, most, reach)
@@ -55,14 +55,14 @@ def absolute(d, most=INF, reach=INF):
 
 
 def k2(d, most=INF, reach=INF):
-    """d²/2: its gradient is an unbiased estimate of the KL's gradient."""
+    """Compute d²/2, whose gradient is an unbiased estimate of the KL's gradient."""
     near = tl.clamp(d, -reach, reach)
     value, slope = clamped(0.5 * near * near, -near, d, most, reach)
     return value, slope
 
 
 def k3(d, most=INF, reach=INF):
-    """e^d - d - 1: unbiased and never negative; linear above d = 20."""
+    """Compute e^d - d - 1: unbiased and never negative. Linear above d = 20."""
     inside = tl.clamp(d, -reach, reach)
     near = tl.clamp(inside, -1e30, 20.0)
     slope_near = -expm1(near)

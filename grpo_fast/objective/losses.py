@@ -31,18 +31,18 @@ LEVELS = ("token", "sequence", "sequence_sum")
 
 
 def reinforce(logp, log_ratio, advantage):
-    """-A·lp (REINFORCE, Williams 1992; "naive" in CS336)."""
+    """Compute -A·lp (REINFORCE, Williams 1992; "naive" in CS336)."""
     return -advantage * logp, -advantage
 
 
 def unclipped(logp, log_ratio, advantage):
-    """-r·A (CS336)."""
+    """Compute -r·A (CS336)."""
     loss = -tl.exp(log_ratio) * advantage
     return loss, loss
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A) (PPO; δ: INTELLECT-2).
+    """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A) (PPO; δ: INTELLECT-2).
 
     At a tie the unclipped branch is chosen, which keeps its gradient.
     """
@@ -54,7 +54,9 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
 
 
 def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c):
-    """PPO clip whose loss for A < 0 is at most -c·A (https://arxiv.org/abs/1912.09729)."""
+    """Compute the PPO clip, limited to at most -c·A for A < 0
+    (https://arxiv.org/abs/1912.09729).
+    """
     ratio = tl.exp(log_ratio)
     clipped = tl.clamp(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
     chosen = tl.where(ratio * advantage <= clipped * advantage, ratio, clipped)
@@ -63,13 +65,13 @@ def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c
 
 
 def cispo(logp, log_ratio, advantage, ratio_min, ratio_max):
-    """-sg(clamp(r))·A·lp (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
+    """Compute -sg(clamp(r))·A·lp (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
     slope = -tl.clamp(tl.exp(log_ratio), ratio_min, ratio_max) * advantage
     return slope * logp, slope
 
 
 def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
-    """-A·σ(τ(r-1))·4/τ (SAPO, https://arxiv.org/abs/2511.20347)."""
+    """Compute -A·σ(τ(r-1))·4/τ (SAPO, https://arxiv.org/abs/2511.20347)."""
     ratio = tl.exp(log_ratio)
     tau = tl.where(advantage > 0, temperature_pos, temperature_neg)
     exponent = tau * (ratio - 1.0)
@@ -79,8 +81,8 @@ def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
 
 
 def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
-    """-φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), where log_ratio is the completion's log weight w
-    (TRL).
+    """Compute -φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), where w = log_ratio is the log of the
+    completion's weight (TRL).
     """
     k = tl.where(advantage < 0, k_neg, k_pos)
     lam = tl.where(advantage < 0, lambda_neg, lambda_pos)
@@ -89,7 +91,7 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """The log ratio, clipped on one side (GMPO, https://arxiv.org/abs/2507.20673).
+    """Clip the log ratio on the side that A pushes to (GMPO, https://arxiv.org/abs/2507.20673).
 
     `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from it.
     """
@@ -102,7 +104,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """-A·sg(min(r, 20))·lp while p - p_old is inside the trust region on the side of A (verl)."""
+    """Compute -A·sg(min(r, 20))·lp while p - p_old is inside the trust region on the side of A
+    (verl).
+    """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
     inside = tl.where(advantage > 0, moved <= epsilon_high, moved >= -epsilon_low)
@@ -111,7 +115,7 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """The loss of dppo_tv with the binary KL of (p_old, p) as the distance (verl)."""
+    """Compute the loss of dppo_tv with the binary KL of (p_old, p) as the distance (verl)."""
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
@@ -128,12 +132,12 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """-(lp·A - β/2·lr²) (Kimi k1.5; DRO)."""
+    """Compute -(lp·A - β/2·lr²) with lr = log_ratio (Kimi k1.5; DRO)."""
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 
 class Objective(NamedTuple):
-    """How one loss type is computed.
+    """Definition of one loss type.
 
     Attributes:
         function: the loss function of one token.

@@ -1,4 +1,4 @@
-"""Every kernel behind the packed attention that runs on a CPU against the definition."""
+"""Every kernel of packed attention that runs on a CPU, against the definition."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def layout(request):
 
 
 def definition(q, k, v, layout, params):
-    """Row by row from "sees its segment and its ancestors up to itself": shares no code with the
-    package.
+    """Compute row by row: a query sees its segment and ancestors up to itself. Shares no code with
+    the package.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, start, paths = [], 0, {-1: []}
@@ -72,7 +72,7 @@ def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
 @pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, params):
-    """Forward only: flex_attention has no backward on a CPU."""
+    """Forward only, because flex_attention has no backward on a CPU."""
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
     assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
@@ -93,18 +93,18 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     given = inputs(layout, dtype=torch.bfloat16)
     whole = results(FLASH, given, layout, AttentionParams(0.4))
-    monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
+    monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three blocks of 32 rows
     pieces = results(FLASH, given, layout, AttentionParams(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
 
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
 def test_strided_inputs(layout, attention):
-    """q, k and v as a fused projection leaves them, and a gradient that is an expanded scalar."""
+    """q, k and v as slices of a fused projection, and a gradient that is an expanded scalar."""
     kernel = attention.keywords["kernel"]
 
     def backward(grad, *rest):
-        assert grad.stride()[-2:] == (8, 1)  # FlashAttention takes nothing else
+        assert grad.stride()[-2:] == (8, 1)  # FlashAttention accepts no other strides
         return kernel.backward(grad, *rest)
 
     *qkv, grad = inputs(layout)
@@ -117,7 +117,7 @@ def test_strided_inputs(layout, attention):
 
 
 def test_explicit_chunks_change_nothing(monkeypatch):
-    """Long prompts are cut into chunks of queries; what a chunk cannot see is not multiplied."""
+    """Long prompts are split into chunks of queries, which skip the keys that they cannot see."""
     layout = two_levels([150, 140, 3, 130], [2])
     given = inputs(layout)
     for params in RULES:
@@ -141,7 +141,7 @@ def test_explicit_under_autocast_stays_in_fp32():
 
 
 def test_blocks_of_flex_cover_what_is_visible(layout):
-    """A block of keys is listed if and only if some query sees some key in it; a full one needs no
+    """A block of keys is listed if and only if a query sees a key in it; a full block needs no
     mask.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):

@@ -72,7 +72,9 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for (Q, K) bool, the counts (1, 1, Q) of True entries and their indices (1, 1, Q, K)
+    """Return BlockMask's form of a (Q, K) bool mask: counts and indices, both int32.
+
+    Counts, (1, 1, Q), are the number of True entries of each row. Indices, (1, 1, Q, K), list them
     first.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()

@@ -61,24 +61,15 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-<<<<<<< HEAD
 def objective_functions() -> list[TokenFunction]:
-    """The formulas of `OBJECTIVES`, each once; their order numbers them."""
+    """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
+    C++.
+    """
     return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
 def kl_functions() -> list[TokenFunction]:
-=======
-def objective_functions() -> list[Leaf]:
-    """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
-    C++.
-    """
-    return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
-
-
-def kl_functions() -> list[Leaf]:
     """Return the distinct KL estimators, numbered by position."""
->>>>>>> 8c3f801e
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -110,15 +101,10 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-<<<<<<< HEAD
 def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
-    """`name(index, arguments…, p)`: a switch over the formulas; p[0], p[1], … are their options."""
-=======
-def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
     """Generate `name(index, arguments…, p)`, a switch over formulas. p[0], p[1], … are their
     hyperparameters.
     """
->>>>>>> 8c3f801e
     cases = []
     for index, formula in enumerate(formulas):
         extra = formula.__code__.co_argcount - len(arguments)
@@ -135,12 +121,8 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> st
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-<<<<<<< HEAD
 def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
-=======
-def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
     """Generate `name<index>(arguments…)`, a template on vectors."""
->>>>>>> 8c3f801e
     cases = [
         f"  if constexpr (index == {i}) {{"
         f"{body(formula, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"

@@ -84,13 +84,8 @@ def loss_and_slope(
 
 
 @functools.cache
-<<<<<<< HEAD
 def device_function(leaf: TokenFunction) -> TokenFunction:
-    """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
-=======
-def device_function(leaf: Leaf) -> Leaf:
     """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
->>>>>>> 8c3f801e
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(leaf, tl, triton.jit, words)
 

@@ -1,5 +1,13 @@
-// Attention of packed rows, forward and backward, in fp32: span n of the queries looks on span n of
-// the keys. What it computes is said in grpo_fast/attention/kernels/explicit.py.
+// Operators attention and attention_backward: packed variable-length attention in fp32.
+//
+// Query span n attends to key span n. grpo_fast/attention/kernels/explicit.py has the formulas.
+//
+// Layout: q, k, v are (T, heads, D) with any row and head stride. A group of `repeats` query heads
+// shares one key-value head, and the kernels process them as extra rows of the same span. Keys are
+// repacked into tiles (products.h) so that the lanes of a vector are tokens. Rounding: all sums are
+// fp32, in an order that depends on the span only. Parallel: forward tasks are blocks of
+// kForwardRows rows of one span and head; backward tasks are whole spans of one head, because a
+// task must own its dK and dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -14,11 +22,12 @@
 namespace grpo_fast {
 namespace {
 
-constexpr int64_t kForwardRows = 128;  // rows of queries that one thread takes at a time
-constexpr int64_t kBackwardRows = 32;  // rows and keys whose scores are in cache at a time
+// Rows per forward task, and the block of scores that stays in cache in backward.
+constexpr int64_t kForwardRows = 128;
+constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
 
-// (T, heads, D) as it lies in memory, neighbours along D.
+// View of a (T, heads, D) tensor. The last dimension is contiguous.
 struct Packed {
   float* data;
   int64_t row, head;
@@ -30,6 +39,7 @@ struct Packed {
   Matrix<const float> read(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
 };
 
+// The arguments shared by all tasks of a call.
 struct Problem {
   const int32_t *starts_q, *starts_k;    // (N + 1,)
   int64_t spans, heads, repeats, depth;  // N, H_kv, H / H_kv, D
@@ -37,7 +47,7 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. Its rows are (query, repeat), query by query.
+// One span in one key-value head. Rows are (query, repeat) pairs, ordered by query.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -47,12 +57,12 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // Keys that a row sees. Causal spans have as many keys as queries.
+  // The number of keys that a row sees. Causal spans have as many keys as queries.
   int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
   // The first row that sees a key.
   int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
-  // body(row of the span, its token, its head)
+  // Calls body(row of the span, token, query head) for rows [begin, end).
   template <class Body>
   void each(int64_t begin, int64_t end, const Body& body) const {
     int64_t query = begin / repeats, repeat = begin % repeats;
@@ -62,7 +72,7 @@ struct Span {
     }
   }
 
-  // The rows of x from `begin` to `end`, times factor, one after another.
+  // Copies rows [begin, end) of x, scaled by factor, to contiguous memory.
   void gather(const Packed& x, int64_t begin, int64_t end, int64_t depth, float factor,
               float* to) const {
     each(begin, end, [&](int64_t row, int64_t token, int64_t of) {
@@ -71,7 +81,7 @@ struct Span {
   }
 };
 
-// (H, T) numbers.
+// View of an (H, T) tensor with one number per query row.
 struct PerRow {
   float* data;
   int64_t head, row;
@@ -81,28 +91,33 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Memory of one thread for its tasks, unset. Once a task: another call may move it.
+// Returns uninitialised thread-local memory. Call it once per task: a second call may reallocate
+// it.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
   return buffer.data();
 }
 
+// Computes out and lse for the rows [begin, begin + kForwardRows) of one span.
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
+  // 1. Repack the keys that these rows see, and gather the scaled queries.
   const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
   const Matrix<float> scores{queries + rows * p.depth, width}, sums{scores.row(4), p.depth};
   write_tiles(k.read(span.first_k, span.head), seen, p.depth, tiles);
   span.gather(q, begin, end, p.depth, p.scale, queries);
+  // 2. For 4, 2 or 1 rows at a time: scores, softmax, weighted sum of values.
   by_rows(begin, end, [&](int64_t row, auto count) {
     const int64_t last = span.seen(row + count - 1);
     multiply_tokens<count>({queries + (row - begin) * p.depth, p.depth}, tiles, p.depth, 0, last,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
+      // Tokens after the last visible one get -inf, so their exponentials are 0.
       std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
                 kUnseen);
       found[i] = exponentials(scores.row(i), round_up_to_tile(last));
@@ -110,6 +125,7 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
     }
     add_tokens<count>({scores.data, 1, width}, v.read(span.first_k, span.head), last, p.depth,
                       sums);
+    // 3. Divide by the sum of exponentials and write the results.
     span.each(row, row + count, [&](int64_t at, int64_t token, int64_t of) {
       const SoftmaxSums& s = found[at - row];
       write_scaled(sums.row(at - row), 1 / s.sum, p.depth, out.at(token, of));
@@ -118,16 +134,18 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
   });
 }
 
+// Inputs of the backward pass.
 struct Given {
   Packed grad, q, k, v, out;
   PerRow lse;
 };
 
+// Outputs of the backward pass.
 struct Wanted {
   Packed dq, dk, dv;
 };
 
-// Rows of one span from `begin` on, as the backward pass reads them, and what they add up.
+// A block of rows in the backward pass, with its inputs and partial results.
 struct Block {
   int64_t begin, rows;
   float *queries, *grads, *sums;  // (rows, D): scaled q, dO, dQ
@@ -135,6 +153,7 @@ struct Block {
   float *weights, *slopes;        // (rows, kBackwardKeys): P and dS
 };
 
+// Loads a block: scaled queries, output gradients, lse, and delta = rowsum(dO * O).
 void read_block(const Problem& p, const Span& span, const Given& from, const Block& to) {
   const int64_t end = to.begin + to.rows;
   span.gather(from.q, to.begin, end, p.depth, p.scale, to.queries);
@@ -148,7 +167,7 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// P = e^(s - lse) and dS = P (dP - delta) of the block on keys [key, end).
+// Computes P = e^(s - lse) and dS = P (dP - delta) of a block for the keys [key, end).
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;
@@ -159,6 +178,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
+  // A mask replaces the causal -inf here, because exp of a large positive s - lse of an unseen key
+  // could overflow.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
@@ -171,16 +192,17 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   }
 }
 
-// One thread has a span in one head: it owns dK and dV of it, and adds to them in the order of the
-// rows.
+// Computes dQ, dK and dV of one span and head. One thread owns them, and adds in row order.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
   const int64_t depth = p.depth, width = round_up_to_tile(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
+  // 1. Divide the scratch memory into key tiles, value tiles and the buffers of a block.
   float* k_tiles = scratch(2 * width * depth + 3 * in_rows + 2 * scores + 2 * kBackwardRows);
   float *v_tiles = k_tiles + width * depth, *free = v_tiles + width * depth;
   const auto k = from.k.read(span.first_k, span.head), v = from.v.read(span.first_k, span.head);
   const auto dk = to.dk.of(span.first_k, span.head), dv = to.dv.of(span.first_k, span.head);
   write_tiles(k, span.keys, depth, k_tiles), write_tiles(v, span.keys, depth, v_tiles);
+  // 2. Clear dK and dV.
   for (int64_t key = 0; key < span.keys; ++key) {
     std::memset(dk.row(key), 0, depth * sizeof(float));
     std::memset(dv.row(key), 0, depth * sizeof(float));
@@ -188,6 +210,8 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   Block block{0, 0, free, free + in_rows, free + 2 * in_rows, nullptr, nullptr, nullptr, nullptr};
   block.weights = block.sums + in_rows, block.slopes = block.weights + scores;
   block.lse = block.slopes + scores, block.delta = block.lse + kBackwardRows;
+  // 3. For each block of rows and each block of keys: P and dS, then dQ += dS K, dV += P^T dO, dK
+  // += dS^T Q.
   for (; block.begin < span.rows(); block.begin += kBackwardRows) {
     block.rows = std::min(kBackwardRows, span.rows() - block.begin);
     read_block(p, span, from, block);
@@ -201,6 +225,7 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
                          {k.row(key), k.stride}, seen, depth, {block.sums + i * depth, depth});
       });
       by_rows(key, end, [&](int64_t at, auto keys) {
+        // Rows before `first` do not see these keys.
         const int64_t first = std::max<int64_t>(0, span.first_row(at) - block.begin);
         const int64_t count = block.rows - first, place = first * kBackwardKeys + at - key;
         if (count <= 0) return;
@@ -213,12 +238,14 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
       });
     }
     const int64_t end = block.begin + block.rows;
+    // 4. Write dQ of the block.
     span.each(block.begin, end, [&](int64_t row, int64_t token, int64_t of) {
       write_scaled(block.sums + (row - block.begin) * depth, p.scale, depth, to.dq.at(token, of));
     });
   }
 }
 
+// Checks span offsets: int32, non-decreasing, from 0 to `end`.
 const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
                       x.is_contiguous() && x.size(0) == count && count > 0,
@@ -230,6 +257,7 @@ const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const
   return starts;
 }
 
+// Checks all arguments and collects them.
 Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
                 const Tensor& cu_k, bool causal, double scale) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k: expected (tokens, heads, D)");
@@ -250,7 +278,7 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           static_cast<float>(scale)};
 }
 
-// -> out (Tq, H, D), lse (H, Tq)
+// Returns out (Tq, H, D) and lse (H, Tq).
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k,
                                      bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
@@ -274,7 +302,7 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
   return {out, lse};
 }
 
-// -> dq, dk, dv. out and lse may be those of more keys than these.
+// Returns dq, dk, dv. out and lse may come from an attention over more keys than k (merged spans).
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

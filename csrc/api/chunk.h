@@ -1,4 +1,4 @@
-// A chunk from the arguments that the operators of rows have in common.
+// Argument checks that all row operators share. The result is a Chunk (rows/chunk.h).
 #pragma once
 
 #include "api/tensors.h"
@@ -6,13 +6,15 @@
 
 namespace grpo_fast {
 
+// The logit transform as Python passes it.
 struct LogitTransform {
   double logit_scale;
   std::optional<double> softcap;
   double temperature;
-  std::optional<Tensor> temperatures;  // (C,), before `temperature`
+  std::optional<Tensor> temperatures;  // (C,), overrides `temperature`
 };
 
+// Checks targets and transform of a (C, V) matrix.
 inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_ids,
                            const LogitTransform& transform) {
   const auto* ids = checked_vector<int64_t>(target_ids, rows, "target_ids");
@@ -23,7 +25,7 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
-// (C + 1,) from 0 to `end`, never falling.
+// Checks row offsets (C + 1,): non-decreasing, from 0 to `end`.
 inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
   const int64_t count = x.dim() == 1 ? x.size(0) : 0;
   const int64_t* found = checked_vector<int64_t>(x, count, "offsets");
@@ -33,7 +35,7 @@ inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
   return found;
 }
 
-// Rows of unequal length, one after another in a vector (numbers,).
+// Checks rows of unequal length, stored one after another in a vector (numbers,).
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
   const int64_t* found = checked_offsets(offsets, numbers);

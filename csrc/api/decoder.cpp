@@ -1,10 +1,14 @@
-// One new token of each of B completions through a decoder like Llama's, in fp32: decode_layer_ for
-// a layer, linear for the head.
+// Decoder step of a Llama-like model in fp32: decode_layer_ runs one layer for one new token of
+// each of B completions, linear is the LM head.
 //
 //   x += attention(rotary(norm(x) W_qkv + bias)) W_out
 //   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
 //
-// Weights come packed: beside few rows, arranging them takes a third of a product's time.
+// Layout: activations are (B, columns), contiguous. Weights are packed once into panels
+// (gemm/pack.h), because packing would take a third of a product's time if there are few rows.
+// Rounding: fp32; the bits of a row do not depend on the batch or the threads. Parallel: with
+// enough rows per thread, each thread runs its rows through the whole layer without
+// synchronisation. With few rows, all threads share each product.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/decode.h"
@@ -14,18 +18,21 @@
 namespace grpo_fast {
 namespace {
 
-constexpr int64_t kRowsAlone = 16;  // with as many, a thread fills the registers of its products
+// With this many rows a thread fills the registers of its micro-kernel and can work alone.
+constexpr int64_t kRowsAlone = 16;
 
+// Describes x (rows, depth) times a weight (width, depth) transposed.
 Problem<float, float> problem_of(int64_t rows, int64_t width, int64_t depth, const float* x,
                                  const float* weight, int64_t stride) {
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
+// The number of 32-bit words of a packed weight.
 int64_t packed_words(const Problem<float, float>& p) {
   return p.slices() * p.panels() * kPanelWords;
 }
 
-// weight (N, K) fp32 -> its panels, (words,).
+// Packs a weight (N, K) fp32 into panels, (words,).
 Tensor pack(Tensor weight) {
   check_matrix(weight, "weight");
   STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
@@ -41,7 +48,7 @@ struct Packed {
   const uint32_t* panels;
   int64_t width, depth;
 
-  // out (rows, width) = or += x (rows, depth) * the weight.
+  // Computes out (rows, width) = or += x (rows, depth) times the weight.
   void multiply(const float* x, int64_t rows, float* out, bool add) const {
     const auto store = [&](const Block& block, float* sums, int64_t stride) {
       store_block(block, sums, stride, out, width, add);
@@ -51,6 +58,7 @@ struct Packed {
   }
 };
 
+// Checks that a tensor has the size of a packed (width, depth) weight.
 Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth) {
   const int64_t words = packed_words(problem_of(0, width, depth, nullptr, nullptr, 0));
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && is_fp32(x), name,
@@ -60,7 +68,7 @@ Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t 
   return {data<const uint32_t>(x), width, depth};
 }
 
-// x (B, K) times a packed weight (N, K) -> (B, N).
+// Computes x (B, K) times a packed weight (N, K), (B, N).
 Tensor linear(Tensor x, Tensor weight, int64_t width) {
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
@@ -70,16 +78,18 @@ Tensor linear(Tensor x, Tensor weight, int64_t width) {
   return out;
 }
 
+// A layer with its inputs and buffers.
 struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Room for all rows: the neighbours of one may belong to another thread.
+  // Buffers for all rows. Threads own disjoint rows of them.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
+  // Applies RMSNorm to `rows` rows from `first` on.
   void normalise(const float* weight, int64_t first, int64_t rows) const {
     const int64_t hidden = qkv.depth;
     for_each_row(rows, hidden, [&](int64_t i) {
@@ -89,6 +99,7 @@ struct Layer {
     });
   }
 
+  // Adds the qkv bias, applies the optional per-head norms, and rotates queries and keys of row i.
   void add_bias_and_turn(int64_t i) const {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
@@ -101,18 +112,20 @@ struct Layer {
     }
   }
 
-  // The completions of the shares [from, to).
+  // Runs the completions of the shares [from, to) through the layer.
   void run(int64_t from, int64_t to) const {
     const std::vector<Share>& shares = attention.shares;
     const int64_t first = shares[from].first;
     const int64_t rows = shares[to - 1].first + shares[to - 1].rows - first;
     const int64_t hidden = qkv.depth, wide = qkv.width, depth = out.depth, inner = down.depth;
+    // 1. Attention block.
     normalise(norm, first, rows);
     qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
     for_each_row(rows, wide, [&](int64_t i) { add_bias_and_turn(first + i); });
     attend(attention, from, to);
     out.multiply(found + first * depth, rows, x + first * hidden, true);
 
+    // 2. MLP block.
     normalise(post_norm, first, rows);
     gate_up.multiply(normed + first * hidden, rows, both + first * 2 * inner, false);
     for_each_row(rows, inner, [&](int64_t i) {
@@ -122,7 +135,7 @@ struct Layer {
     down.multiply(gated + first * inner, rows, x + first * hidden, true);
   }
 
-  // Threads that have enough rows go through the layer without waiting for one another.
+  // Splits the shares between threads if each gets enough rows.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());
@@ -134,14 +147,16 @@ struct Layer {
   }
 };
 
-// x (B, hidden) contiguous, in place. qkv: of queries, keys and values, side by side; gate_up: of
-// gate and up, `inner` columns each. q_norm and k_norm: RMSNorm of every head. cos, sin (B, D).
+// Updates x (B, hidden), contiguous, in place. qkv holds queries, keys and values; gate_up holds
+// gate and up, `inner` columns each. q_norm and k_norm are RMSNorm weights for every head. cos and
+// sin are (B, D).
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,
                    double eps, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,
                    Tensor completion_k, Tensor completion_v, Tensor lengths, Tensor counts,
                    int64_t time, double scale, std::optional<int64_t> window) {
+  // 1. Check the arguments.
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
   const int64_t rows = x.size(0), hidden = x.size(1);
@@ -153,6 +168,7 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
   STD_TORCH_CHECK(inner > 0 && depth % 2 == 0, "inner, D: expected some columns, an even number");
   check_contiguous(cos, "cos", {rows, depth}), check_contiguous(sin, "sin", {rows, depth});
 
+  // 2. Allocate one buffer and divide it.
   const int64_t columns = hidden + width + heads * depth + 3 * inner;
   const Tensor room = empty(x, rows * columns);
   float* normed = data<float>(room);
@@ -161,6 +177,7 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
   float* both = found + rows * heads * depth;
   float* gated = both + rows * 2 * inner;
   const float *k = projected + heads * depth, *v = k + keys * depth;
+  // 3. Collect the weights and run.
   const Layer layer{
       checked_packed(qkv, "qkv", width, hidden),
       checked_packed(out_weight, "out_weight", hidden, heads * depth),

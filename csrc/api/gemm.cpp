@@ -1,4 +1,7 @@
-// The operator mm_: out (M, N) = or += a (M, K) * b (K, N) for matrices of torch.
+// Operator mm_: out (M, N) = or += a (M, K) * b (K, N) for torch matrices.
+//
+// The epilogue can scale rows and add scaled rows of a different matrix before the result is
+// rounded once. gemm/multiply.h documents blocking, rounding and parallelism.
 #include <torch/csrc/stable/library.h>
 
 #include <numeric>
@@ -14,17 +17,18 @@ namespace {
 struct Product {
   Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
   bool a_transposed, b_transposed, add;
-  bool tiles;  // through torch
+  bool tiles;  // use torch's AMX product
   const float *scales, *out_scales;
   Added added;
 
   int64_t m() const { return a.size(a_transposed ? 1 : 0); }
   int64_t k() const { return a.size(a_transposed ? 0 : 1); }
   int64_t n() const { return b.size(b_transposed ? 0 : 1); }
-  // An a of int16 holds Positive16.
+  // An int16 a contains Positive16 numbers.
   bool is_positive() const { return a.scalar_type() == ScalarType::Short; }
 };
 
+// Checks dtypes and shapes.
 void check(const Product& p) {
   p.is_positive() ? check_matrix(p.a, "a") : check_operand(p.a, "a");
   check_operand(p.b, "b"), check_operand(p.out, "out");
@@ -40,6 +44,7 @@ void check(const Product& p) {
                   "b: expected as it is beside a transposed a of int16");
 }
 
+// Checks the rows to add, and sorts them by id so that a block finds its rows by binary search.
 Added checked_added(const std::optional<Tensor>& coefficients, const std::optional<Tensor>& values,
                     const std::optional<Tensor>& ids, const std::optional<Tensor>& rows,
                     const Tensor& out) {
@@ -64,6 +69,7 @@ Added checked_added(const std::optional<Tensor>& coefficients, const std::option
   return added;
 }
 
+// Multiplies with the given storage types and micro-kernel.
 template <class S, class T, class Kernel>
 void run(const Product& p) {
   const Operand<S> a{data<S>(p.a), p.a.stride(0), p.a_transposed};
@@ -79,7 +85,7 @@ void run(const Product& p) {
   });
 }
 
-// scales (K,), of a transposed a that is not bf16. added_...: see Added.
+// `scales` (K,) need a transposed a that is not bf16. For added_... see Added.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
          std::optional<Tensor> scales, std::optional<Tensor> out_scales,
          std::optional<Tensor> added_coefficients, std::optional<Tensor> added,
@@ -101,7 +107,8 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-// -> fp32 products have FMA, bf16 ones AVX512_BF16, and torch has a tile product.
+// Returns whether fp32 products have FMA, bf16 products have AVX512_BF16, and torch has an AMX
+// product.
 std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)
   constexpr bool has_fma = kLanes >= 8;

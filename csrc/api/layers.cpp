@@ -1,5 +1,8 @@
-// Element-wise layers of a model, forward and backward in one pass over the rows each; rows/layers.h
-// has their formulas.
+// Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
+//
+// Each reads and writes its tensors once. rows/layers.h has the formulas. Layout: fp32 rows with
+// any row stride; outputs are contiguous. Parallel: over rows. dw of RMSNorm is summed in kBlocks
+// fixed blocks of rows.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -12,14 +15,17 @@
 namespace grpo_fast {
 namespace {
 
-constexpr int64_t kBlocks = 64;  // parts of dw, whatever the number of threads: the same bits
+// The number of partial sums of dw is fixed, so the bits do not depend on the number of threads.
+constexpr int64_t kBlocks = 64;
 
+// Checks an fp32 matrix.
 Matrix<const float> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);
   STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
   return {data<const float>(x), x.stride(0)};
 }
 
+// Checks an fp32 matrix of a given shape.
 Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
   const Matrix<const float> numbers = rows_of(x, name);
   STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",
@@ -27,7 +33,7 @@ Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_
   return numbers;
 }
 
-// x (T, H), weight (H,) -> y (T, H), r (T,)
+// x (T, H), weight (H,) -> y (T, H), r (T,).
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");
@@ -40,7 +46,7 @@ std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
   return {y, r};
 }
 
-// -> dx (T, H), dw (H,)
+// Returns dx (T, H) and dw (H,).
 std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> up = like(grad, "grad", rows, columns), from = rows_of(x, "x");
@@ -55,6 +61,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
       norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
                         data<float>(dx) + i * columns, parts.data() + block * columns);
   });
+  // Add the blocks in order, in fp64.
   for (int64_t j = 0; j < columns; ++j) {
     double sum = 0;
     for (int64_t block = 0; block < blocks; ++block) sum += parts[block * columns + j];
@@ -63,7 +70,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
   return {dx, dw};
 }
 
-// gate and up (T, F) -> y (T, F)
+// gate and up (T, F) -> y (T, F).
 Tensor swiglu(Tensor gate, Tensor up) {
   const int64_t rows = gate.size(0), columns = gate.size(1);
   const Matrix<const float> g = rows_of(gate, "gate"), u = like(up, "up", rows, columns);
@@ -74,7 +81,7 @@ Tensor swiglu(Tensor gate, Tensor up) {
   return y;
 }
 
-// -> dgate, dup (T, F)
+// Returns dgate and dup, (T, F).
 std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) {
   const int64_t rows = gate.size(0), columns = gate.size(1);
   const Matrix<const float> d = like(grad, "grad", rows, columns), g = rows_of(gate, "gate"),
@@ -88,7 +95,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) 
   return {dgate, dup};
 }
 
-// x (T, heads, D) -> the same of y, contiguous
+// Rotates x (T, heads, D); the result is contiguous.
 Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cosines,
                const Matrix<const float>& sines, int64_t rows, int64_t width, bool inverse) {
   STD_TORCH_CHECK(x.is_cpu() && is_fp32(x) && x.dim() == 3 && x.size(0) == rows &&
@@ -106,8 +113,8 @@ Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cos
   return y;
 }
 
-// q (T, heads, D), k (T, key heads, D), cos and sin (T, D) -> both turned, or with `inverse` their
-// gradients
+// Rotates q (T, heads, D) and k (T, key heads, D) by cos and sin (T, D). `inverse` computes the
+// gradient.
 std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
   const int64_t rows = cos.size(0), width = cos.size(1);
   STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);

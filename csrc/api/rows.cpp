@@ -1,8 +1,15 @@
-// The operators of stored logits: row_logps (one read of the logits), row_grad_ (one read, one
-// write) and row_loss_ (both, with the loss between them, while the row is in cache: one read, one
-// write). What they compute is said in grpo_fast/kernels/reference.py.
+// Operators on stored logits, documented in grpo_fast/kernels/reference.py:
 //
-// Built against torch's stable ABI, so one library serves every torch >= 2.11 and every Python.
+//   row_logps    one read of the logits
+//   row_grad_    one read, one write
+//   row_loss_    both and the loss between them while the row is in cache: one read, one write
+//
+// Layout: (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with offsets.
+// Rounding: statistics as in rows/sums.h; a 16-bit gradient is rounded once. Parallel: over rows; a
+// row's bits depend on that row only.
+//
+// The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
+// Python.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -14,14 +21,15 @@
 namespace grpo_fast {
 namespace {
 
+// Compile-time parameters of the row functions.
 template <class E, bool kCapped, bool kMean>
 struct Variant {
   using Element = E;
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// run(Variant{}). Only plain fp32 rows have one without entropy: elsewhere it is lost among the
-// other operations, and every variant costs compile time.
+// Calls run(Variant{}). Only plain fp32 rows have a variant without entropy. In other variants the
+// cost of the entropy is hidden by other operations, and every variant costs compile time.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -37,7 +45,7 @@ void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const 
   pick(Float16{});
 }
 
-// With offsets the logits are (1, V): rows of unequal length, one after another.
+// Checks logits and targets. With offsets the logits are (1, V) with rows of unequal length.
 Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransform& transform,
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
@@ -46,6 +54,7 @@ Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransf
   return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 
+// Checks shape and dtype of the gradient's destination.
 void check_out(const Tensor& logits, const Tensor& out) {
   check_rows(out, "out");
   const int64_t rows = logits.size(0), columns = logits.size(1);
@@ -55,6 +64,7 @@ void check_out(const Tensor& logits, const Tensor& out) {
                   "out: expected the dtype of the logits");
 }
 
+// Computes and stores the statistics of one row.
 template <class V>
 void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
                       const RowOutputs& to) {
@@ -62,7 +72,7 @@ void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& log
   to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
-// Tensors for what is known of every row, (C,); entropy (0,) unless wanted.
+// Output tensors for the statistics of all rows, (C,) each; entropy is (0,) unless requested.
 struct Statistics {
   Tensor lse, logps, entropy;
   RowOutputs to;
@@ -73,7 +83,7 @@ struct Statistics {
         to{data<float>(lse), data<float>(logps), has_entropy ? data<float>(entropy) : nullptr} {}
 };
 
-// -> lse, logps, entropy. A target outside [0, V) has logp NaN and is never read.
+// Returns lse, logps and entropy. A target outside [0, V) is never read, and its logp is NaN.
 std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
@@ -89,6 +99,7 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
   return {found.lse, found.logps, found.entropy};
 }
 
+// Writes d raw-logits to out, which may be the logits.
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
@@ -110,6 +121,7 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
   });
 }
 
+// Checks the numbers of loss function and KL estimator.
 void check_function(const LossFunction& function) {
   const auto check = [](const char* name, int64_t number, int64_t count) {
     STD_TORCH_CHECK(number >= 0 && number < count, name, ": expected a number below ", count,
@@ -119,9 +131,10 @@ void check_function(const LossFunction& function) {
   check("kl", function.kl, k_kl_estimator_count);
 }
 
-// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,).
+// lse, logps, entropy ((0,) unless requested), losses and grad_logps, (C,) each.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// Computes statistics, loss and gradient of one row after the other.
 RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
                     const RowTerms& terms, const LossFunction& function, bool return_entropy) {
   const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
@@ -134,7 +147,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // A row without a target does not count, whatever its terms hold.
+      // A row without a target is excluded, even if its terms contain NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);
@@ -147,6 +160,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   return {found.lse, found.logps, found.entropy, losses, grad_logps};
 }
 
+// Checks the arguments of loss_pass.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
                     Tensor policy_weights, std::optional<Tensor> kl_weights,
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,

@@ -1,6 +1,9 @@
-// A head whose rows of logits exist in a few columns only, the ids that a sampler sets: hidden ->
-// logits, statistics and slopes, and d-logits -> the gradients of hidden and weight. What they
-// compute is said in grpo_fast/kernels/support_reference.py.
+// LM head restricted to token sets: hidden -> logits, statistics and slopes; d-logits -> dH and dW.
+//
+// grpo_fast/kernels/support_reference.py documents the results. Layout: the sets of all rows are
+// concatenated in ids (nnz,), with offsets (R + 1,). Rounding: dot products and sums in fp32 runs,
+// totals in fp64 or fp32; a 16-bit dW is rounded once. Parallel: over rows for logits and dH, over
+// blocks of vocabulary rows for dW, so that no thread writes to a row of a different thread.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -13,9 +16,9 @@
 namespace grpo_fast {
 namespace {
 
-constexpr int64_t kVocabularyBlock = 32;  // rows of dW that one thread takes at a time
+constexpr int64_t kVocabularyBlock = 32;  // rows of dW per task
 
-// run(T{}) with the storage type of a matrix.
+// Calls run(T{}) with the storage type of a matrix.
 template <class F>
 void with_element(const Tensor& x, const char* name, const F& run) {
   const ScalarType dtype = x.scalar_type();
@@ -25,16 +28,18 @@ void with_element(const Tensor& x, const char* name, const F& run) {
   run(Float16{});
 }
 
+// An uninitialised (rows, columns) fp32 tensor.
 Tensor matrix_like(const Tensor& like, int64_t rows, int64_t columns) {
   return torch::stable::new_empty(like, {rows, columns}, ScalarType::Float);
 }
 
+// View of a matrix whose rows are read by index.
 template <class T>
 Gathered<T> gathered(const Tensor& x) {
   return {data<T>(x), x.stride(0), x.size(1)};
 }
 
-// The columns of R rows: those of row r are ids[offsets[r]] to ids[offsets[r + 1] - 1].
+// The sets of R rows: row r has ids[offsets[r]] to ids[offsets[r + 1] - 1].
 struct SupportSets {
   int64_t rows, numbers;  // R, nnz
   const int64_t *ids, *offsets;
@@ -45,13 +50,13 @@ struct SupportSets {
         offsets(checked_offsets(offsets_, numbers)) {}
 
   int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
-  // The id after that at a place.
+  // The id after position i, which is prefetched.
   int64_t next(int64_t i) const { return ids[std::min(i + 1, numbers - 1)]; }
 };
 
-// The row of hidden of each row.
+// The row of hidden that belongs to each row.
 struct Sources {
-  const int64_t* index;  // null: in order
+  const int64_t* index;  // null: row t of hidden
 
   Sources(const std::optional<Tensor>& x, int64_t rows, const Tensor& hidden)
       : index(x ? checked_indices(*x, rows, hidden.size(0), "index") : nullptr) {
@@ -62,6 +67,7 @@ struct Sources {
   int64_t operator[](int64_t row) const { return index ? index[row] : row; }
 };
 
+// Checks that hidden and weight fit together.
 void check_head(const Tensor& hidden, const Tensor& weight) {
   check_rows(hidden, "hidden"), check_rows(weight, "weight");
   STD_TORCH_CHECK(hidden.size(1) == weight.size(1), "hidden: expected ", weight.size(1),
@@ -70,15 +76,16 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
-// -> where each row's target stands in it, (R,), -1 where it does not; (): an id that a row has twice,
-// or -1.
+// Returns the position of each target in its set, (R,), or -1; and, 0-d, an id that occurs twice in
+// a set, or -1.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
   const SupportSets sets(ids, offsets, vocabulary);
   const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
   const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
-  std::vector<int64_t> last(vocabulary, -1);  // the row in which an id was seen last
+  // last[id] is the most recent row that contained id, so a duplicate is found in O(1).
+  std::vector<int64_t> last(vocabulary, -1);
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
   for (int64_t row = 0; row < sets.rows; ++row) {
@@ -93,14 +100,14 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   return {places, twice};
 }
 
-// A row of a head in its columns.
+// The LM head, evaluated at the ids of one row.
 template <class T>
 struct Head {
   Gathered<T> weight;
   const float* bias;  // (V,), or null
   const SupportSets& sets;
 
-  // to (nnz,): x . weight[id] + bias[id]
+  // Writes x . weight[id] + bias[id] to the row's part of `to` (nnz,).
   void logits(const T* x, int64_t row, float* to) const {
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
       const int64_t id = sets.ids[i];
@@ -109,7 +116,8 @@ struct Head {
     }
   }
 
-  // to (H,): the sum of d * weight[id]; a d of 0 adds nothing, also of inf and NaN.
+  // Writes the sum of d * weight[id] to `to` (H,). Terms with d = 0 are skipped, even if the weight
+  // is NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
@@ -119,6 +127,7 @@ struct Head {
   }
 };
 
+// Computes lse, logp and entropy of one row.
 void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t row,
                       const RowOutputs& to) {
   const Columns<float> columns = chunk.row_of(logits, row);
@@ -128,9 +137,8 @@ void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t r
                                 : row_statistics<false, false>(columns, transform));
 }
 
-// -> raw logits (nnz,), lse, logps, entropy ((0,) unless wanted), and the derivative of every logp
-// with respect to its row of hidden, (R, H) ((0, H) unless wanted), while the rows of the weight are
-// in cache. All fp32.
+// Raw logits (nnz,), lse, logps, entropy ((0,) unless requested), and the derivative of every logp
+// with respect to its row of hidden, (R, H) ((0, H) unless requested). All fp32.
 using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
@@ -159,6 +167,7 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
     const auto h = gathered<T>(hidden);
     const Head<T> head{gathered<T>(weight), added, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
+      // The slopes are computed right after the logits, while the weight rows are in cache.
       head.logits(h.row(sources[row]), row, z.data);
       write_statistics(chunk, z, row, to);
       if (!return_slopes) return;
@@ -170,7 +179,7 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   return {raw, lse, logps, entropy, slopes};
 }
 
-// -> (R, H) fp32: the sum of d * weight[id] over the ids of each row.
+// Returns (R, H) fp32: the sum of d * weight[id] over the ids of each row.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
   const SupportSets sets(ids, offsets, weight.size(0));
@@ -186,14 +195,14 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   return out;
 }
 
-// The terms of each row of dW: those of id are terms[starts[id]] to terms[starts[id + 1] - 1], in
-// the order of the rows.
+// The terms of each row of dW in row order: id has terms[starts[id]] to terms[starts[id + 1] - 1].
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
 
   ById(const SupportSets& sets, const Sources& sources, const float* d, int64_t vocabulary)
       : starts(vocabulary + 2), terms(sets.numbers) {
+    // A counting sort by id. It is stable, so terms stay in row order.
     for (int64_t i = 0; i < sets.numbers; ++i) ++starts[sets.ids[i] + 2];
     for (int64_t id = 2; id < vocabulary + 2; ++id) starts[id] += starts[id - 1];
     for (int64_t row = 0; row < sets.rows; ++row)
@@ -202,7 +211,7 @@ struct ById {
   }
 };
 
-// out (V, H) = or += the sum of d * hidden[index[row]] over the places of each id; zeros elsewhere.
+// Computes out (V, H) = or += the sum of d * hidden[index[row]] over the occurrences of each id.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");
@@ -221,6 +230,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
+          // Without `add`, rows without terms are written as zeros.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

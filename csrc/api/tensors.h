@@ -1,4 +1,4 @@
-// Tensors as they come from Python: what must hold of them before their memory is read.
+// Argument checks for tensors from Python. Memory is read only after these checks.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,12 +15,13 @@ namespace grpo_fast {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The tensor's data as T, unchecked.
 template <class T>
 T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// Uninitialised numbers, (size,).
+// An uninitialised vector of `size` numbers.
 inline Tensor empty(const Tensor& like, int64_t size, ScalarType dtype = ScalarType::Float) {
   return torch::stable::new_empty(like, {size}, dtype);
 }
@@ -29,6 +30,7 @@ inline bool is_fp32(const Tensor& x) {
   return x.scalar_type() == ScalarType::Float;
 }
 
+// Checks a CPU matrix with a contiguous last dimension.
 inline void check_matrix(const Tensor& x, const char* name, const char* shape = "a matrix") {
   STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
   STD_TORCH_CHECK(x.dim() == 2, name, ": expected ", shape, ", got ", x.dim(), " dimensions");
@@ -36,27 +38,28 @@ inline void check_matrix(const Tensor& x, const char* name, const char* shape = 
                   ": expected a contiguous last dimension, got stride ", x.stride(1));
 }
 
+// Checks a matrix of rows with at least one column.
 inline void check_rows(const Tensor& x, const char* name) {
   check_matrix(x, name, "(C, V)");
   STD_TORCH_CHECK(x.size(0) == 0 || x.size(1) > 0, name,
                   ": expected at least one column, got none");
 }
 
-// Of a product: fp32 or bf16.
+// Checks an operand of a product: fp32 or bf16.
 inline void check_operand(const Tensor& x, const char* name) {
   check_matrix(x, name);
   STD_TORCH_CHECK(is_fp32(x) || x.scalar_type() == ScalarType::BFloat16, name,
                   ": expected float32 or bfloat16");
 }
 
-// (2, 3), for a message.
+// Formats a shape for a message, such as (2, 3).
 inline std::string shape_text(std::initializer_list<int64_t> shape) {
   std::string words;
   for (const int64_t size : shape) words += (words.empty() ? "(" : ", ") + std::to_string(size);
   return words + ")";
 }
 
-// fp32 of this shape, neighbours along the last axis.
+// Checks an fp32 tensor of this shape with a contiguous last dimension.
 inline void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
   STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
   bool is_same = x.dim() == static_cast<int64_t>(shape.size());
@@ -66,6 +69,7 @@ inline void check(const Tensor& x, const char* name, std::initializer_list<int64
   STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
 }
 
+// Checks a vector with one value per row and returns its data.
 template <class T>
 const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
   constexpr bool is_float = std::is_same_v<T, float>;
@@ -78,7 +82,7 @@ const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
   return data<T>(x);
 }
 
-// From 0 to end - 1 each.
+// Checks that all indices are in [0, end).
 inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t end,
                                       const char* name) {
   const int64_t* found = checked_vector<int64_t>(x, count, name);
@@ -88,7 +92,7 @@ inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t en
   return found;
 }
 
-// null for None.
+// The same for an optional vector; null for None.
 inline const float* checked_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
   return x ? checked_vector<float>(*x, rows, name) : nullptr;
 }

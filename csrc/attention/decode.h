@@ -1,7 +1,11 @@
-// Attention while sampling: one new token of each of B completions looks on the prompt that it
-// shares with its group and on its own tokens. Keys lie in tiles of kTile tokens, (D, kTile) each,
-// so that neighbours in a register are tokens; values in rows. The torch form is in
-// grpo_fast/rollout/own/cache.py.
+// Decoding attention: one new token of each of B completions attends to the prompt that it shares
+// with its group, and to the earlier tokens of its completion.
+//
+// Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
+// tokens. Values are in rows, (kTile, D). grpo_fast/rollout/own/cache.py has the torch
+// implementation. Rounding: fp32, in an order that depends on the row only. Parallel: over (share,
+// head); a share is at most kRowsTogether completions of one prompt, which read the prompt's keys
+// together.
 #pragma once
 
 #include <vector>
@@ -12,7 +16,7 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRowsTogether = 4;  // completions of a group that one thread takes at a time
+constexpr int64_t kRowsTogether = 4;  // completions of a group per task
 
 // Tokens [first, end) of a prompt or a completion, in one head.
 struct Tokens {
@@ -20,7 +24,7 @@ struct Tokens {
   int64_t first, end;
 };
 
-// Some completions of prompt n, from row `first` on.
+// Completions of prompt n that one task processes, from row `first` on.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -28,22 +32,24 @@ struct Share {
 // Keys and values of N prompts and of their B completions.
 struct KvCache {
   const float *prompt_k, *prompt_v;  // (N, H_kv, tiles, D, kTile) and (N, H_kv, tiles, kTile, D)
-  float *completion_k, *completion_v;              // the same of B completions
-  const int64_t* lengths;            // (N,) of the prompts
+  float *completion_k, *completion_v;  // the same for B completions
+  const int64_t* lengths;  // (N,) prompt lengths
   int64_t heads, depth;              // H_kv, D
-  int64_t longest, room, time;       // tokens that the tiles of each hold; those sets so high_nll
-  int64_t window;                    // tokens that are seen, itself included
+  int64_t longest, room, time;  // capacity of prompt and completion tiles; index of the new token
+  int64_t window;  // number of visible tokens, including the new one
   std::vector<Share> shares;
 };
 
+// A decoding step: the cache, the new tokens and the output.
 struct Attention : KvCache {
-  const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): of the new tokens
+  const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): the new tokens
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
   int64_t repeats;                                      // H/H_kv
   float scale;
   float* out;  // (B, H, D)
 };
 
+// Writes key and value of a new token into the tiles. The key becomes one lane of its tile.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -53,6 +59,7 @@ inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
 }
 
+// The prompt tokens inside the window.
 inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head) {
   const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
   const int64_t end = p.lengths[share.prompt];
@@ -60,19 +67,23 @@ inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head
   return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
 }
 
+// The completion tokens inside the window.
 inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// The attention of one key-value head of a share: its queries are (row, repeat), row by row.
+// Computes one key-value head of a share. Queries are (row, repeat) pairs, ordered by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
+  // Tiles outside the window are never scored, so their scores must be -inf, not values of an
+  // earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // body(what some queries see, the first, how many, their scores of it)
+  // Calls body(visible tokens, first query, number of queries, their scores): for all queries on
+  // the prompt, then for each row on its completion.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -84,6 +95,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
+  // 1. Append the new keys and values; gather the scaled queries.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
@@ -92,19 +104,23 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
+  // 2. Scores of prompt and completion, next to each other in one row.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
+  // 3. One softmax over both.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
+  // 4. The weighted sum of values.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
                       {sums.data() + i * p.depth, p.depth});
   });
+  // 5. Divide by the sum of exponentials.
   for (int64_t i = 0; i < queries; ++i) {
     const int64_t row = share.first + i / p.repeats, of = head_of_q + i % p.repeats;
     write_scaled(sums.data() + i * p.depth, 1 / totals[i], p.depth,
@@ -112,8 +128,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Keeps the new keys and values of the shares [from, to) as token `time`, and writes what every
-// query finds.
+// Appends the new keys and values of the shares [from, to) as token `time`, and writes their
+// outputs.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {
@@ -121,12 +137,14 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
+// Checks a contiguous fp32 tensor.
 inline void check_contiguous(const Tensor& x, const char* name,
                              std::initializer_list<int64_t> shape) {
   check(x, name, shape);
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
+// Checks the cache tensors and divides the completions into shares.
 inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
                              const Tensor& completion_k, const Tensor& completion_v,
                              const Tensor& lengths, const Tensor& counts, int64_t rows,

@@ -1,5 +1,7 @@
-// The matrix products of attention, a few rows at a time, in fp32. Keys come in tiles of kTile
-// tokens, (D, kTile) each, so that neighbours in a register are tokens.
+// Small matrix products of attention, 1, 2 or 4 rows at a time, in fp32.
+//
+// Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
+// tokens. Rounding: dot products are fp32 in runs of kTermsTogether terms, added in order.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +12,17 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kTile = 16;  // tokens; a whole number of registers
+constexpr int64_t kTile = 16;  // tokens; a multiple of the vector width
 static_assert(kTile % kLanes == 0);
-constexpr int64_t kTermsTogether = 64;  // of a dot product, before their sum is added to the others
+// Terms of a dot product that are summed before the result is added to the total. Shorter sums
+// round less.
+constexpr int64_t kTermsTogether = 64;
 
 inline int64_t round_up_to_tile(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
 }
 
-// The tokens of x, (count, D), as tiles; zeros behind the last one.
+// Repacks x (count, D) into tiles, padded with zeros.
 inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t depth, float* tiles) {
   for (int64_t token = 0; token < round_up_to_tile(count); ++token) {
     float* to = tiles + token / kTile * kTile * depth + token % kTile;
@@ -26,7 +30,8 @@ inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t dep
   }
 }
 
-// run(first, constant) for the rows from `begin` to `end`, as many at a time as registers hold.
+// Calls run(first row, constant count) for rows [begin, end), 4, 2 or 1 rows at a time. A
+// compile-time count keeps the sums in registers.
 template <class Run>
 void by_rows(int64_t begin, int64_t end, const Run& run) {
   for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
@@ -34,10 +39,11 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// to[i][token] = x[i] . tokens, for kParts registers of tokens from `first` on.
+// to[i][token] = x[i] . tokens, for kParts vectors of tokens from `first` on.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
+  // kRows * kParts accumulators must fit into the registers.
   Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -67,13 +73,14 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// to[i][token] = x[i] . tokens, for the tiles that hold the tokens from `first` to `end`.
+// to[i][token] = x[i] . tokens, for the tiles that contain the tokens [first, end).
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  if constexpr (kRows < 4)  // sums that do not wait for each other, as many as an adder is long
+  // Few rows need more parts: independent FMA chains hide the latency of an addition.
+  if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
   for (; token + 2 * kLanes <= whole; token += 2 * kLanes)
@@ -81,13 +88,14 @@ void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t d
   for (; token < end; token += kLanes) multiply_tokens<kRows, 1>(x, tiles, depth, token, to);
 }
 
-// Weights of a sum over tokens: that of token t in row i is data[t * along + i * across].
+// Weights of a sum over tokens. Row i weighs token t by data[t * along + i * across].
 struct Weights {
   const float* data;
   int64_t along, across;
 };
 
-// kParts registers of out[i] += the sum of weight * x[t] over `count` tokens, from dimension d on.
+// Adds the sum of weight * x[t] over `count` tokens to kParts vectors of out[i], from dimension d
+// on.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count,
                                  int64_t depth, int64_t d, const Matrix<float>& out) {
@@ -113,6 +121,7 @@ GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x,
     }
 }
 
+// Adds the weighted sum of `count` tokens to all dimensions of out[i].
 template <int kRows>
 void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, int64_t depth,
                 const Matrix<float>& out) {
@@ -127,17 +136,18 @@ void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, i
 
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
-// In the tiles of [first, end): -inf as the score of tokens outside of it.
+// Sets scores outside [first, end) to -inf, within the tiles of that range.
 inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + first / kTile * kTile, scores + first, kUnseen);
   std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
+// The largest score, and the sum of e^(score - largest).
 struct SoftmaxSums {
-  float largest, sum;  // of the scores; of e^(score - largest)
+  float largest, sum;
 };
 
-// Scores become e^(score - largest), a whole number of registers of them. NaN stays NaN.
+// Replaces scores by e^(score - largest). `count` is a multiple of the vector width. NaN stays NaN.
 inline SoftmaxSums exponentials(float* scores, int64_t count) {
   Floats most = splat(kUnseen), sums = {};
   for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);
@@ -150,7 +160,7 @@ inline SoftmaxSums exponentials(float* scores, int64_t count) {
   return {largest, static_cast<float>(sum_lanes(widen(sums)))};
 }
 
-// to = factor * x
+// to = factor * x.
 inline void write_scaled(const float* x, float factor, int64_t count, float* to) {
   by_vectors(count, [&](int64_t at, int64_t left) GRPO_FAST_BODY {
     store_up_to(to + at, load_up_to(x + at, left) * factor, left);

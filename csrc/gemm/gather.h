@@ -1,5 +1,8 @@
-// Products with rows of a matrix that are named one by one, where they are in memory. While a row is
-// read the next one is asked for: its place follows from nothing that the machine could foresee.
+// Dot products and sums with matrix rows that are selected by index.
+//
+// The hardware prefetcher cannot predict the address of the next row. Every function therefore
+// prefetches the next row while it reads the current one. Rounding: fp32 in runs of kRunTerms
+// terms, added in order; a 16-bit result is rounded once.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +11,10 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRunTerms = 256;  // terms summed in fp32 before their sum is added to the others
+// Terms that are summed before the result is added to the total.
+constexpr int64_t kRunTerms = 256;
 
+// View of a matrix whose rows are read by index.
 template <class T>
 struct Gathered {
   const T* data;
@@ -18,7 +23,8 @@ struct Gathered {
   const T* row(int64_t index) const { return data + index * stride; }
 };
 
-// body(column) for the whole vectors of two rows, four at a time; asks for the same of `next`.
+// Calls body(column) for groups of four full vectors of a row, and prefetches the same columns of
+// `next`. Returns the first remaining column.
 template <class T, class Body>
 GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, const Body& body) {
   int64_t column = 0;
@@ -29,7 +35,7 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Four chains of fp32 sums hide each other's latency.
+// Returns a . b. Four independent fp32 sums hide the latency of an FMA.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};
@@ -40,12 +46,13 @@ inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
     }
   });
   for (; k + kLanes <= depth; k += kLanes) sums[0] = fma(load(a + k), load(b + k), sums[0]);
+  // Join the lanes in fp64; the tail is also added in fp64.
   double total = sum_lanes(widen((sums[0] + sums[1]) + (sums[2] + sums[3])));
   for (; k < depth; ++k) total += static_cast<double>(load_one(a + k)) * load_one(b + k);
   return static_cast<float>(total);
 }
 
-// sums += factor * x
+// sums += factor * x.
 template <class T>
 inline void add_row(const T* x, float factor, int64_t columns, float* sums, const T* next) {
   const auto add = [&](int64_t at, int64_t count) GRPO_FAST_BODY {
@@ -58,13 +65,13 @@ inline void add_row(const T* x, float factor, int64_t columns, float* sums, cons
   for (; column < columns; column += kLanes) add(column, columns - column);
 }
 
-// factor * the row `index` of a matrix.
+// factor * row `index` of a matrix.
 struct Term {
   float factor;
   int64_t index;
 };
 
-// kParts vectors of a sum of terms from `column` on, of which `left` numbers exist.
+// Sums terms for kParts vectors from `column` on. `left` columns exist.
 template <int kParts, class T, class Out>
 GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, int64_t count,
                                   int64_t column, int64_t left, Out* out, bool add) {
@@ -72,7 +79,7 @@ GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, in
   for (int64_t first = 0; first < count; first += kRunTerms) {
     Floats sums[kParts] = {};
     for (int64_t i = first; i < std::min(first + kRunTerms, count); ++i) {
-      if (terms[i].factor == 0) continue;  // nothing, also of inf and NaN
+      if (terms[i].factor == 0) continue;  // skip: 0 * inf and 0 * NaN would be NaN
       const T* row = from.row(terms[i].index) + column;
       for (int part = 0; part < kParts; ++part)
         sums[part] = fma(load_up_to(row + part * kLanes, left - part * kLanes),
@@ -87,7 +94,7 @@ GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, in
   }
 }
 
-// out = or += the sum of some terms, in their order, rounded once.
+// out = or += the sum of all terms in order, rounded once.
 template <class T, class Out>
 void sum_rows(const Gathered<T>& from, const Term* terms, int64_t count, Out* out, bool add) {
   constexpr int kParts = 4;

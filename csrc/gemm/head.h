@@ -1,4 +1,5 @@
-// A head's logits, hidden * weight^T + bias, block by block while they are in cache.
+// Logits of an LM head, hidden * weight^T + bias, passed to the caller block by block while they
+// are in cache.
 #pragma once
 
 #include <functional>
@@ -9,15 +10,15 @@ namespace grpo_fast {
 
 using Finish = std::function<void(const Block&, float*, int64_t)>;
 
-// Operands of one dtype, fp32 or bf16.
+// An LM head. hidden and weight have the same dtype, fp32 or bf16.
 struct Head {
   const void *hidden, *weight;  // (T, depth), (columns, depth)
   int64_t hidden_stride, weight_stride, depth, columns;
   const float* bias;  // (columns,), or null
-  bool is_fp32, tiles;
+  bool is_fp32, tiles;  // tiles: use torch's AMX product
 
-  // finish(block, logits, stride) for every block of `count` rows, those of hidden in `rows`, which
-  // ascend; a block has `block_columns` columns.
+  // Calls finish(block, logits, stride) for every block of the given rows of hidden. The row
+  // indices ascend. A block has `block_columns` columns.
   void multiply(const int64_t* rows, int64_t count, int64_t block_columns,
                 const Finish& finish) const {
     if (is_fp32) return run<float, Vectors>(rows, count, block_columns, finish);
@@ -25,7 +26,7 @@ struct Head {
           : run<Bfloat16, Vectors>(rows, count, block_columns, finish);
   }
 
-  // One logit: near that of the product, not bit for bit.
+  // Returns one logit. It is close to the product's logit, but not bit for bit equal.
   float logit(int64_t row, int64_t column) const {
     const float product =
         is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
@@ -48,7 +49,8 @@ struct Head {
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
     const T* x = static_cast<const T*>(hidden);
-    const bool is_run = rows[count - 1] - rows[0] == count - 1;  // they are read where they are
+    // Consecutive rows are read in place; other rows are gathered first.
+    const bool is_run = rows[count - 1] - rows[0] == count - 1;
     std::vector<T> chosen(is_run ? 0 : count * depth);
     for (int64_t i = 0; !is_run && i < count; ++i)
       std::copy_n(x + rows[i] * hidden_stride, depth, chosen.data() + i * depth);

@@ -1,9 +1,11 @@
-// The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
+// Micro-kernels: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
 //
-// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which takes no
-// AVX-512 on AMD: half of a Zen 5, up to nine tenths of a Zen 4. bf16 with fp32 sums by the same
-// kernel on AVX512_BF16, or by the tile product inside torch, at::native::cpublas::brgemm (AMX),
-// looked up in the loaded libtorch_cpu: it is not part of the stable ABI, so it may be absent.
+// fp32 uses our own micro-kernel. torch's CPU build multiplies through MKL, which does not use
+// AVX-512 on AMD: it reaches half the speed on a Zen 5, and up to nine tenths on a Zen 4. bf16 with
+// fp32 sums uses the same kernel with AVX512_BF16, or the AMX product inside torch,
+// at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
+// the loaded libtorch_cpu and may be missing. Layout: a word is an fp32, or a pair of bf16 with
+// neighbouring k; a panel has one word per lane and step of k.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,18 +14,20 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRows = 6;                       // of a in the micro-kernel
-constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 sums in 16 ymm, 24 in 32 zmm
-constexpr int64_t kPanel = kVectors * kLanes;      // columns of a packed panel of b
+constexpr int64_t kRows = 6;  // rows of a per step
+constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 of 16 ymm or 24 of 32 zmm
+constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
+  // One instruction adds both products of a pair, in fp32.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
 constexpr bool kHasDot16 = false;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
+  // Without AVX512_BF16: the low and the high half of a word, as fp32.
   sum = fma(bit_cast<Floats>(a << 16), bit_cast<Floats>(b << 16), sum);
   return fma(bit_cast<Floats>(a & 0xffff0000u), bit_cast<Floats>(b & 0xffff0000u), sum);
 }
@@ -33,17 +37,20 @@ GRPO_FAST_INLINE Floats dot(float, Words a, Words b, Floats sum) {
 }
 
 template <class T>
+// The operands of one micro-kernel call.
 struct PanelProduct {
   const T* a;
-  int64_t stride, step;  // elements between two rows of a, and between two words of k
+  int64_t stride, step;  // elements of a between rows, and between words of k
   const uint32_t* panel;
   int64_t words;
   float* c;
   int64_t c_stride;
   bool add;
-  bool is_narrow = false;  // no more than half of the panel's columns are there
+  bool is_narrow = false;  // at most half of the panel's columns are used
 };
 
+// Multiplies kCount rows by kAcross vectors of columns. All sums stay in registers until k is
+// finished.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
@@ -55,6 +62,7 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
     for (int v = 0; v < kAcross; ++v) b[v] = read<Words>(panel + v * kLanes);
 #pragma GCC unroll 6
     for (int row = 0; row < kCount; ++row) {
+      // A broadcast of one word of a.
       const Words x = Words{} + read<uint32_t>(a + row * p.stride);
 #pragma GCC unroll 4
       for (int v = 0; v < kAcross; ++v) sums[row][v] = dot(T{}, x, b[v], sums[row][v]);
@@ -69,11 +77,12 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
     }
 }
 
+// The micro-kernel on vector registers.
 struct Vectors {
-  static constexpr int64_t kGroup = 1;       // rows come in multiples of this
-  static constexpr bool kTakesDown = true;   // an a whose k goes down
+  static constexpr int64_t kGroup = 1;  // row counts are multiples of this
+  static constexpr bool kTakesDown = true;  // accepts an a whose k goes from row to row
 
-  // between(part, parts) is called after each part of the rows.
+  // Calls between(part, parts) after each group of rows, which prefetches the next operands.
   template <class T, class Between>
   static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
     p.is_narrow ? run<kVectors / 2>(p, rows, between) : run<kVectors>(p, rows, between);
@@ -88,6 +97,7 @@ struct Vectors {
       multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
+    // Each remainder has its own instance, because the row count must be a constant.
     switch (rows - row) {
       case 5: return multiply_rows<5, kAcross>(p, row);
       case 4: return multiply_rows<4, kAcross>(p, row);
@@ -98,16 +108,18 @@ struct Vectors {
   }
 };
 
-// c (m, n) fp32 += or = a (m, k) * b (k, n); the trailing bool says that b is in VNNI order.
+// c (m, n) fp32 += or = a (m, k) * b (k, n). The last flag says that b is in VNNI order (pairs of
+// k).
 using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                         bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);
 
 struct TorchKernel {
   Brgemm brgemm = nullptr;
-  Release release = nullptr;  // gives the AMX tiles of this thread back
+  Release release = nullptr;  // releases the AMX tile configuration of this thread
 };
 
+// Looks up the AMX functions by their mangled names, once per process.
 inline const TorchKernel& torch_kernel() {
   static const TorchKernel kernel = [] {
     void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -121,8 +133,8 @@ inline const TorchKernel& torch_kernel() {
   return kernel;
 }
 
-// AMX tiles, by way of torch. Every call has the same shape, so that a row's bits do not depend on
-// the block's.
+// The micro-kernel on AMX tiles, through torch. Every call has the same shape, so that the bits of
+// a row do not depend on its block.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

@@ -1,10 +1,12 @@
-// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while
-// they are in cache.
+// Blocked matrix product on the host. Blocks of a (M, K) * b (K, N) are passed to the caller while
+// in cache.
 //
-// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords
-// words: a panel of b is packed, kPanel columns wide; under it go the rows of a. An element of the
-// result is summed by one thread, in an order that depends on K only: its bits do not depend on M,
-// N, the blocks or the number of threads.
+// Blocking: threads take blocks of the result. A block loops over k in slices of kSliceWords words,
+// and over panels of b that are kPanel columns wide. A panel is packed, then multiplied by all rows
+// of the block. Layout: see micro_kernels.h for words and panels, pack.h for the packing. Rounding:
+// fp32. One thread sums an element, in an order that depends on K only. Its bits do not depend on
+// M, N, the block size or the number of threads. Parallel: over blocks of the result, through an
+// atomic counter.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -16,26 +18,30 @@
 
 namespace grpo_fast {
 
-// Of k between two additions to the block's sums: a panel of them leaves half of the L1 cache.
+// Words of k between two additions to the block's sums. A panel of them takes half of the L1 cache.
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
-constexpr int64_t kInlineFlops = 2 << 20;  // below, waking threads costs more than they give
-constexpr int64_t kFewRows = 96;  // of a: blocks may be lower, and each packs its panels itself
-constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
+constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
+// For so few rows of a, blocks may be shorter, and each block packs its panels itself.
+constexpr int64_t kFewRows = 96;
+// Up to this size, b is packed once for all blocks.
+constexpr int64_t kSharedWords = 4 << 20;
 
+// A block of the result.
 struct Block {
   int64_t row, rows, column, columns;
 };
 
-// T: what is multiplied; S: what a is stored in, T or a type with more digits (pack.h). Heavy are
-// the elements of a Positive16 a whose k goes down; b's does then, too.
+// A product. T is the type that is multiplied. S is the storage type of a: T, or a type with more
+// digits, which is split (fp32) or rounded (Positive16). In a transposed Positive16 a, heavy
+// elements keep their digits (pack.h); b must not be transposed then.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
   int64_t m, n, k;
   Operand<S> a;
   Operand<T> b;
-  const float* scales = nullptr;  // (K,): an a whose k goes down is multiplied by these first
+  const float* scales = nullptr;  // (K,) factors of a transposed a
 
   bool keeps_heavy() const { return std::is_same_v<S, Positive16> && a.k_down; }
   int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
@@ -43,10 +49,12 @@ struct Problem {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
 
+  // Panel `index` of b in a slice of k.
   Slice<T> panel(int64_t slice, int64_t index) const {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
+  // The rows of a block in a slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }
@@ -61,26 +69,27 @@ struct Problem {
   }
 };
 
-// `size` in equal parts of at most `most`, in multiples.
+// Divides `size` into equal parts of at most `most`, rounded up to a multiple.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
 
-// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand
-// wants the other side of the block to be long; every thread wants two blocks.
+// The block size. The sums of a block must stay in L2. A packed operand is reused more if the
+// opposite side of the block is long, and every thread should get two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
-    const bool packs_cheaply = is_packed || p.b.k_down;  // else the side of b is sets short
-    // Beside few columns the sums are small, and leave room for more packed rows.
+    const bool packs_cheaply = is_packed || p.b.k_down;  // else b's side is kept short
+    // With few columns the sums are small, which leaves room for more packed rows.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
+    // Halve the longer side until there are enough blocks for all threads.
     for (;;) {
       rows = even_part(p.m, most_rows, std::max(group, kRows));
       columns = fixed_columns ? fixed_columns : even_part(p.n, most_columns, kPanel);
@@ -98,27 +107,29 @@ struct Blocks {
   }
 };
 
+// Packs one panel of b.
 template <class T>
 void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// What a thread needs to sum blocks, one after another.
+// The state with which a thread computes one block after another.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
   const Problem<S, T>& p;
   const Blocks& blocks;
-  const uint32_t* shared;  // all panels of b packed, or null
+  const uint32_t* shared;  // all panels of b if packed once, or null
   int64_t height = up(blocks.rows, std::max<int64_t>(kLanes, Kernel::kGroup));
   int64_t part_words = height * kSliceWords;
   uint32_t* panel = scratch<uint32_t>(Purpose::kPanel, kPanelWords);
   uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (kParts + 1) * part_words);
   float* sums = scratch<float>(Purpose::kSums, height * blocks.columns);
   std::vector<Heavy> heavy = {};
-  std::vector<float> limits = {};  // of each row of the result
+  std::vector<float> limits = {};  // by row of the result: squares above it are heavy
 
-  // after: the block that comes next, whose first operands are asked for during the last slice.
+  // Computes the sums of a block. The first operands of the block `after` are prefetched during the
+  // last slice.
   void sum(const Block& block, const Block& after) {
     if (p.keeps_heavy()) {
       limits.resize(block.rows);
@@ -130,13 +141,14 @@ struct Worker {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
+    // Add the rounding errors of heavy elements: one row of b each, in fp32.
     for (const Heavy& at : heavy)
       add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
                  sums + at.row * blocks.columns);
     heavy.clear();
   }
 
-  // then, slice_then: what is summed next.
+  // Adds one slice of k to the sums. `then` and `slice_then` come next and are prefetched.
   void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
                  const Block& after) {
     PanelProduct<T> product{};
@@ -145,7 +157,7 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // The limits of the next block need all slices of its rows.
+    // The limits of the next block need all slices of its rows, so those are prefetched.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -156,6 +168,7 @@ struct Worker {
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
+        // The first part of the first slice overwrites the sums, so they need not be cleared.
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
@@ -166,13 +179,15 @@ struct Worker {
     }
   }
 
-  // One slice of a: as it lies in memory, or packed.
+  // Returns one slice of a, in place if its layout allows it, otherwise packed.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
     product->stride = kSliceWords * kPerWord<T>, product->step = kPerWord<T>;
     if (!x.k_down) {
       if constexpr (std::is_same_v<S, T>)
+        // In place only if no row or word is incomplete: reading beyond the end of a row could meet
+        // NaN.
         if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
           product->stride = x.stride;
           return x.data;
@@ -186,7 +201,8 @@ struct Worker {
     if constexpr (Kernel::kTakesDown) {
       pack_down<T>(x, width, entry, to);
       product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
-    } else {  // words of neighbouring k first, then the transposition
+    } else {
+      // AMX needs rows along k: pack words first, then transpose them.
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};
@@ -196,6 +212,8 @@ struct Worker {
   }
 };
 
+// Runs body(counter) on several threads. They take tasks from the counter, so that fast threads
+// take more.
 template <class Body>
 void in_parallel(int64_t threads, int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -203,7 +221,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// All panels of b, slice by slice, kPanelWords each.
+// Packs all panels of b, slice by slice, kPanelWords each.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();
@@ -213,9 +231,9 @@ void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   });
 }
 
-// finish(block, sums, stride) is called once for every block, by the thread that summed it.
-// fixed_columns: blocks have this many columns (a multiple of kPanel) whatever the sizes and the
-// threads. packed: of b, whose data is not read then.
+// Computes the product. finish(block, sums, stride) is called once for every block, by the thread
+// that summed it. fixed_columns: blocks have this many columns (a multiple of kPanel), for any size
+// and number of threads. packed: panels of b from pack_panels; b's data is then not read.
 template <class Kernel, class S, class T, class Finish>
 void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0,
               const uint32_t* packed = nullptr) {
@@ -225,7 +243,7 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // This thread is one of the workers below, too: their pieces are of other purposes.
+    // This thread also becomes a worker below, which uses scratch memory of other purposes.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

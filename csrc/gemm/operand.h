@@ -1,4 +1,4 @@
-// Operands of the matrix product: where they lie, and what of them is read next.
+// Operands of the matrix product: matrices, slices of k, prefetching and scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -10,30 +10,32 @@
 
 namespace grpo_fast {
 
-// A word is an fp32, or a pair of bf16 of neighbouring k.
+// Elements per 32-bit word. A word is an fp32, or a pair of bf16 with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
+// Rounds up to a multiple.
 inline int64_t up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// A matrix as it lies in memory, neighbours in a row.
+// A matrix whose rows are contiguous.
 template <class T>
 struct Operand {
   const T* data;
   int64_t stride;
-  bool k_down;  // k goes from row to row, else along the rows
+  bool k_down;  // true: k is the row index (transposed); false: the column index
 };
 
-// What lies under `words` words of k, of which `depth` elements exist, and some rows or columns.
+// A part of an operand: `words` words of k (of which `depth` elements exist) times `across` rows or
+// columns.
 template <class T>
 struct Slice {
   const T* data = nullptr;
   int64_t stride = 0, across = 0, depth = 0, words = 0;
   bool k_down = false;
 
-  // Asks for one of `parts` equal parts, into L2.
+  // Prefetches one of `parts` equal parts into L2.
   void prefetch(int64_t part, int64_t parts) const {
     if (data == nullptr) return;
     const int64_t rows = k_down ? depth : across, columns = k_down ? across : depth;
@@ -44,8 +46,8 @@ struct Slice {
   }
 
  private:
-  // GCC takes a function of nothing but __builtin_prefetch for one without effects, and leaves out
-  // its calls.
+  // Inline assembly: GCC treats a function that only calls __builtin_prefetch as free of side
+  // effects and removes its calls.
   static void ask_for(const char* x) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*x));
@@ -55,10 +57,11 @@ struct Slice {
   }
 };
 
-// Memory that a thread keeps from call to call, one piece for each purpose: fresh pages cost more
-// than the packing.
+// Thread-local memory that is reused across calls, one allocation per purpose. Fresh pages would
+// cost more than the packing.
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
+// Returns thread-local memory for a purpose, 64-byte aligned.
 template <class T>
 T* scratch(Purpose purpose, int64_t size) {
   struct Piece {

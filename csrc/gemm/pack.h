@@ -1,7 +1,8 @@
-// Operands packed into words, one per lane and step of k, as the micro-kernels read them.
+// Packing of operands into words, one per lane and step of k, as the micro-kernels read them.
 //
-// What has more digits than bf16 is rounded to it on the way: an fp32 into two parts, the second of
-// what the first leaves; a Positive16 into one, and where it dominates a sum the rest is noted.
+// Rounding: operands with more digits than bf16 are rounded here. An fp32 becomes two bf16 parts, x
+// and the rounding error of x. A Positive16 becomes one bf16; if it dominates a sum, its rounding
+// error is recorded.
 #pragma once
 
 #include <type_traits>
@@ -12,19 +13,21 @@
 
 namespace grpo_fast {
 
-// An element of an operand that its rounding would hurt, and what its rounding leaves.
+// An element whose rounding would hurt, with its rounding error.
 struct Heavy {
   int64_t row, k;
   float rest;
 };
 
-constexpr float kHeavyShare = 1 / 16.0f;  // of the sum of squares of a column
+// An element is heavy if its square exceeds this share of its column's sum of squares.
+constexpr float kHeavyShare = 1 / 16.0f;
 
-// How the rows of an operand enter a product.
+// How elements enter a product.
 struct Entry {
   int part = 0;
-  const float* scales = nullptr;  // by k, null: 1
-  const float* limits = nullptr;  // by column: the rounding of larger squares is noted in `heavy`
+  const float* scales = nullptr;  // by k; null: 1
+  // By column: squares above the limit are recorded in `heavy`.
+  const float* limits = nullptr;
   int64_t first_k = 0;
   std::vector<Heavy>* heavy = nullptr;
 
@@ -33,37 +36,41 @@ struct Entry {
 
 // ---- one word, one vector of words ----
 
+// The word at x.
 inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
 
-// x and its neighbour, or 0 where only one is left.
+// x and its neighbour, or 0 if only one element is left.
 inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
 
-// x rounded to bf16, whose bits are the upper half of an fp32's.
+// x rounded to bf16, whose bits are the upper half of an fp32. Adding 0x7fff plus the last kept bit
+// rounds to nearest even.
 GRPO_FAST_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
   return x != x ? Words{} + 0x7fc00000u : nearest;
 }
 
-// Part 0: that. Part 1: what it leaves, rounded.
+// Part 0: x rounded. Part 1: the rounding error of part 0, rounded.
 GRPO_FAST_INLINE Words rounded(Floats x, int part) {
   const Words first = rounded(x);
   return part == 0 ? first : rounded(x - bit_cast<Floats>(first));
 }
 
+// The rounding error of x.
 inline float rest_of(float x) {
   return x - bit_cast<float>(rounded(splat(x))[0]);
 }
 
-// The words of kLanes columns: low halves from x, high halves from next.
+// Words of kLanes columns: x in the low halves, next in the high halves.
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
     const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
+    // cvtne2ps writes x and next as two halves of the register; the permutation interleaves them.
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
@@ -75,7 +82,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Lanes of two rows `kStep` apart that make the first (kOdd: the second) of a pair, transposed.
+// Selects the lanes of two rows, `kStep` apart, that form the first (kOdd: the second) row of a
+// transposed pair.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -84,6 +92,7 @@ GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane
   return __builtin_shuffle(a, b, order);
 }
 
+// One step of an in-register transpose: exchanges blocks of kStep lanes between rows kStep apart.
 template <int kStep>
 GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
@@ -95,7 +104,7 @@ GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   }
 }
 
-// kLanes x kLanes words, transposed.
+// Transposes kLanes x kLanes words in log2(kLanes) steps.
 GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
                                        int64_t to_stride) {
   Words rows[kLanes];
@@ -109,15 +118,16 @@ GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }
 
-// to[k][r] = word k of row r of a slice along k; zeros up to `width` rows.
+// to[k][r] = word k of row r of a slice along k, with zeros up to `width` rows.
 template <class T>
 void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
-  const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // words: the last may be half
+  const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // in words
   int64_t row = 0;
   for (; row + kLanes <= x.across && x.stride % kPerWord<T> == 0; row += kLanes)
     for (int64_t k = 0; k < whole; k += kLanes)
       transpose_square(reinterpret_cast<const uint32_t*>(x.data + row * x.stride) + k,
                        x.stride / kPerWord<T>, to + k * to_stride + row, to_stride);
+  // Remaining rows and words, one at a time.
   for (int64_t r = 0; r < width; ++r)
     for (int64_t k = r < row ? whole : 0; k < x.words; ++k) {
       const int64_t at = k * kPerWord<T>;
@@ -125,7 +135,7 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     }
 }
 
-// One row of words from row k of x and, of bf16, row k + 1.
+// Writes one row of words from row k of x and, for bf16, row k + 1.
 template <class T, class S>
 void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
   const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
@@ -142,6 +152,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
+    // Almost no vector contains a heavy element, so test all lanes at once.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {
@@ -152,8 +163,8 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
   });
 }
 
-// to[k][c] = the word of column c in the rows of a slice down k that make step k; zeros up to
-// `width` columns. T is the type that is multiplied, S the one that is stored.
+// to[k][c] = the word of column c at step k of a transposed slice, with zeros up to `width`
+// columns. T is the type that is multiplied, S the storage type.
 template <class T, class S>
 void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < x.words; ++k, to += width) {
@@ -162,7 +173,7 @@ void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* t
   }
 }
 
-// to[r][k] = word k of row r of a slice along k; zeros up to `height` rows.
+// to[r][k] = word k of row r of a slice along k, with zeros up to `height` rows.
 template <class T, class S>
 void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64_t to_stride) {
   for (int64_t r = 0; r < height; ++r, to += to_stride) {
@@ -180,10 +191,11 @@ void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64
   }
 }
 
-// Of a slice down k, a scale per k: the limits that Entry wants.
+// Computes the limits of Entry: kHeavyShare times the sum of squares of each column.
 template <class S>
 void find_limits(const Slice<S>& x, const float* scales, float* limits) {
-  constexpr int64_t kAhead = 8;  // rows: too short for the machine to foresee the next
+  // Rows to prefetch ahead. The rows are too short for the hardware prefetcher.
+  constexpr int64_t kAhead = 8;
   std::fill(limits, limits + x.across, 0.0f);
   for (int64_t k = 0; k < x.depth; ++k) {
     const S* row = x.data + k * x.stride;

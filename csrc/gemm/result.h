@@ -1,27 +1,30 @@
-// What happens to a block of the product before it is rounded: rows are scaled, rows are added.
+// Epilogue of the matrix product: rows of a block are scaled, rows are added, and the result is
+// rounded once.
 #pragma once
 
 #include "gemm/multiply.h"
 
 namespace grpo_fast {
 
-// Rows that the result gets on top: coefficients[t] * values[rows[t]] to row ids[t], equal ids in
-// the order of t. No ids, no rows: t.
+// Rows to add to the result: coefficients[t] * values[rows[t]] to row ids[t]. Equal ids are added
+// in the order of t. Without ids or rows, t is used.
 struct Added {
   const float* coefficients = nullptr;  // (T,)
   const int64_t *ids = nullptr, *rows = nullptr;
   const void* values = nullptr;  // fp32 or bf16
   int64_t stride = 0;
   bool is_fp32 = false;
-  std::vector<int64_t> order = {};  // t by ascending id
+  std::vector<int64_t> order = {};  // t sorted by id
 
   int64_t id(int64_t t) const { return ids ? ids[t] : t; }
 
+  // Adds the rows that belong to a block.
   void add(const Block& block, float* sums, int64_t sums_stride) const {
     const auto is_before = [&](int64_t t, int64_t row) { return id(t) < row; };
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);
     for (; at != order.end() && id(*at) < block.row + block.rows; ++at) {
       const float factor = coefficients[*at];
+      // Skip: 0 * NaN would be NaN.
       if (factor == 0) continue;
       const int64_t start = (rows ? rows[*at] : *at) * stride + block.column;
       float* to = sums + (id(*at) - block.row) * sums_stride;
@@ -31,7 +34,7 @@ struct Added {
   }
 };
 
-// Every row by a number; exact zeros where that is 0.
+// Multiplies every row by a number. A factor of 0 gives exact zeros, even for NaN.
 inline void scale_rows(const float* scales, const Block& block, float* sums, int64_t stride) {
   for (int64_t row = 0; row < block.rows; ++row, sums += stride) {
     const float scale = scales[block.row + row];

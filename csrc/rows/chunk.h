@@ -1,4 +1,7 @@
-// Rows of logits, whether they exist or not, with a target and a transform each.
+// Rows of logits with a target and a logit transform each, and the loop that distributes rows to
+// threads.
+//
+// The logits may be stored, or computed block by block and never stored.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,13 +12,14 @@
 
 namespace grpo_fast {
 
-// C rows of V columns; or of unequal length, one after another in a vector of V numbers.
+// C rows of V columns, or rows of unequal length, stored one after another in a vector of V
+// numbers.
 struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
   double logit_scale, softcap, temperature;  // softcap 0: none
-  const float* temperatures;                 // (C,), or null: `temperature`
-  const int64_t* offsets = nullptr;          // (C + 1,): where unequal rows begin and end
+  const float* temperatures;  // (C,) or null, overrides `temperature`
+  const int64_t* offsets = nullptr;  // (C + 1,) bounds of ragged rows
 
   int64_t width(int64_t row) const { return offsets ? offsets[row + 1] - offsets[row] : columns; }
 
@@ -23,6 +27,7 @@ struct Chunk {
     return target_ids[row] >= 0 && target_ids[row] < width(row);
   }
 
+  // Folds scale, soft cap and temperature into two factors.
   RowTransform transform(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
@@ -30,17 +35,19 @@ struct Chunk {
   }
 
   template <class T>
+  // The first number of a row.
   T* start(const Matrix<T>& numbers, int64_t row) const {
     return offsets ? numbers.data + offsets[row] : numbers.row(row);
   }
 
+  // The columns of a row and its target.
   template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
     return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};
   }
 };
 
-// What is known of every row, (C,) each; entropy may be null.
+// Outputs of a row's statistics, (C,) each; entropy may be null.
 struct RowOutputs {
   float *lse, *logps, *entropy;
 
@@ -51,18 +58,18 @@ struct RowOutputs {
   }
 };
 
-constexpr int64_t kGrain = 16384;   // elements that are worth handing to a thread
-constexpr int64_t kInline = 65536;  // below, waking other threads costs more than they give
+constexpr int64_t kGrain = 16384;  // elements per task of a thread
+constexpr int64_t kInline = 65536;  // below this, waking threads costs more than it saves
 
-// body(row) for each of some rows of about so many numbers. A row is computed by one thread, so
-// results do not depend on how many there are.
+// Calls body(row) for each row, in parallel. `numbers` is the approximate length of a row. One
+// thread computes a row, so results do not depend on the number of threads.
 template <class F>
 void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const int64_t columns = std::max<int64_t>(1, numbers);
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Rows whose coefficients are 0 cost almost nothing, so equal shares would leave threads idle.
+  // Rows whose coefficients are 0 cost almost nothing, so static shares would leave threads idle.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);
@@ -72,6 +79,7 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   torch::stable::parallel_for(0, std::min(threads, (rows + step - 1) / step), 1, work);
 }
 
+// The same for the rows of a chunk.
 template <class F>
 void for_each_row(const Chunk& chunk, const F& body) {
   const int64_t rows = std::max<int64_t>(1, chunk.rows);

@@ -1,43 +1,51 @@
-// Divergences of rows of logits from a teacher's, by the leaves that the package prints: value and
-// slope of a logit, D = sum value_j, dD/dz_j = slope_j - p_j sum_k slope_k.
+// Divergences of rows of logits from a teacher.
 //
-// One thread takes a row through three loops: lse of both sides; values and slopes, which are left
-// where the gradient goes; slope - center p. The rows stay in L2. Of the student's likeliest logit
-// the gradient is (1 - p) slope - p (center - slope), with center - slope summed without it: where
-// the student is certain, slope - center p would cancel.
+// A generated function gives value and slope of one logit: D = sum_j value_j, and dD/dz_j = slope_j
+// - p_j sum_k slope_k.
+//
+// One thread takes a row through three passes: lse of both sides; values and slopes, which are
+// stored where the gradient will be; slope - center p. The rows stay in L2, so memory sees one read
+// of each side and one write, 12 bytes per logit pair. For the student's most likely logit the
+// gradient is (1 - p) slope - p (center - slope), where center - slope is summed without it. slope
+// - center p would cancel if the student is certain. Rounding: fp32 in runs of kRun columns, fp64
+// across runs.
 #pragma once
 
-#include "loss_functions.h"  // printed off objective/divergences.py by kernels/cpu/leaves.py
+#include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
 #include "rows/gradient.h"
 
 namespace grpo_fast {
 
-// One row of one side: raw logits, and their log-probabilities z - lse.
+// One row of one side: raw logits, from which log-probabilities z - lse are computed.
 struct DivergenceSide {
   const float* x;
   int64_t count;
   RowTransform transform;
   bool is_capped;
-  int64_t top = 0;  // where the largest is
-  float shift = 0, rest = 0;  // lse = shift + rest: a log-probability near 0 keeps its digits
+  int64_t top = 0;  // column of the largest logit
+  float shift = 0, rest = 0;  // lse = shift + rest, so a log-probability near 0 keeps its digits
 
+  // z - shift.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
     return is_capped ? exponent<true>(raw, transform, shift).t
                      : exponent<false>(raw, transform, shift).t;
   }
+  // z - lse.
   GRPO_FAST_INLINE Floats logp(Floats raw) const { return below(raw) - rest; }
 
-  // dz/draw without the transform's chain.
+  // 1 - tanh^2 under a soft cap, else 1.
   GRPO_FAST_INLINE Floats tanh_slope(Floats raw) const {
     return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
+  // Splits lse into shift and rest.
   void set(double lse) {
     const bool is_empty = lse == -std::numeric_limits<double>::infinity();
     shift = is_empty ? 0 : static_cast<float>(lse);
     rest = is_empty ? 0 : static_cast<float>(lse - shift);
   }
 
+  // Finds the first column with the largest logit.
   void find_top() {
     const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
@@ -50,13 +58,14 @@ struct DivergenceSide {
     }
   }
 
-  // Over all columns; the largest stays out of the sum, whose digits it would take.
+  // Computes lse. The largest term is excluded from the sum and added by log1p, where it keeps the
+  // digits of small terms.
   double lse() {
     shift = 0;
     const float high = below(splat(x[top]))[0];
     if (high == -kInfinity) return high;
     shift = high;
-    const Floats own = below(splat(x[top]));  // what the FMA leaves of it
+    const Floats own = below(splat(x[top]));  // the rounding error of the FMA
     double sum = 0;
     const Ints lanes = lane_numbers();
     for (int64_t start = 0; start < count; start += kRun) {
@@ -74,11 +83,12 @@ struct DivergenceSide {
   }
 };
 
-// Of a row: D, sum of the slopes, and both lse.
+// Sums of a row: D, the sum of the slopes, and both lse.
 struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };
 
+// One row of both sides, for one kind of divergence.
 template <int kKind>
 class DivergenceRow {
  public:
@@ -91,7 +101,8 @@ class DivergenceRow {
   double lse() { return p_.lse(); }
   double teacher_lse() { return q_.lse(); }
 
-  // Slopes go to `slopes`, which may be the teacher's logits, unless it is null.
+  // Computes the sums. Slopes are written to `slopes` unless it is null; it may be the teacher's
+  // row.
   DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
     p_.set(lse);
     q_.set(teacher_lse);
@@ -118,7 +129,7 @@ class DivergenceRow {
     return {value, others + of_top_, lse, teacher_lse};
   }
 
-  // The gradient of weight D over the slopes.
+  // Overwrites the slopes by the gradient of weight * D.
   void write(float* out, double center, double weight) const {
     const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);
@@ -134,9 +145,10 @@ class DivergenceRow {
   }
 
  private:
+  // Value and slope of some logits. Both log-probabilities may be -inf; their difference is then 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
-    const Floats d = keep_where(lp != lq, lp - lq);  // both may be -inf
+    const Floats d = keep_where(lp != lq, lp - lq);
     return divergence<kKind>(exp_floored(floor_exponent(lp)), exp_floored(floor_exponent(lq)), d,
                              expm1_floored(floor_exponent(-magnitude(d))), beta_);
   }

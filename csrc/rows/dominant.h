@@ -1,10 +1,11 @@
-// What a run of columns is written as where gradients follow: weights
+// Exponentials of a run of columns, written for the gradient GEMMs:
 //
 //   E_j = e^(z_j - s) f_j, 0 in the target's column,      f = 1 - tanh^2 (1 without a soft cap)
 //
-// for a shift s that may be too small: their sum is then inf, or e^20 and more. Every E is finite.
-// Of those that make up more than a 16th of their row the digits that 16 bits leave out are worth
-// keeping: the others' roundings are small beside the row's gradient, or cancel.
+// The shift s is an estimate and may be too small. The row's sum can then overflow, but every E is
+// finite. In a Positive16 matrix, elements that make up more than 1/16 of their row are also
+// recorded in fp32, because their rounding errors matter. The errors of smaller elements are small
+// compared with the row's gradient, or cancel.
 #pragma once
 
 #include <atomic>
@@ -16,14 +17,15 @@
 
 namespace grpo_fast {
 
-// Sums alone, those of WriteExponentials. A NaN becomes the largest: its row then counts as high_nll from its
-// target.
+// Sums exponentials without storing them. The exponent is clamped on both sides. A NaN becomes the
+// largest exponent, so the row's -logp exceeds kMaxNll and the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
+// Sums and stores exponentials.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -31,21 +33,24 @@ struct WriteExponentials : SumExponentials {
 
   explicit WriteExponentials(Out* out) : out(out) {}
 
+  // max drops a NaN.
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
     // max drops a NaN.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };
 
+// An element is dominant if it exceeds this share of its row's sum.
 constexpr float kDominantShare = 1 / 16.0f;
 
+// A dominant element.
 struct Dominant {
   int64_t row, column;
   float e;       // e^(z - shift)
-  float weight;  // times the slope of a soft cap
+  float weight;  // e times the slope of the soft cap
 };
 
-// Notes the weights of a run above a threshold.
+// Records the elements of a run that exceed a threshold.
 template <bool kSoftcap>
 struct NoteAbove : SumExponentials {
   float threshold;
@@ -60,21 +65,21 @@ struct NoteAbove : SumExponentials {
   }
 };
 
-// Found run by run, by all threads, while the sum of a row is known in part: more than need be,
-// fewer at the end.
+// Collects dominant elements while the row sums are still incomplete. It records too many elements
+// at first, and removes the excess at the end.
 class DominantExponentials {
  public:
   explicit DominantExponentials(int64_t rows) : known_(rows) {}
 
-  // Of the sum of a row's weights `sum` more is known; what another thread adds at the same time
-  // may be lost.
+  // Adds to the known sum of a row. A concurrent update may be lost, which only lowers the
+  // threshold.
   void raise(int64_t row, double sum) {
     const float known = known_[row].load(std::memory_order_relaxed);
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
 
-  // sums: of all weights of every row. What was found in the rows of `again` (ascending) is
-  // forgotten.
+  // Sets the final sums. Elements of the rows in `again` (ascending) are dropped, because these
+  // rows are recomputed.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -84,12 +89,12 @@ class DominantExponentials {
     });
   }
 
-  // Those of one run, from column `first` of its row on, where the largest e by lane shows that
-  // there may be some.
+  // Records the dominant elements of a run that begins at column `first`. `largest` holds the
+  // largest e by lane, so runs without candidates return immediately.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {
-    // Final sums are rounded otherwise.
+    // The factor 0.99 allows for the different rounding of the final sums.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;
@@ -100,7 +105,7 @@ class DominantExponentials {
     found_.insert(found_.end(), own.begin(), own.end());
   }
 
-  // By row and column, after `settle` and the last note.
+  // Returns the elements sorted by row and column. Call it after `settle` and the last `note`.
   const std::vector<Dominant>& finished() {
     forget([&](const Dominant& x) { return !(x.e > kDominantShare * sums_[x.row]); });
     std::sort(found_.begin(), found_.end(), [](const Dominant& a, const Dominant& b) {

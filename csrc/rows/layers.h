@@ -1,4 +1,4 @@
-// Element-wise layers of a model, fp32, forward and backward a row at a time. Grad is that of y.
+// Formulas of elementwise layers in fp32, one row at a time. Grad is the gradient of y.
 //
 //   RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
 //             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
@@ -6,6 +6,8 @@
 //             dg = grad u s (1 + g (1 - s)),   du = grad g s
 //   rotary    y = x cos + (-x_high, x_low) sin, by halves of a head's columns
 //             dx = grad cos + (grad_high sin_high, -grad_low sin_low)
+//
+// Rounding: sums of a row are fp32 per lane and fp64 across lanes.
 #pragma once
 
 #include <cmath>
@@ -19,6 +21,7 @@ GRPO_FAST_INLINE Floats first(Floats x, int64_t count) {
   return count < kLanes ? keep_where(lane_numbers() < static_cast<int32_t>(count), x) : x;
 }
 
+// RMSNorm of a row. Stores r for the backward pass.
 inline void norm_row(const float* x, const float* w, float eps, int64_t columns, float* y,
                      float* r) {
   Floats sums{};
@@ -33,7 +36,7 @@ inline void norm_row(const float* x, const float* w, float eps, int64_t columns,
   });
 }
 
-// Adds this row's part to dw.
+// Gradient of a row. Adds the row's part of dw.
 inline void norm_row_backward(const float* grad, const float* x, const float* w, float r,
                               int64_t columns, float* dx, float* dw) {
   Floats sums{};
@@ -50,17 +53,20 @@ inline void norm_row_backward(const float* grad, const float* x, const float* w,
   });
 }
 
+// sigmoid(x), and 1 - sigmoid(x) without cancellation.
 struct Sigmoid {
-  Floats value, rest;  // 1 / (1 + e^-x), and 1 minus it without its cancellation
+  Floats value, rest;
 };
 
 GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
+  // Only e^-|x| is evaluated, which cannot overflow.
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
   const Ints is_negative = x < splat(0);
   return {is_negative ? small : large, is_negative ? large : small};
 }
 
+// y = silu(gate) * up.
 inline void swiglu_row(const float* gate, const float* up, int64_t columns, float* y) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats g = load_up_to(gate + j, count);
@@ -68,6 +74,7 @@ inline void swiglu_row(const float* gate, const float* up, int64_t columns, floa
   });
 }
 
+// Gradients of gate and up.
 inline void swiglu_row_backward(const float* grad, const float* gate, const float* up,
                                 int64_t columns, float* dgate, float* dup) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
@@ -79,7 +86,7 @@ inline void swiglu_row_backward(const float* grad, const float* gate, const floa
   });
 }
 
-// The first half of the columns with the second, turned by an angle for each pair.
+// Rotates pairs of the first and the second half of the columns. kInverse computes the gradient.
 template <bool kInverse>
 inline void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                    float* y) {

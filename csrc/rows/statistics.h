@@ -1,5 +1,7 @@
-// lse, log-probability of the target and entropy of one row, from sums over all columns but the
-// target's: where p -> 1, log1p(rest / e_y) keeps the digits that 1 + rest would round away.
+// lse, log-probability of the target and entropy of one row.
+//
+// All are computed from sums over the columns except the target. If p -> 1, log1p(rest / e_y) keeps
+// digits that 1 + rest would round away. Rounding: sums as in sums.h, results in fp64.
 #pragma once
 
 #include <cmath>
@@ -8,28 +10,31 @@
 
 namespace grpo_fast {
 
+// Results for one row.
 struct RowStatistics {
   double lse, logp, entropy;
 };
 
-// rest = sum e^t and moment = sum e^t * t over some columns but the target's, t = z - shift.
+// rest = sum e^t and moment = sum e^t * t over some columns except the target, t = z - shift.
 struct PartialSums {
   float shift;
   double rest, moment;
 };
 
-// z of one element in fp64: for the target, whose logit enters logp undamped.
+// z of one element in fp64. For the target, whose logit enters logp directly.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
   return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
+// Joins the lanes.
 inline PartialSums partial(float shift, const Totals& totals) {
   return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
 }
 
-// z_target: null for a row without a target, whose logp is NaN.
+// Adds the target and computes the results. z_target is null for a row without target, whose logp
+// is NaN.
 inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   const double t = z_target ? *z_target - sums.shift : 0;
   const double e = z_target ? std::exp(t) : 0, total = sums.rest + e, log_total = std::log(total);
@@ -38,13 +43,14 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   row.logp = !z_target        ? std::numeric_limits<double>::quiet_NaN()
              : e >= sums.rest ? 0.0 - std::log1p(sums.rest / e)
                               : t - log_total;
+  // e * t is 0 * -inf for a target at -inf.
   const double entropy = log_total - (sums.moment + (e == 0 ? 0 : e * t)) / total;
   row.entropy = entropy < 0 ? 0 : entropy;
   return row;
 }
 
-// The maximum's z, from the largest raw * inner. Finite where that is -inf, so that -inf - shift is
-// -inf and never NaN.
+// The shift: z of the largest raw * inner. It is finite even if all columns are -inf, so that -inf
+// - shift is -inf and not NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -52,8 +58,9 @@ inline float shift_of(float largest, const RowTransform& transform) {
   return kSoftcap ? transform.outer * std::tanh(largest) : largest;
 }
 
-// Of a row in memory, which is read once: blocks of kBlock columns stay in L1 between the maximum
-// and the exponentials. Without kEntropy the entropy means nothing.
+// Statistics of a stored row, which is read from memory once: a block of kBlock columns stays in L1
+// between the search for the maximum and the exponentials. Without kEntropy the entropy is
+// undefined.
 template <bool kSoftcap, bool kEntropy, class T>
 RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transform) {
   float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, transform);
@@ -61,6 +68,8 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
+    // Rescale the sums to the new maximum. moment = sum e (z - shift) changes with the shift as
+    // well.
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);
@@ -77,7 +86,7 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   return finished(partial(shift, totals), &z_target);
 }
 
-// Of a run, relative to its own maximum.
+// Sums of a run relative to its maximum.
 template <bool kSoftcap, bool kEntropy>
 PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   const float shift = shift_of<kSoftcap>(largest_of(run, transform.inner), transform);
@@ -86,7 +95,7 @@ PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   return partial(shift, totals);
 }
 
-// The sums of a whole row from those of its runs, in their order.
+// Sums of a row from those of its runs, added in order.
 inline PartialSums joined(const PartialSums* runs, int64_t count) {
   PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
   for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, runs[i].shift);

@@ -1,8 +1,8 @@
-// Sums of a softmax over a run of columns: sum e^t and sum e^t * t, t = z - shift.
+// Softmax sums over a run of columns: sum e^t and sum e^t * t, t = z - shift.
 //
-// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap. Sums are fp32 in a run of
-// columns and fp64 across; the order of additions depends on V and the target only, never on the
-// thread or the neighbouring rows.
+// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap. Rounding: fp32 in a run of
+// columns, fp64 across runs. The order of additions depends on V and the target only, not on the
+// thread or other rows.
 #pragma once
 
 #include <algorithm>
@@ -12,18 +12,19 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kBlock = 2048;  // columns between two looks at the maximum
-constexpr int64_t kRun = 512;     // columns summed in fp32 before the sum is widened
+constexpr int64_t kBlock = 2048;  // columns between two updates of the maximum
+constexpr int64_t kRun = 512;  // columns summed in fp32
 static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// The logit transform of a row, folded into two factors.
 struct RowTransform {
   float inner;   // logit_scale / temperature, or logit_scale / softcap
-  float outer;   // softcap / temperature; not read without a soft cap
+  float outer;  // softcap / temperature; unused without a soft cap
   double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
 };
 
-// Columns of a row; target: its place among them, or any number outside.
+// Columns of a row. `target` is the target's position in them, or a number out of range.
 template <class T>
 struct Columns {
   const T* x;
@@ -34,17 +35,19 @@ struct Columns {
   }
 };
 
-// By lane; `largest` e^t where somebody asks for it.
+// Sums by lane. `largest` e^t is tracked only on request.
 struct Totals {
   Doubles sum = {}, moment = {};
   Floats largest = {};
 };
 
+// The exponent of one vector and the slope of the soft cap.
 struct Exponent {
-  Floats t;      // z - shift; one FMA, so a large |z| near the shift loses nothing
+  Floats t;  // z - shift, one FMA: exact near the shift even for a large |z|
   Floats slope;  // 1 - tanh^2 under a soft cap, else 1
 };
 
+// Computes exponent and slope of raw logits.
 template <bool kSoftcap>
 GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, float shift) {
   if constexpr (kSoftcap) {
@@ -54,7 +57,7 @@ GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, fl
   return {fma(raw, transform.inner, -shift), splat(1.0f)};
 }
 
-// The largest raw * inner of some columns. A NaN is skipped here and shows in the sums.
+// Returns the largest raw * inner. A NaN is skipped here, and appears in the sums.
 template <class T>
 inline float largest_of(const Columns<T>& columns, float inner) {
   Floats a = splat(-kInfinity), b = a, c = a, d = a;
@@ -70,13 +73,14 @@ inline float largest_of(const Columns<T>& columns, float inner) {
   return max_lane(max(max(a, b), max(c, d)));
 }
 
-// What the sums of a run do besides: nothing.
+// The default for `emit`: does nothing.
 struct Ignore {
   static constexpr bool kFindsLargest = false;
   GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
+// One chain of sums.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};
@@ -88,8 +92,8 @@ struct Sums {
   }
 };
 
-// Four vectors that the end of the row or the target runs through: what does not count is left out
-// of the sums.
+// Adds up to four vectors that contain the end of the row or the target. Masked lanes are excluded
+// from the sums.
 template <bool kSoftcap, class T, class Sum, class Emit>
 inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
                        float shift, Sum (&sums)[4], const Emit& emit) {
@@ -107,15 +111,16 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransf
   }
 }
 
-// Adds a run of at most kRun columns, without the target. emit(column, count, e^t, slope) sees
-// every vector, with 0 for e^t in the target's lane.
+// Adds a run of at most kRun columns without the target. emit(column, count, e^t, slope) is called
+// for every vector, with e^t = 0 in the target's lane.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
 GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transform, float shift,
                               Totals& totals, const Emit& emit = {}) {
   constexpr int64_t kStep = 4 * kLanes;
   using Lanes = Sums<kEntropy, Emit>;
-  Lanes sums[4];  // four chains of additions hide each other's latency
+  Lanes sums[4];  // four chains hide the latency of additions
   const auto add_whole = [&](int64_t begin, int64_t end) GRPO_FAST_BODY {
+    // Local copies, so that the sums stay in registers.
     Lanes a = sums[0], b = sums[1], c = sums[2], d = sums[3];
     const auto add = [&](Lanes& to, int64_t column) GRPO_FAST_BODY {
       const Exponent found = exponent<kSoftcap>(load(run.x + column), transform, shift);
@@ -124,7 +129,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
       emit(column, kLanes, e, found.slope);
     };
     for (int64_t column = begin; column < end; column += kStep) {
-      // The next block's maximum would otherwise wait for memory.
+      // The search for the next block's maximum would otherwise wait for memory.
       prefetch<kStep>(run.x + column + kBlock);
       add(a, column), add(b, column + kLanes);
       add(c, column + 2 * kLanes), add(d, column + 3 * kLanes);
@@ -135,7 +140,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
     add_ragged<kSoftcap>(run.part(first, size), first, transform, shift, sums, emit);
   };
   const int64_t whole = run.count / kStep * kStep, target = run.target;
-  // The step with the target.
+  // The step with the target is added with masks.
   const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;
   add_whole(0, odd);
   if (odd < whole) {

@@ -1,14 +1,19 @@
-// hidden -> log-probabilities and weights, without logits: the head's product with the softmax in
-// its epilogue. The gradient of sum g * logp is, with the weights E of dominant.h,
+// LM head fused with log-softmax: hidden -> log-probabilities and exponentials, without stored
+// logits.
+//
+// The gradient of sum g * logp, with the exponentials E of dominant.h, is
 //
 //   d raw_j = g unit E_j,              unit = -e^(s - lse) logit_scale / temperature
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
 //
-// s must be known before the row is: s = z[target], one dot product per row (lse - s = -logp), so
-// that one exponential serves the weight and the sum. Rows with -logp > kMaxNll, with NaN or without a
-// target are summed again relative to their maximum, and sum_and_store again with s = lse. A row's
-// statistics are those of slices of kSliceColumns columns, joined in their order: its bits do not
-// depend on the other rows, on the threads, or on what is stored.
+// The shift s must be known before the row is computed. s = z[target] costs one dot product per
+// row, and lse - s = -logp, so one exponential serves E and the sum. Rows with -logp > kMaxNll,
+// with NaN or without a target are summed again relative to their maximum, and their E is computed
+// again with s = lse.
+//
+// Layout: a row is divided into slices of kSliceColumns columns, whose sums are joined in order.
+// Rounding: as in sums.h. A row's bits do not depend on other rows, on the threads, or on what is
+// stored. Parallel: over blocks of the product (gemm/multiply.h).
 #pragma once
 
 #include <numeric>
@@ -20,44 +25,49 @@
 namespace grpo_fast {
 
 constexpr int64_t kSliceColumns = 256;
-constexpr int64_t kGroupRows = 1024;  // at a time: their partial sums take 24 bytes per slice
-constexpr double kMaxNll = 20.0;         // nats between z[target] and lse
+constexpr int64_t kGroupRows = 1024;  // per group; the partial sums take 24 bytes per slice and row
+constexpr double kMaxNll = 20.0;  // limit of lse - z[target] for s = z[target], in nats
 static_assert(kSliceColumns % kPanel == 0 && kSliceColumns <= kRun);
 
-// Where a sweep's results go. At most one of the matrices (T, V) is there.
+// Destinations of the results. At most one of the (T, V) matrices is set.
 struct SweepOutputs {
   RowOutputs rows;
-  float *unit, *target_unit;  // (T,), where weights are
+  float *unit, *target_unit;  // (T,), set with exponentials
   Matrix<float> logits, exponentials;
   Matrix<Positive16> exponentials16;  // weights
 
   bool has_exponentials() const { return exponentials.data || exponentials16.data; }
 };
 
-// Without kEntropy the entropies mean nothing.
+// One pass over all rows. Without kEntropy the entropies are undefined.
 template <bool kSoftcap, bool kEntropy>
 class Sweep {
  public:
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
+    // The shift of every row: z of its target.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
     }
   }
 
-  // is_known: lse and logps are there already. -> the weights in 16 bits that dominate their row.
+  // Runs all steps. is_known: lse and logps are given. Returns the dominant elements of 16-bit
+  // exponentials.
   std::vector<Dominant> run(bool is_known) {
+    // 1. All rows, relative to their targets.
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
       each(all, true, [&](const Piece& piece) { return sum_and_store(piece, false); });
+    // 2. Rows that are far above their targets, relative to their maximum.
     const Rows high_nll = high_nll_rows();
     if (!is_known)
       each(high_nll, true, [&](const Piece& piece) {
         return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
+    // 3. Exponentials that need s = lse.
     if (!to_.has_exponentials()) return {};
     for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
     if (to_.exponentials16.data) dominant_.settle(exponential_sums(), high_nll);
@@ -70,13 +80,14 @@ class Sweep {
  private:
   using Rows = std::vector<int64_t>;
 
-  // Raw logits of one row from column `column` on.
+  // Raw logits of one slice of a row.
   struct Piece {
     int64_t row, column;
     Columns<float> run;
   };
 
-  // sum_of(piece) for every slice of some rows; joins: statistics of the rows from the sums.
+  // Calls sum_of(piece) for every slice of the given rows. With `joins`, computes the statistics of
+  // the rows.
   template <class SumOf>
   void each(const Rows& rows, bool joins, const SumOf& sum_of) {
     const int64_t slices = (chunk_.columns + kSliceColumns - 1) / kSliceColumns;
@@ -102,7 +113,8 @@ class Sweep {
     }
   }
 
-  // Sums relative to the row's shift, and what goes to the matrix. has_sum: the row's is known.
+  // Sums a slice relative to the row's shift and stores the requested output. has_sum: the row's
+  // sum is known.
   PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
     const Columns<float>& run = piece.run;
@@ -125,6 +137,8 @@ class Sweep {
     return sums;
   }
 
+  // Rows without target, with NaN, or with lse - s > kMaxNll. The comparison is negated so that NaN
+  // counts.
   Rows high_nll_rows() const {
     Rows high_nll;
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -134,7 +148,7 @@ class Sweep {
     return high_nll;
   }
 
-  // Of the weights of every row, from its statistics.
+  // The sum of every row's exponentials, computed from its statistics: (1 - p_y) e^(lse - s).
   std::vector<double> exponential_sums() const {
     std::vector<double> sums(chunk_.rows);
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -144,6 +158,7 @@ class Sweep {
     return sums;
   }
 
+  // Writes the factors that turn exponentials into d-logits.
   void write_units() const {
     for (int64_t row = 0; row < chunk_.rows; ++row) {
       const RowTransform transform = chunk_.transform(row);
@@ -160,8 +175,8 @@ class Sweep {
   const Head& head_;
   const SweepOutputs& to_;
   std::vector<float> shifts_;   // s of every row
-  std::vector<float> targets_;  // raw logits of the targets, of the product
-  DominantExponentials dominant_;    // where the weights are Positive16
+  std::vector<float> targets_;  // raw logits of the targets, from the product
+  DominantExponentials dominant_;  // used for Positive16
 };
 
 }  // namespace grpo_fast

@@ -1,20 +1,21 @@
-// Numbers as they lie in memory: fp32, and three kinds of 16 bits. In registers they are fp32; what
-// goes out is rounded to nearest, ties to even (of Positive16: up).
+// Storage types: fp32 and three 16-bit types. In registers all numbers are fp32.
+//
+// Rounding: to nearest, ties to even (Positive16: ties up).
 #pragma once
 
 #include "vec/vec.h"
 
 namespace grpo_fast {
 
-// Storage types: only their bits matter here.
+// Storage types. Only their bits are used.
 struct Bfloat16 {
   uint16_t bits;
 };
 struct Float16 {
   uint16_t bits;
 };
-// A number from 0 to 2^30 with ten binary digits, two more than bf16 has: no sign, and 7 bits of
-// exponent. What is smaller than 2^-98 is 0.
+// A number from 0 to 2^30 with ten significant bits, two more than bf16: no sign bit, 7 exponent
+// bits. Numbers below 2^-98 become 0.
 struct Positive16 {
   uint16_t bits;
 };
@@ -31,15 +32,17 @@ GRPO_FAST_INLINE To read(const void* x) {
 
 typedef long long HalfRegister __attribute__((vector_size(kLanes * 2)));
 
+// Zero-extends kLanes 16-bit values.
 GRPO_FAST_INLINE Words load_halves(const void* x) {
-#if defined(GRPO_FAST_X86)  // g++ 12 makes three steps of the portable line
+#if defined(GRPO_FAST_X86)
+  // g++ 12 compiles the portable expression to three instructions.
   return bit_cast<Words>(GRPO_FAST_X86(cvtepu16_epi32)(read<HalfRegister>(x)));
 #else
   return __builtin_convertvector(read<Halves>(x), Words);
 #endif
 }
 
-// The lower halves of words whose upper halves are 0.
+// Stores the lower halves of words whose upper halves are 0.
 GRPO_FAST_INLINE void store_halves(void* out, Words words) {
 #if defined(__AVX2__) && GRPO_FAST_LANES == 8
   const __m256i zeros = _mm256_setzero_si256();
@@ -59,6 +62,7 @@ GRPO_FAST_INLINE Floats load(const Bfloat16* x) {
   return bit_cast<Floats>(load_halves(x) << 16);
 }
 
+// Shift exponent and fraction into place, and add the exponent's offset.
 GRPO_FAST_INLINE Floats load(const Positive16* x) {
   const Words halves = load_halves(x);
   return keep_where(halves != 0u, bit_cast<Floats>((halves << 14) + kLeastPositive));
@@ -69,7 +73,8 @@ GRPO_FAST_INLINE Floats load(const Float16* x) {
   return GRPO_FAST_X86(cvtph_ps)(read<HalfRegister>(x));
 #else
   const Words halves = load_halves(x), rest = (halves & 0x7fffu) << 13;
-  // In place the exponent is short by 112; the product repairs it, subnormals included.
+  // Shifted into place, the exponent is too small by 112. The product corrects this, also for
+  // subnormals.
   const Words finite = bit_cast<Words>(bit_cast<Floats>(rest) * 0x1p112f);
   const Words size = rest >= (0x7c00u << 13) ? rest | 0x7f800000u : finite;
   return bit_cast<Floats>(size | (halves & 0x8000u) << 16);
@@ -82,11 +87,13 @@ GRPO_FAST_INLINE void store(float* out, Floats x) {
 
 GRPO_FAST_INLINE void store(Bfloat16* out, Floats x) {
   const Words word = bit_cast<Words>(x);
+  // Adding 0x7fff plus the last kept bit rounds to nearest even.
   const Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   store_halves(out, x != x ? Words{} + 0x7fc0u : rounded);
 }
 
 GRPO_FAST_INLINE void store(Positive16* out, Floats x) {
+  // Subtract the exponent's offset and round up from one half; negative results become 0.
   const Ints above = bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u);
   store_halves(out, bit_cast<Words>((above > 0 ? above : Ints{}) >> 14));
 }
@@ -98,16 +105,16 @@ GRPO_FAST_INLINE void store(Float16* out, Floats x) {
 #else
   const Words word = bit_cast<Words>(x), size = word & 0x7fffffffu;
   const Words normal = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
-  // Below 2^-14: adding 0.5 leaves the subnormal's bits in the low half.
+  // Below 2^-14, adding 0.5 leaves the bits of the subnormal in the low half.
   const Words small = bit_cast<Words>(bit_cast<Floats>(size) + 0.5f) - 0x3f000000u;
   Words bits = size < 0x38800000u ? small : normal;
-  bits = size >= 0x477ff000u ? Words{} + 0x7c00u : bits;  // 65520 and above round to infinity
+  bits = size >= 0x477ff000u ? Words{} + 0x7c00u : bits;  // 65520 and above become infinity
   bits = size > 0x7f800000u ? Words{} + 0x7e00u : bits;
   store_halves(out, ((word >> 16) & 0x8000u) | bits);
 #endif
 }
 
-// Asks for kCount elements from x on; an address past the end of the row is harmless.
+// Prefetches kCount elements. An address beyond the row is harmless.
 template <int kCount, class T>
 GRPO_FAST_INLINE void prefetch(const T* x) {
   const char* bytes = reinterpret_cast<const char*>(x);
@@ -116,7 +123,7 @@ GRPO_FAST_INLINE void prefetch(const T* x) {
 
 // ---- rows of numbers ----
 
-// A matrix as it lies in memory, neighbours in a row.
+// A matrix whose rows are contiguous.
 template <class T>
 struct Matrix {
   T* data;
@@ -125,7 +132,7 @@ struct Matrix {
   T* row(int64_t index) const { return data + index * stride; }
 };
 
-// The first `count` of at most kLanes; the lanes past them repeat the first.
+// Loads up to kLanes elements. Unused lanes repeat the first element, so they stay finite.
 template <class T>
 GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
   if (count >= kLanes) return load(x);
@@ -134,6 +141,7 @@ GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
   return load(numbers);
 }
 
+// Stores up to kLanes elements.
 template <class T>
 GRPO_FAST_INLINE void store_up_to(T* out, Floats x, int64_t count) {
   if (count >= kLanes) return store(out, x);
@@ -142,12 +150,14 @@ GRPO_FAST_INLINE void store_up_to(T* out, Floats x, int64_t count) {
   for (int64_t lane = 0; lane < count; ++lane) out[lane] = numbers[lane];
 }
 
+// Loads one element.
 template <class T>
 GRPO_FAST_INLINE float load_one(const T* x) {
   return load_up_to(x, 1)[0];
 }
 
-// body(column, count) for each vector of a row; count is a constant in all but the last.
+// Calls body(column, count) for each vector of a row. count is a compile-time constant in all but
+// the last call.
 template <class Body>
 GRPO_FAST_INLINE void by_vectors(int64_t columns, const Body& body) {
   int64_t column = 0;
@@ -155,7 +165,7 @@ GRPO_FAST_INLINE void by_vectors(int64_t columns, const Body& body) {
   if (column < columns) body(column, columns - column);
 }
 
-// sums += factor * x
+// sums += factor * x.
 template <class T>
 void add_scaled(const T* x, float factor, int64_t columns, float* sums) {
   by_vectors(columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {

@@ -1,8 +1,9 @@
-// The vector layer: a few operations on kLanes floats, in the vector extensions of GCC and clang.
+// Vector layer: operations on kLanes floats, written with the vector extensions of GCC and clang.
 //
-// The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4) and splits a width
-// above the machine's, so the 16-lane source is tested on AVX2 machines as well. Built with
-// -ffp-contract=off: one rounding is written fma(), so instances of a template agree bit for bit.
+// The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4). It splits vectors
+// that are wider than the machine's registers, so the 16-lane code is also tested on AVX2.
+// Rounding: built with -ffp-contract=off. A multiply-add with one rounding is written as fma(), so
+// all instances of a template agree bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@
 #endif
 
 #define GRPO_FAST_INLINE [[gnu::always_inline]] inline
-#define GRPO_FAST_BODY __attribute__((always_inline))  // of a lambda
+#define GRPO_FAST_BODY __attribute__((always_inline))  // for lambdas
 
 #if !defined(GRPO_FAST_LANES)
 #if defined(__AVX512F__)
@@ -28,7 +29,8 @@
 #endif
 #endif
 
-// GRPO_FAST_X86(max_ps) is the intrinsic for kLanes floats, where the machine has such registers.
+// GRPO_FAST_X86(max_ps) is the intrinsic for kLanes floats. Undefined if the machine lacks such
+// registers.
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
 #define GRPO_FAST_X86(name) _mm512_##name
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && GRPO_FAST_LANES == 8
@@ -53,8 +55,9 @@ GRPO_FAST_INLINE To bit_cast(const From& from) {
   return to;
 }
 
+// All lanes x. x - 0 keeps -0 and NaN.
 GRPO_FAST_INLINE Floats splat(float x) {
-  return x - Floats{};  // x - 0 keeps every x, -0 and NaN included
+  return x - Floats{};
 }
 
 GRPO_FAST_INLINE Ints lane_numbers() {
@@ -63,21 +66,21 @@ GRPO_FAST_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// a where a > b, else b: a NaN in b passes through, a NaN in a is dropped.
+// a where a > b, else b. A NaN in b is kept, a NaN in a is dropped.
 GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #if defined(GRPO_FAST_X86)
-  return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 makes two instructions of the line below
+  return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 compiles the line below to two instructions
 #else
   return a > b ? a : b;
 #endif
 }
 
-// a where a < b, else b: a NaN in a is dropped.
+// a where a < b, else b. A NaN in a is dropped.
 GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
   return a < b ? a : b;
 }
 
-// a * b + c, rounded once where the machine has FMA.
+// a * b + c, rounded once if the machine has FMA.
 GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(fmadd_ps)(a, b, c);
@@ -89,17 +92,18 @@ GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The same with single numbers for b or c.
+// The same with scalars for b or c.
 template <class B, class C>
 GRPO_FAST_INLINE Floats fma(Floats a, B b, C c) {
   return fma(a, b - Floats{}, c - Floats{});
 }
 
+// x where the mask is set, else 0. A bitwise AND, so NaN and inf are dropped as well.
 GRPO_FAST_INLINE Floats keep_where(Ints mask, Floats x) {
-  return bit_cast<Floats>(bit_cast<Ints>(x) & mask);  // a select: 0 elsewhere, also for NaN and inf
+  return bit_cast<Floats>(bit_cast<Ints>(x) & mask);
 }
 
-// Of a comparison's result: bit i is set where lane i holds true.
+// Converts a comparison result to bits: bit i is set if lane i is true.
 GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
   return _mm512_cmplt_epi32_mask(bit_cast<__m512i>(mask), _mm512_setzero_si512());
@@ -112,13 +116,14 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #endif
 }
 
-// body(lane) for the lanes of the first `count` that hold true, from the lowest on.
+// Calls body(lane) for each true lane among the first `count`, in ascending order.
 template <class Body>
 inline void each_lane(Ints mask, int64_t count, const Body& body) {
   uint32_t bits = bits_of(mask) & ((1u << count) - 1u);
   for (; bits; bits &= bits - 1) body(__builtin_ctz(bits));
 }
 
+// The largest lane.
 GRPO_FAST_INLINE float max_lane(Floats x) {
   float best = x[0];
   for (int lane = 1; lane < kLanes; ++lane) best = x[lane] > best ? x[lane] : best;
@@ -129,6 +134,7 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
   return __builtin_convertvector(x, Doubles);
 }
 
+// Adds the upper half of the lanes to the lower half until one is left.
 template <int kCount>
 GRPO_FAST_INLINE double sum_of(const double* lanes) {
   if constexpr (kCount == 1) {
@@ -143,29 +149,29 @@ GRPO_FAST_INLINE double sum_of(const double* lanes) {
   }
 }
 
-// Pairwise, in fixed order: the upper half of the lanes is added to the lower. (By vectors of half
-// the width: a loop over lanes costs a fifth of a sweep without gradient.)
+// The sum of all lanes in a fixed pairwise order. Half-width vectors are used, because a loop over
+// lanes costs a fifth of a pass without gradient.
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
   return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
 }
 
 // ---- functions ----
 
-// exp below this is 0 here: the rounded exponent is -127 there, whose scale factor has no bit set.
+// exp is 0 below this: the rounded exponent is -127, for which the scale factor has no bits set.
 constexpr float kExpFloor = -88.0f;
 
-// The argument exp_floored takes: NaN stays NaN, -inf becomes finite (so that 0 * x is 0 later).
+// The argument for exp_floored. NaN is kept; -inf becomes finite, so that 0 * x is 0 later.
 GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
   return max(splat(kExpFloor), x);
 }
 
-// e^x for kExpFloor <= x <= 88: relative error at most 1e-7, exactly 0 below -87.7.
-// x = n ln 2 + f; e^f by a minimax polynomial of degree 6 (3e-9, by Remez exchange), 2^n from bits.
+// e^x for kExpFloor <= x <= 88, with a relative error of at most 1e-7, and exactly 0 below -87.7. x
+// = n ln 2 + f; e^f is a minimax polynomial of degree 6 (3e-9, Remez), 2^n is built from bits.
 GRPO_FAST_INLINE Floats exp_floored(Floats x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: + leaves the nearest integer in low bits
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
   const Floats n = shifted - kRounder;
-  Floats f = fma(n, -0.693359375f, x);  // n times these 10 bits is exact, also without FMA
+  Floats f = fma(n, -0.693359375f, x);  // exact even without FMA: the constant has 10 bits
   f = fma(n, 2.12194440054690583e-4f, f);
   Floats p = fma(f, 0.0013814540579915047f, 0.00836874544620514f);
   p = fma(p, f, 0.04166838899254799f);
@@ -176,18 +182,20 @@ GRPO_FAST_INLINE Floats exp_floored(Floats x) {
   return p * bit_cast<Floats>((bit_cast<Ints>(shifted) + 127) << 23);
 }
 
+// tanh and its derivative.
 struct TanhAndSlope {
   Floats value;
-  Floats slope;  // 1 - tanh^2, without its cancellation
+  Floats slope;  // 1 - tanh^2, without cancellation
 };
 
-// tanh to 2e-7 relative, both outputs finite for every x but NaN.
+// tanh with a relative error of 2e-7. Both results are finite except for NaN.
 GRPO_FAST_INLINE TanhAndSlope tanh_and_slope(Floats x) {
   const Ints sign = bit_cast<Ints>(x) & INT32_MIN;
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(size * -2.0f));
   const Floats q = 1.0f / (1.0f + a);
   const Floats square = x * x;
+  // For |x| < 0.6 use a polynomial (3e-9), because 1 - a cancels.
   Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);  // |x| < 0.6: 3e-9
   p = fma(p, square, -0.053786683827638626f);
   p = fma(p, square, 0.13331958651542664f);

@@ -1,24 +1,28 @@
-// Words of the printed leaves on vectors: each lane as the function of doubles has it.
+// Vector versions of the functions that generated formulas call. They agree with the versions on
+// double.
 #pragma once
 
 #include "vec/vec.h"
 
 namespace grpo_fast {
 
+// a or b by lane.
 GRPO_FAST_INLINE Floats where(Ints condition, Floats a, Floats b) {
   return condition ? a : b;
 }
 
+// x limited to [low, high]. NaN is kept.
 GRPO_FAST_INLINE Floats clamp(Floats x, Floats low, Floats high) {
-  return x < low ? low : x > high ? high : x;  // NaN stays
+  return x < low ? low : x > high ? high : x;
 }
 
+// |x|.
 GRPO_FAST_INLINE Floats magnitude(Floats x) {
   return bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
 }
 
-// e^x - 1 for kExpFloor <= x <= 0, without cancellation: x = n ln 2 + f as in exp_floored, and
-// e^x - 1 = 2^n (e^f - 1) + (2^n - 1).
+// e^x - 1 for kExpFloor <= x <= 0, without cancellation. x = n ln 2 + f as in exp_floored, and e^x
+// - 1 = 2^n (e^f - 1) + (2^n - 1).
 GRPO_FAST_INLINE Floats expm1_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
@@ -34,7 +38,7 @@ GRPO_FAST_INLINE Floats expm1_floored(Floats x) {
   return fma(scale, fma(f * f, p, f), scale - 1.0f);
 }
 
-// e^x - 1 - x for |x| <= 0.5 by its series: 5e-8 of itself.
+// e^x - 1 - x for |x| <= 0.5 by its series, with a relative error of 5e-8.
 GRPO_FAST_INLINE Floats expm1_minus(Floats x) {
   Floats p = fma(x, 2.4801587e-5f, 1.9841270e-4f);
   p = fma(p, x, 1.3888889e-3f);
@@ -45,8 +49,8 @@ GRPO_FAST_INLINE Floats expm1_minus(Floats x) {
   return x * x * p;
 }
 
-// log(1 + x) for -1 < x <= 1, two units in the last place: 1 + x = 2^k (1 + f), and what rounding
-// 1 + x lost is added to f. The polynomial is that of Cephes' logf.
+// log(1 + x) for -1 < x <= 1, within two units in the last place. 1 + x = 2^k (1 + f), and the
+// rounding error of 1 + x is added to f. The polynomial is that of Cephes' logf.
 GRPO_FAST_INLINE Floats log1p_above(Floats x) {
   const Floats y = x < splat(-0.99999994f) ? splat(-0.99999994f) : x, v = 1.0f + y;
   const Floats lost = y - (v - 1.0f);

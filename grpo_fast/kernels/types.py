@@ -110,7 +110,7 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients a pass must compute."""
+    """Flags for the gradients that a pass must compute."""
 
     hidden: bool
     weight: bool

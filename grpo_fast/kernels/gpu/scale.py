@@ -2,9 +2,9 @@
 
     gradient *= factor
 
-HBM traffic: one read and one write of the gradient, or nothing if the factor is 1, as it is for
-`loss.backward()`. The factor is on the device, and reading it on the host would synchronise.
-Therefore every program reads it and returns immediately if it is 1.
+HBM traffic: one read and one write of the gradient, or nothing if the factor is 1, which is the
+case for `loss.backward()`. The factor is on the device, and reading it on the host would
+synchronise. Therefore every program reads it and returns immediately if it is 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows the gradient GEMMs need, with at most one early, asynchronous device read per call."""
+"""Selection of the rows that the gradient GEMMs need, with at most one asynchronous device read."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast import LossConfig
+from grpo_fast import LossConfig, attention
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -378,7 +378,10 @@ def test_ignored_index_is_allowed_where_masked_only():
     for function in ("linear", "logits"):
         call(function, CASE, target_ids=ids)
     for mask in (torch.ones_like(CASE.mask), None):
-        assert_refused("target_ids", call, "linear", CASE, target_ids=ids, completion_mask=mask)
+        with pytest.raises(
+            ValueError, match=r"^target_ids: .*completion_mask=\(target_ids != -100\)"
+        ):
+            call("linear", CASE, target_ids=ids, completion_mask=mask)
 
 
 # ----------------------------------------------------------
@@ -456,6 +459,16 @@ def test_an_unknown_keyword_names_the_nearest_one(word):
         (grpo_fast.DivergenceTerm, "coeff", "; nearest: coef"),
         (grpo_fast.DivergenceTerm, "teachers", "; nearest: teacher"),
         (grpo_fast.DivergenceTerm, "weight", ""),
+        (grpo_fast.TeacherHead, "biass", "; nearest: bias"),
+        (grpo_fast.TeacherTopK, "logprobs", "; nearest: logps"),
+        (grpo_fast.linear_logps, "softcaps", "; nearest: softcap"),
+        (grpo_fast.logits_logps, "temperatur", "; nearest: temperature"),
+        (grpo_fast.linear_logps, "epsilon_low", ""),
+        (grpo_fast.grpo_loss, "old_logprobs", "; nearest: old_logps"),
+        (grpo_fast.linear_grpo_loss, "epsilon_low", r"; .*: pass LossConfig\(epsilon_low=...\)"),
+        (grpo_fast.logits_grpo_loss, "beta", r"; .*: pass LossConfig\(beta=...\)"),
+        (grpo_fast.linear_divergence, "weight", "; nearest: weights"),
+        (attention.pack_groups, "share", "; nearest: shared"),
     ],
 )
 def test_unknown_keywords_of_the_other_options(kind, word, near):

@@ -174,9 +174,9 @@ class TreeLayout:
     def calls(self) -> tuple[Call, ...]:
         """The attention calls of the row.
 
-        Call 0 is every segment on itself, causally. Call j is every segment that has an ancestor at
-        distance j on that ancestor. An ancestor without descendants at that distance has no
-        queries.
+        In call 0 every segment attends to itself, causally. In call j every segment that has an
+        ancestor at distance j attends to that ancestor. An ancestor without descendants at that
+        distance has no queries.
         """
         device = self.cu_seqlens.device
         whole = slice(0, self.total)
@@ -185,6 +185,7 @@ class TreeLayout:
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
+            # The siblings of one ancestor are adjacent rows, so they form one span of queries.
             queries = [0] * (end - first)
             for segment, ancestor in run:
                 queries[ancestor - first] += self.lengths[segment]

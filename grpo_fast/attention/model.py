@@ -94,6 +94,7 @@ def packed_attention(
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
+    # A cache would make keys longer than queries.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "

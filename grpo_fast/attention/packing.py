@@ -258,6 +258,7 @@ def _pack(
         positions = trained - 1  # the previous token predicts a token
         # right=True: the first position of a segment belongs to that segment.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
+    # The tokens of each segment, taken from any sample that contains it.
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
     sizes = [len(trained) for _, trained in samples]
     return {
@@ -295,6 +296,7 @@ def trie_of(
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
     """Check samples, and return them with the trie of their rows up to the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    # Tokens from the last trained one on predict nothing.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
         expected = f"a number for each of {len(words)} samples"

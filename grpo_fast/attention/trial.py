@@ -132,6 +132,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
     Yields False, and changes nothing, unless all weights are plain fp32 or fp64 tensors: in 16
     bits, rounding with random weights would hide a wrong formula.
     """
+    # 1. Random weights need fp32 or fp64, and tensors whose data can be exchanged.
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     fits = all(
         type(p) is nn.Parameter and p.dtype in WIDE and p.numel() and not p.is_meta
@@ -140,6 +141,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
     saved = [(p, p.data) for _, p in named]
     try:
         if fits:
+            # 2. Layers with equal shapes share one tensor, so that memory does not grow with depth.
             shared: dict[Any, Tensor] = {}
             for name, p in named:
                 key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
@@ -148,6 +150,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
                 p.data = shared[key]
         yield fits
     finally:
+        # 3. Restore the weights, also after an error.
         for p, data in saved:
             p.data = data
 

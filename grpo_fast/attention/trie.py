@@ -46,6 +46,7 @@ class Trie:
     def __init__(self, lengths: Sequence[int], order: Sequence[int], common: Sequence[int]) -> None:
         self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
         path = [0]  # nodes from the root to the previous sequence
+        # 1. Insert the sequences. A sequence leaves the path of the previous one at depth `depth`.
         for number, depth in zip(order, common, strict=True):
             below = -1
             while self.ends[path[-1]] > depth:
@@ -57,6 +58,7 @@ class Trie:
             if lengths[number] > depth:
                 path.append(self._add(lengths[number], path[-1]))
             self.sequences[path[-1]].append(number)
+        # 2. Bottom-up: the first sequence of each node, its children, and the tokens below it.
         self.first = [min(held, default=len(order)) for held in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])

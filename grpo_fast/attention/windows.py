@@ -39,6 +39,7 @@ def window_as_mask(
     if request.get("attention_mask") is not None:
         instead = "packed attention takes no padding mask; pack the sequences instead"
         raise ValueError(f"attention_mask: {instead}")
+    # local_size is how transformers passes a sliding window to a mask function.
     size = request.get("local_size")
     is_plain = size in (None, getattr(config, "sliding_window", None))
     return size if is_plain and not request.get("use_vmap") else mask_function
@@ -81,17 +82,20 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
         model: the model.
         positions: also shrink limits of positions, for a trial that begins at position 0.
     """
+    # 1. Collect the configurations of all modules, and dictionaries inside them.
     modules = list(model.modules())
     configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
     owners = list(configs.values())
     for fields in owners:  # the loop appends dictionaries that are inside configurations
         owners += [value for value in fields.values() if isinstance(value, dict)]
+    # 2. Map each size to a small one. Equal sizes stay equal, and different ones differ.
     names = WINDOWS + POSITIONS * positions
     sizes = {fields.get(name) for fields in owners for name in names}
     known = enumerate(sorted(size for size in sizes if type(size) is int))
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [
         (owner, name, size)
+        # Modules often copy a size from their configuration.
         for owner in (*owners, *map(vars, modules))
         for name, size in owner.items()
         if type(size) is int and size in small and NAMES.search(str(name))

@@ -381,6 +381,7 @@ def linear_grpo_loss(
         torch.Size([100, 16])
     """
     with Agreement(group) as ranks:
+        # 1. Raise errors of earlier GPU calls, and check this call's arguments.
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
@@ -388,6 +389,7 @@ def linear_grpo_loss(
         checks.options(backend, validate, grad_filter, is_shard=is_shard)
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
+        # 2. Collect the arguments, and run the pass.
         wanted = needs_gradient(*tensors)
         shard = ranks.shard(tensors[1])
         support_ids, support_offsets = support_fields(support)

@@ -71,6 +71,8 @@ class LossFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.overwrites = overwrites
+        # Attributes instead of save_for_backward: autograd must not keep a second reference, or the
+        # gradients would be copied when they become .grad.
         ctx.gradients = with_units(tensors, result.gradients, result.units)
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
@@ -141,6 +143,7 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """Multiply a gradient by the upstream scalar in place. Free for an upstream of 1 on the CPU;
     never a GPU sync.
     """
+    # item() would be a sync on a GPU. Subclasses such as traced tensors have no value to read.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -182,6 +185,7 @@ class LogpsPass:
         self.places = places or active_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
+        # One tensor means logits, three mean a head.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
             self.sweep = LogitsSweep.of(
@@ -209,6 +213,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
+        # A target with logit -inf is an error here, where the logps are known.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -302,6 +307,7 @@ class LogpsFunction(torch.autograd.Function):
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
+        # A pass returns (0,) for a gradient that is not needed; autograd expects None.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 

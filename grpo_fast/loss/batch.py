@@ -97,6 +97,7 @@ def active_target_rows(
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
+    # nonzero() has a size that depends on values, which a CUDA graph cannot record.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _ActiveTokens(len(flat), index, flat, flat)
     if isinstance(transform.temperature, Tensor):
@@ -123,6 +124,7 @@ class _ActiveTokens(NamedTuple):
         """Return a flat copy of the active elements of x, which has N elements."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
+            # Copy even if the dtype fits, because the caller may change x before metrics are read.
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -162,6 +164,7 @@ def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
     lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
+        # With a mask, a completion is as long as its active tokens.
         lengths = torch.bincount(segments, minlength=count)
     return _ActiveTokens(like.numel(), index, lengths, segments)
 

@@ -130,6 +130,7 @@ def head_tensors(
 
     Weights sharded by FSDP2 are gathered, which is a collective call.
     """
+    # Gather first: the shape checks need the tensors that this process computes with.
     weight = local_rows("lm_head_weight", weight, ranks.group)
     bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
@@ -184,6 +185,7 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
+        # Mean over the active tokens; inactive ones are 0.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)

@@ -101,6 +101,7 @@ def head(
         names: the three arguments' names, for the messages.
         is_shard: True if the weight holds the rows of one rank, of which there may be none.
     """
+    # 1. Check the shapes. Each message names the argument that the caller must change.
     like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
@@ -115,6 +116,7 @@ def head(
         raise argument_error(name, expected, shape)
     if 0 in shape[1 if is_shard else 0 :]:
         raise argument_error(name, "at least one vocabulary row and one column", shape)
+    # 2. Check devices and dtypes.
     tensor(name, weight, same_device=(like, hidden))
     if hidden.dtype != weight.dtype:
         came = f"{weight.dtype}; cast one of them"
@@ -206,6 +208,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
             used.
     """
     is_config(config)
+    # 1. Options that only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
         kind = EXACT[config.kl_estimator]
@@ -214,6 +217,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     like = inputs.like
     advantages = inputs.advantages
     cu_seqlens = inputs.cu_seqlens
+    # 2. Shapes: mask, offsets, advantages and logps.
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -223,8 +227,10 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
+    # 3. Arguments without a gradient.
     for name in CONSTANTS:
         constant(name, getattr(inputs, name))
+    # 4. Arguments that the config requires or excludes.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
@@ -238,6 +244,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         why = "its beta weighs the step from old_logps; pass ref_logps=None"
         raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
+    # 5. Totals of the optimizer step.
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":

@@ -175,6 +175,7 @@ def form_divergence(
 
     The gradients are (d-hidden, d-weight, d-bias). The result's `logps` field holds D of each row.
     """
+    # 1. Scale the weights for fp16, as `linear_loss` does.
     is_half = any(wanted) and needs_range(hidden.dtype)
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
@@ -185,6 +186,7 @@ def form_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
+            # 2. Run the pass over the rows of the head, or over the sets of ids.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
@@ -238,18 +240,22 @@ def checked_teacher(
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
         raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+    # 1. No gradient reaches the teacher.
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
+        # The teacher is sharded as the student is.
         weight=local_rows("teacher.weight", teacher.weight, ranks.group),
         bias=local_rows("teacher.bias", teacher.bias, ranks.group),
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
+    # 2. Both distributions must be over the same ids.
     fits = len(teacher.weight) == len(weight)
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
+    # 3. One teacher row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.temperatures(like, teacher.temperature)
     checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])

@@ -75,6 +75,7 @@ class LogitsSweep:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
             row_bytes = max(self.logits.shape[1] * self.logits.element_size(), 1)
+            # A block has at least 16 rows, however large the vocabulary is.
             step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))

@@ -208,6 +208,7 @@ def _fake_loss(
     has_entropy = _has_entropy(loss, tensors, config)
     units = 0
     if loss.run is logps_loss:
+        # `logps_loss` computes both gradients in fp32, whatever the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
     elif any(wanted) and needs_range(x.dtype):
@@ -263,6 +264,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
+        # keep=False: an operator cannot cache tensors between forward and backward.
         return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
@@ -291,6 +293,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
+        # The backward is an operator, too, so that the graph of the backward contains one node.
         operator = getattr(torch.ops.grpo_fast, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients

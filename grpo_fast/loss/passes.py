@@ -103,6 +103,7 @@ def _with_divergence(
     Both come from one pass over the head. With a sampler's support there are two passes, and their
     gradients are added.
     """
+    # is_shard=True: divergences use row kernels, not the kernels that start from hidden states.
     route = head_route(options.backend, tensors.weight, is_shard=True)
     rows = batch.rows
     weights = term.coef * batch.tokens.token_weights
@@ -168,6 +169,7 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
     tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
+        # Token-level loss: one sweep computes losses and gradients.
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
             values.check_logps(rows.logps, options.validate)
@@ -175,6 +177,8 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
+        # Other losses, and losses without gradient: first the logps of all rows, then the
+        # gradients.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)

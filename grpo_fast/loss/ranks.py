@@ -114,6 +114,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
+        # Partial() marks a sum that is not reduced yet; redistribute then reduces and scatters in
+        # one collective.
         parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
         reduced = parts.redistribute(placements=ctx.placements)
         return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
@@ -156,6 +158,7 @@ class Agreement:
         sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
+        # The exchange has told every rank all sizes, so all ranks raise together.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
@@ -181,6 +184,7 @@ class Agreement:
         """
         if self.group is None:
             return
+        # 1. Describe this call by texts that must be equal on all ranks.
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
@@ -192,6 +196,7 @@ class Agreement:
             "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }
+        # 2. Exchange them, and compare each rank with rank 0.
         answers = [text.split("\n") for text in self._exchange(OK, "\n".join(facts.values()))]
         self.is_open = False
         for rank, others in enumerate(answers):
@@ -206,8 +211,10 @@ class Agreement:
         assert self.group is not None
         self.is_open = False  # if the collective fails, no rank waits for another message
         ranks = distributed.get_world_size(self.group)
+        # NCCL only sends tensors on a GPU.
         is_cuda = distributed.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
+        # Messages have a fixed size, because all_gather needs equal shapes.
         line = (verdict + text.encode())[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         mine = torch.tensor(list(line), dtype=torch.uint8, device=device)
         everyone = [torch.empty_like(mine) for _ in range(ranks)]

@@ -193,6 +193,7 @@ def checked_offsets(
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
+    # cummax makes the offsets ascend, so that no length is negative.
     return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
 
 
@@ -218,6 +219,8 @@ def checked_ids(
         if name == "target_ids" and low == IGNORED_TARGET:
             message += IGNORED_HINT
     check_values([((low < 0) | (high >= end), message)], validate)
+    # The kernels index memory by these ids, so a bad one must not get through until the flag
+    # arrives.
     return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
 
 

@@ -130,6 +130,7 @@ def gdpo(
     """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
     a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
+    # A completion counts in the statistics if at least one reward applies.
     known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
@@ -167,6 +168,7 @@ def passk(r: Tensor) -> Tensor:
     = G).
     """
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
+    # A single reward has no second best.
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
 
@@ -316,6 +318,7 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
+            # A string is a sequence as well, so test the type.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

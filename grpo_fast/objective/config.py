@@ -183,10 +183,12 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
+        # The dataclass is frozen, so fields are set through object.
         object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
+        # The key carries the config through torch.compile, whose graphs accept strings.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -240,10 +242,12 @@ class LossConfig:
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
         loss = f"loss_type={self.loss_type!r}"
+        # 1. The level of the ratio.
         level = self.importance_sampling_level
         if level not in objective.levels:
             why = f"choose one of {list(objective.levels)}"
             raise conflict(f"importance_sampling_level={level!r}", loss, why)
+        # 2. Numbers that an aggregation needs.
         for name, aggregation in (
             ("max_completion_length", "fixed_length"),
             ("group_size", "prompt_mean"),
@@ -251,12 +255,14 @@ class LossConfig:
             if self.aggregation == aggregation and getattr(self, name) is None:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
+        # 3. Options of KL estimators with an exact KL.
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value = getattr(self, name)
             default = getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
+        # 4. Options that this loss does not read.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
@@ -266,6 +272,7 @@ class LossConfig:
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
+        # 5. Corrections that would apply the ratio twice.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"

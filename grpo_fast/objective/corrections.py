@@ -120,6 +120,7 @@ class Correction:
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
         """Return the factor (T,) of each token's policy loss."""
+        # clamp: exp of a large log ratio would be inf, and inf·0 NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -141,10 +142,12 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
     """
     if value is None:
         return ()
+    # 1. Accept one correction, or several.
     listed = (value,) if isinstance(value, (Correction, Mapping)) else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise argument_error("corrections", "Corrections or their fields", repr(value))
     names = {f.name for f in dataclasses.fields(Correction)}
+    # 2. Build Corrections from dictionaries of their fields.
     corrections: list[Correction] = []
     for x in listed:
         if isinstance(x, Correction):
@@ -153,6 +156,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
             corrections.append(Correction(**x))
         else:
             raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
+    # 3. Two importance weights would correct twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

@@ -65,6 +65,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 
 def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    # The library writes into preallocated gradients.
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,

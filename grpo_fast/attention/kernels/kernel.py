@@ -65,6 +65,7 @@ def over_spans(
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+        # log-sum-exps need fp32: merging subtracts them.
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=wide)

@@ -4,6 +4,7 @@ those of a slope or a weight.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -66,54 +67,49 @@ def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, functi
             assert torch.isfinite(metric).all(), name
 
 
+def packed_loss(config, logps, log_ratios, advantages, lengths):
+    """Return the output of `grpo_loss` for completions of these lengths, and the gradient."""
+    logps = torch.tensor(logps, requires_grad=True)
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor(advantages), config,
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]),
+        old_logps=logps.detach() - torch.tensor(log_ratios),
+    )  # fmt: skip
+    output.loss.backward()
+    return output, logps.grad
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
 def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
     """Log ratios of 40, -39 and -0.1 have mean 0.3: large ones that cancel count in full."""
     level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
     config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
-    logps = torch.tensor([-1.0, -40.0, -2.0], requires_grad=True)
-    old_logps = torch.tensor([-41.0, -1.0, -1.9])
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([2.0]), config, cu_seqlens=torch.tensor([0, 3]), old_logps=old_logps
-    )
-    output.loss.backward()
+    output, grad = packed_loss(config, [-1.0, -40.0, -2.0], [40.0, -39.0, -0.1], [2.0], [3])
     expected = -2 * math.exp(0.3)
     assert output.loss.item() == pytest.approx(expected, rel=1e-6)
-    torch.testing.assert_close(logps.grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
 
 
 def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
     """Completions with log ratios 0.1, 0.2, −0.05 and 0.03, −0.5 have ratios e^0.25 and e^−0.47."""
     config = grpo_fast.LossConfig(loss_type="unclipped", importance_sampling_level="sequence_sum")
-    logps = torch.tensor([-1.0, -0.5, -2.0, -0.7, -1.5], requires_grad=True)
-    old_logps = logps.detach() - torch.tensor([0.1, 0.2, -0.05, 0.03, -0.5])
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([2.0, -1.0]), config, cu_seqlens=torch.tensor([0, 3, 5]),
-        old_logps=old_logps,
-    )  # fmt: skip
-    output.loss.backward()
+    logps = [-1.0, -0.5, -2.0, -0.7, -1.5]
+    output, grad = packed_loss(config, logps, [0.1, 0.2, -0.05, 0.03, -0.5], [2.0, -1.0], [3, 2])
     first, second = -2 * math.exp(0.25), math.exp(-0.47)
     assert output.loss.item() == pytest.approx((3 * first + 2 * second) / 5, rel=1e-6)
     expected = torch.tensor([3 * first / 5] * 3 + [2 * second / 5] * 2)
-    torch.testing.assert_close(logps.grad, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=0)
     assert output.metrics["ratio/max"].item() == pytest.approx(math.exp(0.25), rel=1e-6)
     assert output.metrics["ratio/min"].item() == pytest.approx(math.exp(-0.47), rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [8, 500])
 def test_the_overflow_guard_of_a_summed_ratio(length):
-    """Tokens that moved by 4 nats each: the ratio stays e^20, and the gradient still pushes
-    down.
-    """
+    """Tokens that moved by 4 nats each: the ratio stays e^20, and the gradient pushes down."""
     config = grpo_fast.LossConfig(loss_type="grpo", importance_sampling_level="sequence_sum")
-    logps = torch.full((length,), -1.0, requires_grad=True)
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([-1.0]), config, cu_seqlens=torch.tensor([0, length]),
-        old_logps=torch.full((length,), -5.0),
-    )  # fmt: skip
-    output.loss.backward()
+    output, grad = packed_loss(config, [-1.0] * length, [4.0] * length, [-1.0], [length])
     assert output.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
-    torch.testing.assert_close(logps.grad, torch.full((length,), math.exp(20.0)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, torch.full((length,), math.exp(20.0)), rtol=1e-5, atol=0)
     assert all(torch.isfinite(metric).all() for metric in output.metrics.values())
 
 

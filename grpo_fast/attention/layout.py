@@ -179,8 +179,10 @@ class TreeLayout:
         distance has no queries.
         """
         device = self.cu_seqlens.device
-        whole = slice(0, self.total)
-        calls = [Call(Spans.of(self.lengths, self.lengths, device, causal=True), whole, whole)]
+        all_rows = slice(0, self.total)
+        calls = [
+            Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
+        ]
         # (segment, ancestor) pairs at distance 1. Each round of the loop moves one level up.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:

@@ -113,7 +113,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         NaN if the model's weights are NaN.
     """
     starts = starts_of(policy.lm, policy.positions)
-    own = gap(())
+    at_start = gap(())
     elsewhere = math.nan
     if policy.autocast is None:
         with random_weights(policy.lm) as are_random:
@@ -122,7 +122,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
     # No random weights were possible, or they overflowed: use the model's.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
-    return own, max(own, elsewhere)
+    return at_start, max(at_start, elsewhere)
 
 
 @contextmanager

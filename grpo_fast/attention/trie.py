@@ -59,7 +59,7 @@ class Trie:
                 path.append(self._add(lengths[number], path[-1]))
             self.sequences[path[-1]].append(number)
         # 2. Bottom-up: the first sequence of each node, its children, and the tokens below it.
-        self.first = [min(held, default=len(order)) for held in self.sequences]
+        self.first = [min(numbers, default=len(order)) for numbers in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])
         for node in self.upwards:

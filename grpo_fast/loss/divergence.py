@@ -24,7 +24,7 @@ from grpo_fast.objective.divergences import DIVERGENCES
 
 # Largest accepted sum of K probabilities. Rounding to 16 bits in an inference server exceeds 1 by
 # less.
-MOST = 1 + 1e-3
+MAX_PROBABILITY_SUM = 1 + 1e-3
 
 
 class DivergenceOutput(NamedTuple):
@@ -281,12 +281,12 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
-    few = sums < 2 - MOST
+    few = sums < 2 - MAX_PROBABILITY_SUM
     flags = [
         (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
         (twice, "teacher.ids: expected no id twice in a row, got a repeated one"),
-        (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
-         f"sum to at most {MOST}, got a row with more, or NaN"),
+        (~(sums <= MAX_PROBABILITY_SUM).all(), "teacher.logps: expected log-probabilities, whose "
+         f"probabilities sum to at most {MAX_PROBABILITY_SUM}, got a row with more, or NaN"),
         ((is_whole & few).any(), f"teacher.logps: expected rows of all {vocab} ids to sum to 1, "
          "got one that does not"),
         (((largest > -torch.inf) & (largest < LEAST_LOGP)).any(), "teacher.logps: expected a "

@@ -107,8 +107,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.mesh = x.device_mesh
         ctx.placements = x.placements
-        whole: Tensor = x.full_tensor()
-        return whole
+        full: Tensor = x.full_tensor()
+        return full
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

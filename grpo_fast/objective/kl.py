@@ -26,8 +26,8 @@ def expm1(x):
 
 def expm1_minus(x):
     """Compute e^x - 1 - x in fp64, because its leading term x²/2 cancels in fp32."""
-    wide = x.double()
-    return (tl.expm1(wide) - wide).to(x.dtype)
+    x64 = x.double()
+    return (tl.expm1(x64) - x64).to(x.dtype)
 
 
 # The last arguments of an estimator are `LossConfig.kl_limits`: the bound `most` of the value, and

@@ -52,8 +52,8 @@ def importance_ratio(
         config: the objective.
     """
     raw = logps - old_logps
-    window = OBJECTIVES[config.loss_type].ratio_kind
-    if window == "sum":
+    kind = OBJECTIVES[config.loss_type].ratio_kind
+    if kind == "sum":
         # Clamps and their order are those of TRL's get_gamma_weights.
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
@@ -62,7 +62,7 @@ def importance_ratio(
             pooled = tokens.completion_sum if per_token else tokens.completion_mean
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
-    if window == "detached_mean":
+    if kind == "detached_mean":
         # The mean has no gradient; the slope goes to the token's own logp.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))

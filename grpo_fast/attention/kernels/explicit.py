@@ -29,36 +29,36 @@ class Chunk(NamedTuple):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     qs, ks, vs = _heads(q, k, v)
-    out, lse = (qs.new_empty(x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
+    out, lse = (qs.new_empty(x, dtype=acc_dtype) for x in (qs.shape, qs.shape[:-1]))
     for chunk in _chunks(qs, ks, causal, params.window):
         scores, _ = _scores(qs, ks, chunk, params)
         lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse[..., None]).exp_()
-        out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(wide)
+        out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(acc_dtype)
     return out.transpose(0, 1), lse
 
 
 def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
     lse = saved.lse
-    wide = lse.dtype
+    acc_dtype = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
-    gs, os = (x.transpose(0, 1).to(wide) for x in (grad, saved.out))
+    gs, os = (x.transpose(0, 1).to(acc_dtype) for x in (grad, saved.out))
     # D = rowsum(dO∘O), as in FlashAttention: dS = P∘(dP − D).
     delta = (gs * os).sum(-1)
-    dq = qs.new_empty(qs.shape, dtype=wide)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
+    dq = qs.new_empty(qs.shape, dtype=acc_dtype)
+    dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (ks, vs))
     for chunk in _chunks(qs, ks, causal, params.window):
         at = (slice(None), chunk.queries)
         seen = (slice(None), chunk.keys)
         scores, slope = _scores(qs, ks, chunk, params)
         weights = scores.sub_(lse[at][..., None]).exp_()
         dv[seen] += weights.mT @ gs[at]
-        weights *= (gs[at] @ vs[seen].to(wide).mT).sub_(delta[at][..., None])
+        weights *= (gs[at] @ vs[seen].to(acc_dtype).mT).sub_(delta[at][..., None])
         weights *= params.scale if slope is None else slope.mul_(params.scale)
-        dq[at] = weights @ ks[seen].to(wide)
-        dk[seen] += weights.mT @ qs[at].to(wide)
+        dq[at] = weights @ ks[seen].to(acc_dtype)
+        dk[seen] += weights.mT @ qs[at].to(acc_dtype)
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
@@ -97,8 +97,8 @@ def _scores(
     """Return the masked scores of a chunk, (H, queries, keys), and the slope of the softcap, or
     None.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q[:, chunk.queries].to(wide) @ k[:, chunk.keys].to(wide).mT
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q[:, chunk.queries].to(acc_dtype) @ k[:, chunk.keys].to(acc_dtype).mT
     slope = None
     if params.softcap is None:
         scores.mul_(params.scale)

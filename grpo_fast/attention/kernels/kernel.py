@@ -66,9 +66,9 @@ def over_spans(
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
         # log-sum-exps need fp32: merging subtracts them.
-        wide = torch.promote_types(q.dtype, torch.float32)
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[1::-1], dtype=wide)
+        lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
                 out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, params)

@@ -24,10 +24,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D), computed in fp32
     or better.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
-    keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * params.scale
+    keys, values = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(acc_dtype), keys) * params.scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     weights = scores.masked_fill(~visible(layout, params.window), -torch.inf).softmax(-1)

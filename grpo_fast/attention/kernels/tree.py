@@ -56,7 +56,7 @@ class PackedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
-        out = _wide(out, others)
+        out = _to_fp32(out, others)
         # Do not name the result of a call: it would stay in memory during the next call.
         for call in others:
             at = call.queries
@@ -77,16 +77,16 @@ class PackedAttention(torch.autograd.Function):
         for n in range(3):
             if n and isinstance(first.keys, Copies):
                 grads[n] = first.keys.sum_copies(grads[n])
-            grads[n] = _wide(grads[n], others)
+            grads[n] = _to_fp32(grads[n], others)
         for call in others:
             inputs = grad[call.queries], saved.part(call), call.spans, params
-            wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
-            for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
-                whole[rows] += part
+            targets = zip(grads, (call.queries, call.keys, call.keys), strict=True)
+            for (target, rows), part in zip(targets, kernel.backward(*inputs), strict=True):
+                target[rows] += part
         return *(x.to(saved.q.dtype) for x in grads), None
 
 
-def _wide(x: Tensor, merges: list[Call]) -> Tensor:
+def _to_fp32(x: Tensor, merges: list[Call]) -> Tensor:
     """Convert to fp32 if several results are added, because rounding to 16 bits after each would
     accumulate.
     """

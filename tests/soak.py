@@ -1,10 +1,10 @@
-"""`make soak`: kill a tiny run many times, and check that it ends with the same bits as an
-undisturbed run.
+"""`make soak`: a tiny run that is killed again and again ends in the bits of one that is not.
 
     python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
-Each kill is a SIGKILL of a subprocess: during a save (at a random file), during a rollout (at a
-random token), or at a random time. With several ranks one is killed, and the others must then end.
+Each kill is SIGKILL in a process of its own: in the middle of a save (at a random file that it
+writes), in the middle of a rollout (at a random token), and at a random moment. Of several ranks
+one is killed, and the others end because of it.
 """
 
 import argparse
@@ -36,17 +36,17 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
-LEFT_ALONE = 3  # exit status of a rank whose peer has gone
-EVERY, FILES, PASSES = 5, 11, 5  # steps between saves; files of a save; forward passes of a rollout
+LEFT_ALONE = 3  # exit status of a rank that misses another
+EVERY, FILES, PASSES = 5, 11, 5  # steps between saves; what one flushes; passes of a rollout
 
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until the signal arrives
+    time.sleep(60)  # until it arrives
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """Kill at one of the files of a save in the next steps."""
+    """At a file of one of the saves in the next steps."""
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
@@ -58,7 +58,7 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Kill at a forward pass of a rollout in the next steps."""
+    """At a forward pass inside a rollout of one of the next steps."""
     left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
@@ -72,7 +72,7 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
-    """Kill after a random time."""
+    """After a random time, of so many seconds for a step."""
     timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
     timer.daemon = True
     timer.start()
@@ -81,7 +81,7 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """Run from the newest checkpoint in subprocesses. Return True if one was killed."""
+    """The run from its newest checkpoint in processes of its own; whether one was killed."""
     port, children = free_port(), []
     for rank in range(ranks):
         children.append(os.fork())
@@ -125,7 +125,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         whole, killed = Path(root) / "whole", Path(root) / "killed"
         torch.set_num_threads(1)
-        run(Path(root) / "imports", *OPTIONS, "steps=1")  # children need not create them
+        run(Path(root) / "imports", *OPTIONS, "steps=1")  # no child need make them
         attempt(whole, options, lambda: None, ranks)
         seconds = (time.monotonic() - began) / asked.steps
         print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
@@ -133,7 +133,7 @@ def main() -> int:
         unfinished = 0
         for number, arm in enumerate(kills, 1):
             key = rng.random()
-            victim = 0 if arm is arm_save else rng.randrange(ranks)  # only rank 0 saves
+            victim = 0 if arm is arm_save else rng.randrange(ranks)  # rank 0 saves
             if not attempt(
                 killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds), ranks,
                 victim,

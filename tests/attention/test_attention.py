@@ -103,7 +103,7 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     assert "raising failed on cpu float32, head_dim 8: division by zero" in lines[0]
     assert "without_prompts is wrong" in lines[1] and "wrong_gradient is wrong" in lines[2]
     assert "nan_gradient is wrong" in lines[3]
-    assert lines[4].startswith("packed attention on cpu float32, head_dim 8: explicit")
+    assert lines[4].startswith("packed attention on cpu float32, head_dim 8: using explicit")
     monkeypatch.setattr(dispatch, "PROVIDERS", (raising,))
     with pytest.raises(
         RuntimeError, match="no attention kernel passed its self-test on cpu float64"

@@ -108,7 +108,7 @@ def test_without_any_package_it_is_flash_attention_and_says_so(kind, caplog):
     chosen = dispatch.choose(kind)
     assert chosen.name in ("fa4", "fa3", "fa2", "flash_aten")
     lines = [record.getMessage() for record in caplog.records if "attention" in record.name]
-    assert lines[-1].startswith(f"packed attention on {kind}: {chosen.name}")
+    assert lines[-1].startswith(f"packed attention on {kind}: using {chosen.name}")
 
 
 @pytest.mark.parametrize("has_window", [False, True])

@@ -40,7 +40,10 @@ autodoc_mock_imports = ["verl", "openrlhf", "lightning", "prime_rl", "tensordict
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 # The groups of LossConfig's fields, which its docstring heads by a word.
-GROUPS = ("Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy")
+GROUPS = (
+    "Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy",
+    "Options of single losses",
+)  # fmt: skip
 napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
 
 README = re.compile(r"```\{readme\} (\S+)\n```\n")
@@ -89,13 +92,22 @@ def put_readme(app: object, docname: str, source: list[str]) -> None:
 
 
 def plain_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]):
-    """Docstrings are plain text with `names`: nothing else in them is markup."""
+    """Escape the markup in a docstring, except in literal blocks and examples.
+
+    Docstrings are plain text in which only `names` are marked up.
+    """
+    is_literal = False
     for number, line in enumerate(lines):
-        parts = line.split("`")
-        for place, part in enumerate(parts):
-            if place % 2 == 0:
-                parts[place] = re.sub(r"([\\*|]|(?<=\w)_(?!\w))", r"\\\1", part)
-        lines[number] = "``".join(parts) if len(parts) % 2 else line.replace("`", "'")
+        if line and not line.startswith(" "):
+            is_literal = False
+        if not (is_literal or line.lstrip().startswith((">>>", "..."))):
+            parts = line.split("`")
+            for place, part in enumerate(parts):
+                if place % 2 == 0:
+                    parts[place] = re.sub(r"([\\*|]|(?<=\w)_(?!\w))", r"\\\1", part)
+            lines[number] = "``".join(parts) if len(parts) % 2 else line.replace("`", "'")
+        if line.endswith("::"):
+            is_literal = True
         if line in GROUPS:
             lines[number] += ":"
 

@@ -1,6 +1,6 @@
-"""grpo_fast: a kernel-level GRPO engine. The public names; see README.md.
+"""The public names of grpo_fast, a kernel-level GRPO engine.
 
-They load on first use, so that `grpo-fast --help` does not wait for torch.
+Each name is imported when it is first used, so that `grpo-fast --help` does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Refusals of wrong arguments, and the errors that end a run: a class for each cause, all below
-`RunError`, which commands catch.
+"""Errors for invalid arguments, and the exceptions that end a run.
 
-A wrong argument is no `RunError`: it is a ValueError that names the argument.
+An invalid argument raises a ValueError that names the argument, the expected value and the actual
+value. A run that cannot continue raises a subclass of `RunError`, which the commands catch.
 """
 
 from __future__ import annotations
@@ -12,35 +12,55 @@ import reprlib
 import signal
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
-# No sampled token and no likeliest id is less likely. vLLM writes -9999 for NaN and for -inf.
+FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
+# Smallest log-probability that is accepted as real. No sampled token and no most likely id is below
+# it; vLLM writes -9999 for NaN and -inf.
 LEAST_LOGP = -1000.0
-LONGEST_WORD = 200  # letters of a word that is compared with known names
-SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
+LONGEST_WORD = 200  # letters of a word that are compared with known names
+SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, "try again"
 
 
-def wrong(name: str, expected: str, came: object, kind: type[Exception] = ValueError) -> Exception:
-    """An error that names an argument, what was expected and what came."""
+def argument_error(
+    name: str, expected: str, came: object, kind: type[Exception] = ValueError
+) -> Exception:
+    """Return an error that names an argument, the expected value and the actual value.
+
+    Args:
+        name: the argument.
+        expected: the values that are allowed, as a phrase that follows "expected".
+        came: the actual value.
+        kind: the exception class.
+    """
     return kind(f"{name}: expected {expected}, got {came}")
 
 
 def require(
     fits: object, name: str, expected: str, came: object, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise what `wrong` makes unless it fits. Where a call may be part of a graph of torch.compile
-    `raise wrong(…)`: a text that is made of shapes or numbers beforehand breaks the graph.
+    """Raise the error of `argument_error` unless `fits` is true.
+
+    Functions that torch.compile may trace use `raise argument_error(...)` instead, because building
+    the message on every call, from shapes or numbers, would break the graph.
+
+    Args:
+        fits: the condition, evaluated as a bool.
+        name: the argument.
+        expected: the values that are allowed, as a phrase that follows "expected".
+        came: the actual value.
+        kind: the exception class.
     """
     if not fits:
-        raise wrong(name, expected, came, kind)
+        raise argument_error(name, expected, came, kind)
 
 
 def conflict(a: str, b: str, why: str) -> ValueError:
-    """Return the error for two settings that do not fit together.
+    """Return the error for two settings that cannot be combined.
 
     Args:
-        a, b: the settings with their values, for example "reference.kind=none" and "loss.beta=0.1".
+        a: the first setting with its value, for example "reference.kind=none".
+        b: the second setting with its value, for example "loss.beta=0.1".
         why: the reason, and what to do instead.
     """
     return ValueError(f"{a} conflicts with {b}: {why}")
@@ -49,68 +69,96 @@ def conflict(a: str, b: str, why: str) -> ValueError:
 def choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise a ValueError that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
-        raise wrong(name, f"one of {list(choices)}", repr(value))
+        raise argument_error(name, f"one of {list(choices)}", repr(value))
 
 
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
-    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
+    """Raise a ValueError unless `value` is a finite number for which `holds(value)` is true."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # The kernels compute in fp32. The bound refuses NaN, and integers that no float can hold.
+        # The kernels compute in fp32. The bound also rejects NaN, and integers too large for a
+        # float.
         if abs(value) <= FP32_MAX and holds(value):
             return
-    raise wrong(name, expected, reprlib.repr(value))
+    raise argument_error(name, expected, reprlib.repr(value))
 
 
 def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name most like a word, ignoring case and sections; None if none is near."""
+    """Return the known name that is most similar to a word, or None if no name is similar.
+
+    The comparison ignores case. For a dotted name such as "loss.beta" only the last part is
+    compared.
+
+    Args:
+        word: the unknown word.
+        known: the valid names.
+        cutoff: smallest similarity, from 0 to 1, that is accepted.
+    """
     letters = word[:LONGEST_WORD].casefold()
 
     def likeness(name: str) -> tuple[bool, float]:
         last = name.casefold().rpartition(".")[2]
-        # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
+        # SequenceMatcher finds "gpro" equally similar to "gspo" and "grpo". Swapped letters are the
+        # more frequent mistake, so a name with the same letters wins.
         return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
 
     best = max(known, key=likeness, default=None)
     return best if best is not None and max(likeness(best)) >= cutoff else None
 
 
-Kind = TypeVar("Kind", bound=type)
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def names_nearest(kind: Kind) -> Kind:
-    """Let a class, a dataclass or a NamedTuple, name the nearest field for an unknown keyword."""
-    name = "__new__" if issubclass(kind, tuple) else "__init__"
-    build: Callable[..., Any] = getattr(kind, name)
+def names_nearest(target: Target) -> Target:
+    """Make a function, dataclass or NamedTuple suggest the nearest name for an unknown keyword."""
+    if not isinstance(target, type):
+        return cast(Target, _checks_keywords(target, target.__name__))
+    name = "__new__" if issubclass(target, tuple) else "__init__"
+    setattr(target, name, _checks_keywords(getattr(target, name), target.__name__))
+    return cast(Target, target)
+
+
+def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """Return `build` with a check of its keywords; errors name it `owner`."""
     known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
+    fields = frozenset(known)
 
     @functools.wraps(build)
-    def checked(self: object, *arguments: object, **keywords: object) -> Any:
+    def checked(*arguments: object, **keywords: object) -> Any:
         if not keywords.keys() <= fields:
-            word = next(x for x in keywords if x not in fields)
-            near = nearest_name(word, known)
-            hint = f"; nearest: {near}" if near else ""
-            raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {word!r}{hint}")
-        return build(self, *arguments, **keywords)
+            raise unknown_keyword(owner, next(x for x in keywords if x not in fields), known)
+        return build(*arguments, **keywords)
 
-    fields = frozenset(known)
-    setattr(kind, name, checked)
-    return kind
+    return checked
+
+
+def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
+    """Return the error for an unknown keyword of a function or class, with the nearest name.
+
+    Args:
+        owner: name of the function or class.
+        word: the unknown keyword.
+        known: the keywords that exist.
+    """
+    near = nearest_name(word, known)
+    hint = f"; nearest: {near}" if near else ""
+    return TypeError(f"{owner}() got an unexpected keyword argument {word!r}{hint}")
 
 
 def kind_of(x: object) -> str:
+    """Describe a value for an error message: a tensor by its shape, anything else by its repr."""
     return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 class RunError(RuntimeError):
-    """A run cannot go on. The message says why, and where it was saved if it was."""
+    """A run cannot continue. The message says why, and where the run was saved, if it was."""
 
 
 class EngineError(RunError):
-    """A rollout engine is gone, or answers with something that cannot be used."""
+    """A rollout engine has stopped, or returned an answer that cannot be used."""
 
 
 class NonFiniteLogits(RunError):
-    """The policy's logits are NaN or infinite: nothing can be sampled from them."""
+    """The policy has NaN or infinite logits, so no token can be sampled from them."""
 
 
 class RewardError(RunError):
@@ -118,25 +166,29 @@ class RewardError(RunError):
 
 
 class NonFiniteGradient(RunError):
-    """Too many gradients in a row were NaN or infinite."""
+    """Too many consecutive gradients were NaN or infinite."""
 
 
 class WriteError(RunError):
-    """A run's file could not be written. The file holds what it held before."""
+    """A file of a run could not be written. The previous version of the file is intact."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written. The message says why, and what is still there."""
+    """A checkpoint could not be written. The message says why, and which one still exists."""
 
 
 class RankError(RunError):
-    """Another rank has failed or does not answer. The message names it."""
+    """Another rank failed or does not answer. The message names the rank."""
 
 
 class Stopped(SystemExit):
-    """A signal ended the run. `code` is SAVED once a checkpoint holds it, before 128 + signal.
+    """A signal ended the run.
 
-    As a SystemExit it passes every `except Exception`, and the process ends with the code.
+    Derives from SystemExit, so that no `except Exception` catches it and the process exits with
+    `code`: 128 + the signal's number, or SAVED once a checkpoint holds the run.
+
+    Args:
+        number: the signal's number.
     """
 
     def __init__(self, number: int) -> None:

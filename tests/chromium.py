@@ -1,4 +1,6 @@
-"""A page as Chromium draws it, over the DevTools protocol on two pipes: no package is needed."""
+"""Pages rendered by Chromium, controlled by the DevTools protocol over two pipes, without
+packages.
+"""
 
 import contextlib
 import json
@@ -10,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WAIT = 240  # seconds for an answer: a loaded machine is slow
+WAIT = 240  # seconds to wait for an answer; a loaded machine is slow
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """One page of one process. A page's own scripts do not run; `evaluate` does."""
+    """One page of one process. Scripts of the page do not run; `evaluate` does."""
 
     def __init__(self, send: int, receive: int) -> None:
         self.send, self.receive = send, os.fdopen(receive, "rb", buffering=0)
@@ -49,7 +51,7 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path, width: int, scheme: str) -> None:
-        """Show a file at a width in CSS pixels, in the scheme `light` or `dark`."""
+        """Show a file at a width in CSS pixels, with the color scheme `light` or `dark`."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
                   deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
         media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -70,10 +72,10 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """A Chromium with a profile in `folder`."""
+    """Start Chromium with a profile in `folder`."""
     (theirs, send), (receive, ours) = os.pipe(), os.pipe()
 
-    def wire() -> None:  # in the child: the protocol is read from 3 and written to 4
+    def wire() -> None:  # in the child, Chromium reads from 3 and writes to 4
         one, two = os.dup(theirs), os.dup(ours)
         os.dup2(one, 3), os.dup2(two, 4)
 

@@ -1,5 +1,5 @@
-"""For tests of the command line: a tiny recipe, and calls of the commands here or in a process of
-their own.
+"""Helpers for command-line tests: a tiny recipe, and calls of commands in this process or in a
+subprocess.
 """
 
 import os
@@ -27,7 +27,7 @@ rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}
 
 
 def write_recipe(folder: Path, text: str = RECIPE) -> str:
-    """A recipe whose run goes to `folder`/run."""
+    """Write a recipe whose run goes to `folder`/run."""
     path = folder / "tiny.yaml"
     path.write_text(text.replace("OUT", str(folder / "run")), encoding="utf-8")
     return str(path)
@@ -38,7 +38,7 @@ def invoke(*words: str, typed: str | None = None) -> Any:
 
 
 def refused(result: Any, *parts: str, code: int = 2) -> bool:
-    """A sentence on stderr and its exit code, no traceback."""
+    """Return stderr of a command that must fail with a message and without a traceback."""
     assert result.exit_code == code, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("grpo-fast: ")]
     assert len(lines) == 1 and "Traceback" not in result.output, result.stderr
@@ -49,7 +49,7 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
 def in_a_process(
     *words: str, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """`python -m grpo_fast …` as a user calls it."""
+    """Run `python -m grpo_fast …` as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

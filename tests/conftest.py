@@ -1,5 +1,5 @@
-"""Shared by all tests: one thread, poison for fresh memory, runs without pictures, the order, draws
-of a test's own.
+"""Fixtures and ordering for all tests: one thread, poisoned memory, no pictures, and a fixed seed
+for each test.
 """
 
 import hashlib
@@ -19,16 +19,15 @@ if IS_INTERPRETER:
     from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 torch.set_num_threads(1)
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network: what it shows would depend on one
+os.environ["HF_HUB_OFFLINE"] = "1"  # no network in tests: their results would depend on it
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every `empty` of torch, in Python and C++, comes filled with NaN (floats) or the largest
-    integer.
+    """Fill every `empty` tensor of torch, in Python and C++, with NaN or the largest integer.
 
-    torch's own switch does this under deterministic algorithms; an output slot that a kernel
-    forgets shows up as NaN.
+    torch does this under deterministic algorithms. An output element that a kernel forgets to write
+    shows up as NaN.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -38,13 +37,15 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs draw no curves, which take longer than a tiny run."""
+    """Disable the curves of a run, which take longer than a tiny run."""
     monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", lambda *_: None)
 
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNamespace]]:
-    """`spied(owner, name)`: the calls of a function from here on (args, options, result)."""
+    """Return `spied(owner, name)`, which records the calls of a function: (args, options,
+    result).
+    """
 
     def spy(owner: Any, name: str) -> list[SimpleNamespace]:
         calls, real = list[SimpleNamespace](), getattr(owner, name)
@@ -64,8 +65,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
 def fused_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """For tests whose `backend` is `Fused`: our products, and the kernels that start from hidden,
-    on every CPU.
+    """For tests whose `backend` is `Fused`: use our matrix products and fused kernels on
+    every CPU.
     """
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
@@ -78,8 +79,8 @@ def fused_kernels(
     route.gemm_choice.cache_clear()
 
 
-# These take minutes in one process; started last they would run alone while the other processes
-# have nothing to do.
+# These take minutes in one process. Started last, they would run alone while the other workers are
+# idle.
 SLOW_FILES = ("test_triton_compile.py", "test_triton_interpreter.py", "test_trl_parity.py")
 
 
@@ -89,12 +90,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+    # xdist would start with the files that have the most tests
+    config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Who draws without a generator draws the same, whatever tests came before in this process."""
+    """Seed the random generators, so that tests without a generator do not depend on
+    earlier tests.
+    """
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     random.seed(0)
@@ -108,7 +112,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.option.random_order
-    if seed is not None:  # keys by hash, so that a test keeps its rank when another comes or goes
+    # order by hash, so that a test keeps its rank when another is added or removed
+    if seed is not None:
         items.sort(key=lambda item: (_rank(seed, item.path.name), _rank(seed, item.nodeid)))
     items.sort(key=lambda item: item.path.name not in SLOW_FILES)
 

@@ -1,5 +1,5 @@
-"""GRPO on a transformers model as a tutorial writes it, in plain torch over all logits: what ours
-must equal.
+"""GRPO as a tutorial writes it, in plain torch over all logits of a transformers model. Our results
+must equal it.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(logps, entropy, mask), each (B, L-1)."""
+    """Return (logps, entropy, mask), (B, L-1) each."""
     targets = batch["labels"][:, 1:]
     logits = (
         model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
@@ -31,8 +31,8 @@ def grpo(
     ref: Tensor | None, *, epsilon: float = 0.2, beta: float = 0.0, by_token: bool = False,
     num_items: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(loss, logps, metrics); the mean over completions of the mean over tokens, or over all
-    tokens.
+    """Return (loss, logps, metrics); the loss is a mean over completions of means over tokens, or
+    over all tokens.
     """
     logps, entropy, mask = token_logps(model, batch)
     ratio = torch.exp(logps - (logps.detach() if old is None else old))
@@ -57,7 +57,7 @@ def grpo(
 def rows(
     count: int = 8, length: int = 14, vocabulary: int = 61, seed: int = 0
 ) -> dict[str, Tensor]:
-    """A batch with prompts and completions of unequal length, padded on the right, and rewards."""
+    """Return a right-padded batch of prompts and completions of different lengths, and rewards."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, vocabulary, (count, length), generator=random)
     real = torch.arange(length) < torch.randint(

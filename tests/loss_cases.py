@@ -1,10 +1,10 @@
-"""Small batches with every difficulty in them, and one way to call the three loss functions in both
+"""Small batches that contain every difficulty, and one way to call the three loss functions in both
 layouts.
 
-A case is built padded: completions of different lengths, one of them empty, one with a hole in its
-mask (a tool call), advantages of both signs and one exact zero, log ratios on both sides of every
-clip bound but never near one, so that fp32 rounding cannot change a decision. Masked slots hold
-ordinary numbers here; `poisoned` in test_contract_poison.py puts NaN, inf and bad ids there.
+Cases are built padded: completions of different lengths, one of them empty, one with a hole in its
+mask (a tool call), advantages of both signs and one exact zero, and log ratios on both sides of
+every clip bound, far enough from it that fp32 rounding cannot change a decision. Masked slots hold
+ordinary numbers here; `poisoned` in test_contract_poison.py puts NaN, inf and invalid ids there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LOSS_LEVELS = (
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
-# Losses that share a leaf differ in how tokens are averaged alone, which no kernel sees: the first
-# of each leaf, and every level of two that have a ratio of the whole completion.
-OF_A_LEAF = {OBJECTIVES[x].leaf: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
+# Losses with the same function differ only in their aggregation, which no kernel sees. Test the
+# first loss of each function, and every level of two losses that have a ratio per completion.
+OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
     (x, level)
     for x, level in LOSS_LEVELS
@@ -49,14 +49,16 @@ FUNCTIONS = ("logps", "logits", "linear")
 
 
 class Fused(str):
-    """A backend's name; conftest.py then takes its kernels that start from hidden, however small
-    the head.
+    """Name of a backend. conftest.py then selects its kernels that start from hidden states, even
+    for small heads.
     """
 
 
 def row_backends() -> list:
-    """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does
-    not; "triton" alone in a process of Triton's interpreter (kernels/test_triton_interpreter.py).
+    """Return the backends to test.
+
+    "torch" always. "cpu" (csrc) where it builds, otherwise a visible skip with the reason. "triton"
+    alone, in a process of Triton's interpreter (kernels/test_triton_interpreter.py).
     """
     if IS_INTERPRETER:
         return [pytest.param("triton", id="triton")]
@@ -70,13 +72,14 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
-ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]  # for what does not start from hidden
+# for functions that do not start from hidden states
+ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
-# Log ratios far from log(0.8), log(1.28), log(1.5), log(3) and from 0; both signs, inside and
-# outside the clip range.
+# Log ratios far from 0, log(0.8), log(1.28), log(1.5) and log(3); both signs, inside and outside
+# the clip range.
 LOG_RATIOS = (-1.1, -0.45, -0.12, 0.07, 0.16, 0.55, 0.85, 1.35)
 REF_DIFFERENCES = (-0.7, -0.3, 0.05, 0.25, 0.6)
-SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # log 3 = 1.0986 is the default cap
+SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # log 3 = 1.0986 is the default bound
 
 
 @dataclass
@@ -93,8 +96,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_items: float | None = None
     num_completions: float | None = None
-    # (B, L, V) bool: the ids among which each target was drawn; a row that keeps all has an empty
-    # set
+    # (B, L, V) bool: the sampler's set of each target; a row that keeps all ids has an empty set
     kept: Tensor | None = None
 
     def but(self, **changes: Any) -> Case:
@@ -105,20 +107,22 @@ class Case:
 
     @property
     def exact_logits(self) -> Tensor:
-        """(B, L, V) fp64."""
+        """Return the logits in fp64, (B, L, V)."""
         raw = self.hidden.double() @ self.weight.double().T
         return raw if self.bias is None else raw + self.bias.double()
 
     @property
     def logits(self) -> Tensor:
-        """(B, L, V), in the dtype of hidden: what the logits function is given."""
+        """Return the logits in the dtype of hidden, (B, L, V): the input of the logits
+        functions.
+        """
         return self.exact_logits.to(self.hidden.dtype)
 
 
 def options_for(
     loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Options under which every branch of the loss is reached on a `make_case` batch."""
+    """Return options under which a `make_case` batch reaches every branch of the loss."""
     options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
     if loss_type == "cispo":
         options["epsilon_high"] = 1.5
@@ -138,7 +142,7 @@ def options_for(
 
 
 def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
-    """One of the choices per element, moved by at most 0.02."""
+    """Return one of the choices per element, moved by at most 0.02."""
     index = torch.randint(len(choices), shape, generator=generator)
     moved = 0.02 * torch.rand(shape, generator=generator)
     return torch.tensor(choices, dtype=torch.float64)[index] + moved
@@ -147,7 +151,7 @@ def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[in
 def default_mask() -> Tensor:
     lengths = torch.tensor([7, 3, 0, 5, 6])
     mask = torch.arange(7)[None, :] < lengths[:, None]
-    mask[3, 1:3] = False  # a hole: tokens a tool wrote
+    mask[3, 1:3] = False  # a hole: tokens that a tool wrote
     mask[4, 0] = False
     return mask
 
@@ -157,8 +161,8 @@ def make_case(
     bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
     scale: float = 1.0, support: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    """A padded batch whose old, ref and sampling logps are placed relative to the fp64 logps of the
-    same inputs.
+    """Build a padded batch whose old, ref and sampling logps lie around the fp64 logps of the same
+    inputs.
     """
     g = torch.Generator().manual_seed(seed)
     mask = default_mask() if mask is None else mask
@@ -185,7 +189,9 @@ def make_case(
 
 
 def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
-    """(B, L, V) bool: sets of 1 to V ids with the target among them; every fifth row keeps all."""
+    """Return sets of 1 to V ids that contain the target, (B, L, V) bool. Every fifth row keeps all
+    ids.
+    """
     g = torch.Generator().manual_seed(seed)
     share = torch.rand((*ids.shape, 1), generator=g)
     kept = torch.rand((*ids.shape, V), generator=g) < share
@@ -194,7 +200,7 @@ def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
 
 
 def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
-    """The sets of (N, V), in no order; behind a mask (N,) nonsense."""
+    """Return the sets of (N, V) in random order; rows outside of the mask (N,) get invalid sets."""
     rows = []
     for t, row in enumerate(kept):
         ids = row.nonzero().squeeze(1)
@@ -208,13 +214,15 @@ def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
 # ----------------------------------------------------------
 # layouts
 def spans(mask: Tensor) -> list[int]:
-    """Rows of each completion in the packed layout: up to its last active token, holes included."""
+    """Return the rows of each completion in the packed layout: up to its last active token, holes
+    included.
+    """
     positions = torch.arange(1, mask.shape[1] + 1)
     return [int((positions * m).max()) if m.numel() else 0 for m in mask]
 
 
 def pack(tensor: Tensor | None, lengths: list[int]) -> Tensor | None:
-    """(B, L, …) → (T, …)."""
+    """Pack (B, L, …) into (T, …)."""
     if tensor is None:
         return None
     pieces = [tensor[b, :n] for b, n in enumerate(lengths)]
@@ -222,7 +230,7 @@ def pack(tensor: Tensor | None, lengths: list[int]) -> Tensor | None:
 
 
 def unpack(tensor: Tensor, lengths: list[int], L: int) -> Tensor:
-    """(T, …) → (B, L, …), zeros where nothing was."""
+    """Unpack (T, …) into (B, L, …), with zeros in unused slots."""
     out = tensor.new_zeros((len(lengths), L, *tensor.shape[1:]))
     start = 0
     for b, n in enumerate(lengths):
@@ -241,14 +249,15 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
 class Result:
     loss: Tensor
     metrics: dict[str, Tensor]
-    logps: Tensor  # (B, L), zeros where packed had no row
+    logps: Tensor  # (B, L), zeros in slots without a packed row
     entropy: Tensor | None
     # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout.
     grads: dict[str, Tensor]
     raw: Any  # the LossOutput itself
 
 
-# What gradients go to, by their public names; `Result.grads` says "weight" for lm_head_weight.
+# The tensors that receive gradients, by their public names. `Result.grads` says "weight" for
+# lm_head_weight.
 LEAVES = {
     "linear": ("hidden", "lm_head_weight", "bias"), "logits": ("logits",),
     "logps": ("logps", "entropy"),
@@ -257,7 +266,7 @@ LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps"
 
 
 def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
-    """Every argument of a public loss function, by its name, in the layout asked for."""
+    """Return every argument of a public loss function by name, in the given layout."""
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
@@ -283,7 +292,9 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
 
 
 def call(function: str, case: Case, layout: str = "padded", **changes: Any):
-    """A public loss function on a case, with some arguments replaced: the `LossOutput`."""
+    """Call a public loss function on a case, with some arguments replaced. Return the
+    LossOutput.
+    """
     given = {**arguments(function, case, layout), **changes}
     if function == "logps":
         given.pop("backend", None)
@@ -291,7 +302,7 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
-    """Copies of the tensors that get gradients, by their public names."""
+    """Return copies of the tensors that receive gradients, by their public names."""
     given = arguments(function, case, layout)
     named = {name: given.get(name) for name in LEAVES[function]}
     return {name: x.detach().clone() for name, x in named.items() if x is not None}
@@ -300,9 +311,7 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 def run(
     function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
 ) -> Result:
-    """Call one public loss function on a case, run backward, and return everything in the padded
-    layout.
-    """
+    """Call a public loss function and its backward. Return everything in the padded layout."""
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
@@ -318,7 +327,7 @@ def run(
 
 
 def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """fp64 logps and entropy (B, L) of the case's rows, from the oracle."""
+    """Return fp64 logps and entropies of the case, (B, L), from the oracle."""
     raw = case.exact_logits.flatten(0, 1)
     o = oracles.resolve(case.options)
     t = o.temperature.flatten() if isinstance(o.temperature, Tensor) else o.temperature
@@ -330,12 +339,14 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """The same in fp32: the inputs of `grpo_loss`."""
+    """Return the logps and entropies in fp32: the inputs of `grpo_loss`."""
     return tuple(x.float() for x in exact_logps(case))
 
 
 def truth(function: str, case: Case):
-    """The oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses`, …"""
+    """Return the oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses` and
+    others.
+    """
     given = dict(
         mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling,
         num_items=case.num_items, num_completions=case.num_completions,
@@ -357,7 +368,7 @@ def truth(function: str, case: Case):
 # ----------------------------------------------------------
 # judging
 def relative_l2(value: Tensor, true: Tensor) -> float:
-    """‖value − true‖ / ‖true‖ in fp64 (the absolute norm when the truth is 0)."""
+    """Compute ‖value − true‖ / ‖true‖ in fp64, or the absolute norm if the truth is 0."""
     error = (value.double() - true.double()).norm().item()
     size = true.double().norm().item()
     return error / size if size > 0 else error
@@ -366,7 +377,9 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
 def check(
     function: str, case: Case, *, loss_tol: float = 2e-6, grad_tol: float = 1e-5, **how: Any
 ) -> Result:
-    """`run`: its loss and every gradient against the oracle; masked rows of the gradient are 0."""
+    """Call `run`, and compare loss and gradients with the oracle. Gradients of masked rows must be
+    0.
+    """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)
     scale = max(1.0, total / max(1, int(case.mask.sum())))

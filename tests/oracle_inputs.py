@@ -1,5 +1,5 @@
-"""The truth from what the package is given: padded logps, logits or hidden states to the
-completions of `oracles`.
+"""Adapters from the package's inputs (padded logps, logits or hidden states) to the completions of
+`oracles`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from tests.oracles import Completion, batch_loss, resolve
 
 
 def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
-    """scale, then softcap, then temperature: `raw` (n, V), temperature a number or (n,)."""
+    """Apply scale, softcap and temperature to raw logits (n, V); the temperature is a number or
+    (n,).
+    """
     z = logit_scale * raw
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -25,8 +27,8 @@ def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0
 def logps_and_entropy(
     raw: Tensor, ids: Tensor, *, kept: Tensor | None = None, **rule
 ) -> tuple[Tensor, Tensor]:
-    """raw (n, V) fp64, ids (n,) → lp (n,), H (n,); −inf columns, and those outside of `kept`
-    (n, V), have probability exactly 0.
+    """Return lp (n,) and H (n,) of raw logits (n, V) in fp64. Columns of −inf, or outside `kept`
+    (n, V), have probability 0.
     """
     z = scaled_logits(raw, **rule)
     log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)
@@ -36,7 +38,7 @@ def logps_and_entropy(
 
 
 def split(tensor: Tensor | None, mask: Tensor) -> list[Tensor | None]:
-    """(B, L, …) → the active rows of each completion."""
+    """Split (B, L, …) into the active rows of each completion."""
     return [None if tensor is None else tensor[b][mask[b]] for b in range(len(mask))]
 
 
@@ -48,7 +50,9 @@ def completions_of(
     logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None,
     entropy=None,
 ) -> list[Completion]:  # fmt: skip
-    """Padded (B, L) tensors, mask (B, L) bool → completions; advantages (B,) or (B, L)."""
+    """Return the completions of padded (B, L) tensors with mask (B, L); advantages are (B,) or (B,
+    L).
+    """
     A = as_double(advantages)
     A = A.unsqueeze(1).expand(mask.shape) if A.dim() == 1 else A
     old = logp if old is None else old
@@ -59,8 +63,8 @@ def completions_of(
 def oracle_from_logps(
     logps, advantages, options, *, mask, entropy=None, num_items=None, num_completions=None, **given
 ) -> SimpleNamespace:
-    """Loss of given logps (B, L); `.logps_grad` (B, L), `.entropy_grad` when an entropy was
-    given.
+    """Return the loss of logps (B, L), with `.logps_grad` (B, L), and `.entropy_grad` if an entropy
+    is given.
     """
     lp = as_double(logps).requires_grad_()
     H = None if entropy is None else as_double(entropy).requires_grad_()
@@ -72,9 +76,7 @@ def oracle_from_logps(
 
 
 def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> SimpleNamespace:
-    """Loss of raw logits (B, L, V), ids (B, L); `.logits_grad`, `.logps`, `.entropy` are (B, L[,
-    V]).
-    """
+    """Return the loss of raw logits (B, L, V), with `.logits_grad`, `.logps` and `.entropy`."""
     raw = as_double(logits).requires_grad_()
     out = _from_rows(raw[mask], ids, advantages, options, mask, **given)
     out.logits_grad = grad_or_zero(out.loss, raw)
@@ -84,7 +86,9 @@ def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> Si
 def oracle_from_hidden(
     hidden, weight, ids, advantages, options, *, mask, bias=None, **given
 ) -> SimpleNamespace:
-    """Loss of hidden (B, L, H), weight (V, H), bias (V,); gradients of all three."""
+    """Return the loss of hidden (B, L, H), weight (V, H), bias (V,), and the gradients of all
+    three.
+    """
     h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
     b = None if bias is None else as_double(bias).requires_grad_()
     rows = h[mask] @ W.T

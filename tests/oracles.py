@@ -1,17 +1,17 @@
-"""The truth the tests compare with: fp64, torch autograd, the papers' notation, one completion at a
-time.
+"""The reference that tests compare with: fp64, torch autograd, and the papers' notation, one
+completion at a time.
 
 Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of
-ONE completion (its active tokens only, a 1-D tensor per quantity), so that padding, packing, masks,
-broadcasting, chunking and in-place tricks, where the package can go wrong, do not exist on this
-side. Gradients come from autograd with explicit `.detach()` where a paper writes a stop-gradient.
-`oracle_inputs` makes completions of padded tensors.
+ONE completion: a 1-D tensor per quantity, with its active tokens only. Padding, packing, masks,
+broadcasting, chunking and in-place operations, where the package may have bugs, therefore do not
+exist here. Gradients come from autograd, with explicit `.detach()` where a paper writes a
+stop-gradient. `oracle_inputs` makes completions from padded tensors.
 
 Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO
-2507.18071, Kimi k1.5) and, where those point to it, TRL 1.16 `GRPOTrainer` (read, not imported):
+2507.18071, Kimi k1.5). Where these refer to it, TRL 1.16 `GRPOTrainer` (read, not imported):
 `_compute_loss` (order of the extras, KL times ratio), `get_gamma_weights` (VESPO),
-`get_off_policy_mask`, `get_high_entropy_mask`; verl `core_algos` for DPPO.
+`get_off_policy_mask`, `get_high_entropy_mask`; and verl `core_algos` for DPPO.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# ratios are exp(min(lr, 20)); the slope of the guarded branch is kept, so it still restores
+# Ratios are exp(min(lr, 20)). The slope ignores the clamp, so that the gradient still pulls back.
 LOG_RATIO_MAX = 20.0
 
 DEFAULTS: dict[str, Any] = {
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 
-AGGREGATED_BY = {  # default normaliser → the losses that have it
+AGGREGATED_BY = {  # default aggregation → the losses that have it
     "sequence_mean": "grpo sapo gspo gspo_token dual_clip gmpo",
     "token_mean_local": "bnpo",
     "fixed_length": "dr_grpo",
@@ -52,7 +52,7 @@ class Completion(NamedTuple):
     """The active tokens of one completion; every field has shape (n,)."""
 
     logp: Tensor
-    old: Tensor  # = logp.detach() when the caller gave none
+    old: Tensor  # logp.detach() if the caller passed none
     ref: Tensor | None
     sampling: Tensor | None
     advantage: Tensor
@@ -60,7 +60,7 @@ class Completion(NamedTuple):
 
 
 def resolve(options: dict[str, Any]) -> SimpleNamespace:
-    """Options as a user writes them → all of them, with the documented defaults."""
+    """Return all options, with the documented defaults for those that the user left out."""
     unknown = set(options) - set(DEFAULTS) - {"compute_entropy"}
     assert not unknown, unknown
     o = SimpleNamespace(**{**DEFAULTS, **options})
@@ -77,17 +77,17 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
 # ----------------------------------------------------------
 # log ratios
 def guarded(log_ratio: Tensor) -> Tensor:
-    """min(lr, 20) in value, slope 1 everywhere."""
+    """Compute min(lr, 20) in value, with slope 1 everywhere."""
     return torch.where(
         log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio
     )
 
 
 def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
-    """lr of OBJECTIVES at the level asked for, repeated to (n,)."""
+    """Return the log ratio of OBJECTIVES at the requested level, repeated to (n,)."""
     lr = c.logp - c.old
     if o.importance_sampling_level == "sequence":
-        # Σ lr·m / max(Σ m, 1), gradient through the mean.
+        # Σ lr·m / max(Σ m, 1), with gradient through the mean
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
     elif o.importance_sampling_level == "sequence_sum":
         # log of π(completion) / π_old(completion)
@@ -144,7 +144,9 @@ def sapo(c, o):
 
 
 def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
-    """TRL 1.16 get_gamma_weights, with λ clamped to ≥ 1e-4 and the clamps in its order."""
+    """Compute φ as TRL 1.16 get_gamma_weights does: λ at least 1e-4, and clamps in the same
+    order.
+    """
     lower = math.log(1e-8)
     w = torch.clamp(c.logp - c.old, -20.0, 20.0).sum()
     weight = correction_weight(c, o)
@@ -189,15 +191,14 @@ def dppo_kl(c, o):
     divergence = binary_kl(q, p)
     keep = torch.where(
         c.advantage > 0,
-        (divergence <= o.epsilon_high)
-        | (p <= q),  # a step back towards the old policy is never masked
+        (divergence <= o.epsilon_high) | (p <= q),  # a step towards the old policy is never masked
         (divergence <= o.epsilon_low) | (p >= q),
     )
     return -c.advantage * r * c.logp * keep
 
 
 def binary_kl(q: Tensor, p: Tensor) -> Tensor:
-    """KL(Bernoulli(q) ‖ Bernoulli(p)): the token against all others."""
+    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)): the token against all other tokens."""
     return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
 
 
@@ -217,9 +218,7 @@ ORACLES = {
 # ----------------------------------------------------------
 # KL
 def k3_value(d: Tensor) -> Tensor:
-    """e^d − d − 1, continued by its tangent above d = 20; `expm1` so that fp64 keeps its digits for
-    small d.
-    """
+    """Compute e^d − d − 1, and its tangent above d = 20. `expm1` keeps the digits of small d."""
     top = torch.clamp(d, max=20.0)
     series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
     exact = torch.expm1(top) - top + math.expm1(20.0) * (d - top)
@@ -231,7 +230,9 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
-    """The estimator of d, clamped; straight through, the clamps are its value's alone."""
+    """Compute the estimator of d with its clamps; straight-through estimators clamp the
+    value only.
+    """
     most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
 
     def clamped(name: str) -> Tensor:
@@ -252,9 +253,7 @@ KL_ORACLES = {
 }
 
 
-# ----------------------------------------------------------
-# extras
-# What TRL's words say; its threshold is 3 there.
+# TRL's names; its threshold is 3 in these cases.
 WORDS: dict[str | None, list[dict[str, Any]]] = {
     None: [],
     "token_truncate": [{"kind": "truncate", "high": 3.0}],
@@ -265,8 +264,8 @@ WORDS: dict[str | None, list[dict[str, Any]]] = {
 
 
 def off_policy(threshold: float) -> dict[str, Any]:
-    """DeepSeek-V3.2's mask, TRL's off_policy_mask_threshold: mean(behaviour − lp) ≤ threshold, or
-    A ≥ 0.
+    """DeepSeek-V3.2's mask (TRL's off_policy_mask_threshold): keep mean(behaviour − lp) ≤
+    threshold, or A ≥ 0.
     """
     return {
         "kind": "reject", "low": math.exp(-threshold), "level": "geometric",
@@ -275,7 +274,9 @@ def off_policy(threshold: float) -> dict[str, Any]:
 
 
 def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
-    """The ratio that a correction reads: (n,) of tokens, (1,) of the completion; None: unread."""
+    """Return the ratio that a correction reads: (n,) per token, (1,) per completion, or None if it
+    is not read.
+    """
     read = x.get("ratio", "old/sampling")
     if c.sampling is None and read != "current/behaviour":
         return None
@@ -289,7 +290,7 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """The importance weight, truncated or masked: (n,), or (1,) of the completion."""
+    """Return the importance weight, truncated or masked: (n,), or (1,) per completion."""
     for x in o.corrections:
         r = correction_ratio(c, x)
         if r is None or x.get("kind", "truncate") == "reject":
@@ -302,7 +303,7 @@ def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
 
 
 def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    """(n,) bool: what no rejection drops."""
+    """Return the tokens that no rejection drops, (n,) bool."""
     keep = torch.ones(len(c.logp), dtype=torch.bool)
     for x in o.corrections:
         r = correction_ratio(c, x)
@@ -320,8 +321,8 @@ def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
 def completion_loss(
     c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Per-token loss (n,) with the extras in the documented order, and the per-token KL (n,) for
-    the metric.
+    """Return the per-token loss (n,) with all extras in the documented order, and the per-token KL
+    (n,) for the metric.
     """
     loss = ORACLES[o.loss_type](c, o)
     loss = torch.where(correction_keep(c, o), loss, 0.0)
@@ -334,7 +335,7 @@ def completion_loss(
     if o.beta != 0 and o.loss_type not in ("kimi", "dro"):
         kl = kl_of(c.ref - c.logp, o)
         if o.kl_times_ratio:
-            kl = kl * ratio(c, o)  # the ratio before δ, gradient through both
+            kl = kl * ratio(c, o)  # the ratio before the bound δ, with gradient through both
         loss = loss + o.beta * kl
     return loss, kl
 
@@ -342,7 +343,7 @@ def completion_loss(
 def token_weights(
     lengths: list[int], o: SimpleNamespace, num_items, num_completions
 ) -> list[float]:
-    """w_t of the tokens of each completion."""
+    """Return w_t of the tokens of each completion."""
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
     if o.aggregation == "sequence_mean":
@@ -353,7 +354,7 @@ def token_weights(
         return [1 / (B * o.max_completion_length)] * len(lengths)
     if o.aggregation == "token_mean_global":
         return [1 / (max(tokens, 1.0) if num_items is None else float(num_items))] * len(lengths)
-    if o.aggregation == "prompt_mean":  # the tokens of a prompt weigh the same, and so do prompts
+    if o.aggregation == "prompt_mean":  # tokens of a prompt have equal weights, and so have prompts
         G = o.group_size
         of_prompts = [sum(lengths[i : i + G]) for i in range(0, len(lengths), G)]
         return [1 / (B / G * max(of_prompts[i // G], 1)) for i in range(len(lengths))]
@@ -365,7 +366,7 @@ def token_weights(
 def batch_loss(
     completions: list[Completion], options: dict[str, Any], *, num_items=None, num_completions=None
 ) -> SimpleNamespace:
-    """The whole loss of a list of completions; `.loss` carries autograd's graph."""
+    """Return the full loss of a list of completions; `.loss` carries the autograd graph."""
     o = resolve(options)
     zero = torch.zeros((), dtype=torch.float64)
     floor = None

@@ -1,8 +1,8 @@
-"""`@pairs(dtype=DTYPES, backend=BACKENDS, ...)`: tests of every pair of values of the axes, where
-`parametrize` on top of `parametrize` makes tests of every combination.
+"""Pairwise test parameters: `@pairs(dtype=DTYPES, backend=BACKENDS, ...)` tests every pair of
+values of any two axes.
 
-A fault that shows with a certain value of one axis and a certain value of another is seen; the
-number of tests is about the product of the two longest axes.
+Stacked `parametrize` decorators test every combination of all axes. Pairs find the faults that
+depend on two axes, with about as many tests as the product of the two longest axes.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import torch
 
 
 def pairs(**axes: Iterable) -> pytest.MarkDecorator:
-    """One `parametrize` for all axes; `a__b` is an axis of tuples (a, b), and `items()` of a dict
-    are values with their ids.
+    """Return one `parametrize` for all axes. `a__b` is an axis of tuples (a, b); `items()` of a
+    dict are values with ids.
     """
     values = [_params(names, axis) for names, axis in axes.items()]
     rows = []
@@ -28,7 +28,7 @@ def pairs(**axes: Iterable) -> pytest.MarkDecorator:
 
 
 def _params(names: str, axis: Iterable) -> list:
-    """The values of an axis as `pytest.param`s, each with an id."""
+    """Return the values of an axis as `pytest.param`s with ids."""
     named = axis if isinstance(axis, ItemsView) else ((None, value) for value in axis)
     params = []
     for name, value in named:
@@ -46,10 +46,10 @@ def _word(value: Any, otherwise: str) -> str:
 
 
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rows of indices, the same at every call: any two axes have every pair of their values.
+    """Return rows of indices in which any two axes have every pair of values. Deterministic.
 
     The two longest axes give their product. Each further axis takes, row by row, the value that
-    adds most pairs; the pairs that are left get rows of their own.
+    adds most pairs. Pairs that remain get additional rows.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rows = [list(row) for row in itertools.product(*(range(sizes[axis]) for axis in order[:2]))]
@@ -69,7 +69,9 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _rows_of(missing: set[tuple[int, int, int]], k: int) -> list[list[int]]:
-    """As few rows as fit the pairs (axis a has i, axis k has j); free places have value 0."""
+    """Return few rows that contain the given pairs (axis a has i, axis k has j); unused entries are
+    0.
+    """
     rows: list[dict[int, int]] = []
     for a, i, j in sorted(missing):
         row = next((row for row in rows if row[k] == j and row.get(a, i) == i), None)

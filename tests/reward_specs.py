@@ -1,4 +1,4 @@
-"""A reward's configuration for tests: any value, also one that a recipe would be refused for."""
+"""Reward configurations for tests, without the checks of a recipe."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ from grpo_fast.rewards import RewardSet, WeightedReward
 
 
 def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
-    """The set of this function, called f."""
+    """Return a reward set of this function, called f."""
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
@@ -22,7 +22,9 @@ def spec(
     convention: str | None = None,
     **options: Any,
 ) -> SimpleNamespace:
-    """What `build_rewards` reads; what is not named here is an option of the function."""
+    """Return the configuration that `build_rewards` reads; unknown names are options of the
+    function.
+    """
     return SimpleNamespace(
         name=name, weight=weight, label=label, path=path, timeout=timeout, in_process=in_process,
         options=options, convention=convention,

@@ -1,15 +1,15 @@
-"""`python -m tests.same_bits`: what the public functions return on a fixed set of cases, as hashes.
+"""Hashes of what the public functions return on a fixed set of cases: `python -m tests.same_bits`.
 
-A change that claims to change no number is compared with hashes of the commit before it. They hold
-for one kind of CPU and one torch (`fingerprint`), so no file of them is kept here:
+Use it for a change that must not change any number. The hashes hold for one kind of CPU and one
+torch version (`fingerprint`), so no file of them is in the repository:
 
     python -m tests.same_bits --store FILE     in a checkout of the commit before the change
-    python -m tests.same_bits --against FILE   behind it; status 1 and the names of what differs
+    python -m tests.same_bits --against FILE   after it; lists what differs, status 1
     --engine host|triton|runs   torch and C++; Triton (needs TRITON_INTERPRET=1); whole runs
 
-Each case is a call of a public function and its backward pass; the hash covers loss, logps,
-entropy, metrics and gradients. The cases of `runs` are short trainings by the recipes; the hash
-covers every logged metric, timings apart, and the weights of the trained model.
+Each case is a call of a public function and its backward pass. The hash covers loss, logps,
+entropy, metrics and gradients. The cases of `runs` are short trainings by the recipes, whose hash
+covers every logged metric except timings, and the weights of the trained model.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GRPO_FAST_GEMM", "own")  # so that the cases reach our products on every CPU
-os.environ["GRPO_FAST_WORKSPACE_MIB"] = "1"  # so that the large cases take several chunks
+os.environ.setdefault("GRPO_FAST_GEMM", "own")  # use our matrix products on every CPU
+os.environ["GRPO_FAST_WORKSPACE_MIB"] = "1"  # split the large cases into several chunks
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
 def fingerprint() -> str:
-    """What the bits depend on beside the code: torch, and the CPU by which MKL chooses its
-    blocks.
+    """Return what the bits depend on besides the code: the torch version, and the CPU features that
+    MKL reads.
     """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = dict(line.replace("\t", "").split(": ", 1) for line in reversed(lines) if ": " in line)
@@ -68,7 +68,7 @@ def fingerprint() -> str:
 
 
 def outcome(function: str, case: Case, **how: Any) -> dict[str, Tensor | None]:
-    """What `loss_cases.run` finds, as named tensors."""
+    """Return the result of `loss_cases.run` as named tensors."""
     result = run(function, case, **how)
     named = {"loss": result.loss, "logps": result.logps, "entropy": result.entropy}
     return {**named, **{f"metrics/{k}": v for k, v in result.metrics.items()}, **result.grads}
@@ -80,7 +80,7 @@ def hashed(tensors: dict[str, Tensor | None]) -> str:
         x = tensors[name]
         digest.update(name.encode())
         if x is not None:
-            x = torch.where(x == 0, 0.0, x.detach().float())  # the sign of a zero is no number
+            x = torch.where(x == 0, 0.0, x.detach().float())  # ignore the sign of zeros
             digest.update(x.contiguous().numpy().tobytes())
     return digest.hexdigest()[:12]
 
@@ -90,7 +90,7 @@ def with_kl(loss_type: str) -> dict[str, float]:
 
 
 def small_cases(backend: str) -> Cases:
-    """Every loss and level, in both layouts, by the three functions."""
+    """Yield every loss and level, in both layouts, through the three functions."""
     for loss_type, level in LOSS_LEVELS:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
@@ -101,7 +101,7 @@ def small_cases(backend: str) -> Cases:
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
-    """About 250 active rows of a vocabulary for which the kernels start from hidden."""
+    """Return about 250 active rows with a vocabulary large enough for the fused kernels."""
     return make_case(
         5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
     )
@@ -118,7 +118,7 @@ def large_cases(
 
 
 def option_cases(backend: str) -> Cases:
-    """What switches another path on."""
+    """Yield cases whose options select other code paths."""
     variants: dict[str, dict[str, Any]] = {
         "entropy bonus": {"entropy_coef": 0.05},
         "softcap": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
@@ -157,7 +157,7 @@ def option_cases(backend: str) -> Cases:
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Eleven targets predicted by five rows of hidden."""
+    """Yield a case with eleven targets that five rows of hidden predict."""
     hidden = case.hidden[0, :5].clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])
@@ -170,7 +170,7 @@ def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
 
 
 def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """linear_logps with gradients of logps and entropy, and without any."""
+    """Yield linear_logps with gradients of logps and entropies, and without gradients."""
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     ids = torch.where(case.mask, case.ids, -100)
     lp, h = grpo_fast.linear_logps(
@@ -212,7 +212,7 @@ def run_cases() -> Cases:
 
 
 def trained(words: list[str]) -> dict[str, Tensor | None]:
-    """Train in processes of their own; return metrics, row by row, and weights."""
+    """Train in subprocesses. Return the metrics of each step, and the weights."""
     from safetensors.torch import load_file
 
     from tests.train.tiny_runs import is_timing

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers for tests, built on the spot: no hub, no download."""
+"""Tiny models and tokenizers for tests, built locally without downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# What makes each family worth a test of its own.
+# The property that makes each family worth a test.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},  # the plain case, grouped-query attention
+    "llama": {},  # plain, with grouped-query attention
     "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head
-    "qwen3": {"head_dim": 16},  # q and k norms, head_dim other than hidden/heads
+    "qwen3": {"head_dim": 16},  # q and k norms, head_dim differs from hidden/heads
     "mistral": {"sliding_window": 6},  # a window shorter than the sequences
     "gemma2": {  # both softcaps, a window in every other layer, query scale, (1+w) norms
         "head_dim": 16,
@@ -26,8 +26,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.5,
-    },  # head divided by 4
-    "cohere": {"logit_scale": 0.25},  # head times 0.25, interleaved RoPE, parallel block
+    },  # logits divided by 4
+    "cohere": {"logit_scale": 0.25},  # logits times 0.25, interleaved RoPE, parallel block
 }
 SYMBOLS = [*map(str, range(10)), "="]
 TEXTS = [
@@ -40,7 +40,7 @@ def tiny_model(
     family: str = "qwen2", *, kind: str = "AutoModelForCausalLM", vocab_size: int = 61,
     seed: int = 0, **changes: Any,
 ) -> Any:  # fmt: skip
-    """A random transformers model of this family (a causal LM), in evaluation mode."""
+    """Return a random transformers causal LM of this family, in evaluation mode."""
     import transformers
 
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def tiny_model(
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     config = transformers.AutoConfig.for_model(family, **fields)
     model = getattr(transformers, kind).from_config(config)
-    # The default start is so small that wrong attention would hardly show.
+    # With the small default initialisation, wrong attention would hardly change the output.
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -56,7 +56,7 @@ def tiny_model(
 
 
 def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **changes: Any) -> Any:
-    """A `Policy` whose model has a token for each of SYMBOLS: "3 1 2 =" is a prompt."""
+    """Return a `Policy` whose model has one token for each of SYMBOLS: "3 1 2 =" is a prompt."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
@@ -67,7 +67,7 @@ def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **chang
 def tiny_folder(
     path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, **changes: Any
 ) -> str:
-    """A tiny model with a BPE tokenizer, saved in transformers format."""
+    """Save a tiny model with a BPE tokenizer in transformers format."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)

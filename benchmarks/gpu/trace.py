@@ -67,7 +67,7 @@ class Case(NamedTuple):
             ids = new(self.rows * SET_SIZE, dtype=torch.int32)
             offsets = new(self.rows + 1, dtype=torch.int64)
         options = Options([*self.wants, False], "triton", support_ids=ids, support_offsets=offsets)
-        batch = operators.build(known, tensors, options, config, inputs)
+        batch = operators.build_batch(known, tensors, options, config, inputs)
         result = known.run(*tensors, batch=batch, options=options)
         for gradient in result.gradients:
             if gradient.numel():

@@ -22,7 +22,7 @@ from benchmarks.kernels.exact import TOLERANCE, relative_l2
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from grpo_fast.attention import PackedGroups, PackedTree, dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Attention, Kind
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 Case = tuple[int, int, int]  # prompt, completion, group
 Step = Callable[[], Any]  # to a tuple of the output and the gradients
@@ -111,15 +111,15 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     first = places == earliest[origin]
     copies = [x[origin] for x in tensors]
     copies[3] = copies[3] * first[:, None, None]  # the gradient of a prompt's row flows once
-    rule = Rule(model.head_dim**-0.5, options.window)
+    params = AttentionParams(model.head_dim**-0.5, options.window)
     kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":
             continue  # fallbacks for what FlashAttention cannot take, no contestants
         steps = {
-            "packed": attention_step(provider.attend, copies, packed, rule),
-            "shared": attention_step(provider.attend, tensors, shared, rule),
+            "packed": attention_step(provider.attend, copies, packed, params),
+            "shared": attention_step(provider.attend, tensors, shared, params),
         }
         error = attention_error(steps["shared"](), steps["packed"](), origin, first)
         rows.append(
@@ -129,12 +129,12 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
 
 
 def attention_step(
-    attention: Attention, tensors: list[Tensor], pack: PackedGroups, rule: Rule
+    attention: Attention, tensors: list[Tensor], pack: PackedGroups, params: AttentionParams
 ) -> Step:
     leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
 
     def step() -> tuple[Tensor, ...]:
-        out = attention(*leaves, pack.layout, rule)
+        out = attention(*leaves, pack.layout, params)
         return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
     return step

@@ -177,7 +177,7 @@ def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict
     tokens = {"flat": flat.layout.total, "tree": tree.layout.total}
     row: dict[str, Any] = {
         "case": name, "model": model.name, "samples": len(samples), "tokens": tokens,
-        "levels": len(tree.layout.views), "difference": error,
+        "levels": len(tree.layout.calls), "difference": error,
         "tokens_ratio": tokens["flat"] / tokens["tree"],
         "kernel": dispatch.choose(Kind(options.device, options.dtype, model.head_dim)).name,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Packed rows for transformers models: every prompt once. README.md has the dozen lines."""
+"""Packed rows for transformers models, in which every prompt or shared prefix is computed once."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of

@@ -1,7 +1,8 @@
-"""Which kernel computes the attention of packed rows: chosen and logged once for each kind.
+"""Selection of the kernel that computes the attention of packed rows.
 
-The first of PROVIDERS whose output and gradients agree with the dense reference on tiny packed
-rows; one that fails is passed over with a line in the log.
+For each kind of input, the first kernel of PROVIDERS is used whose output and gradients agree with
+the dense reference on tiny packed rows. The choice is cached and logged. A kernel that fails is
+skipped with a warning.
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, t
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
 
-# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
+# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, params) → (T, H, D), differentiable.
 Attention = Callable[..., Tensor]
 
-# Relative L2 error of output and gradients beyond which a kernel is taken for broken.
+# Largest relative L2 error of output and gradients at which a kernel passes its self-test.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
 
 
 class Kind(NamedTuple):
+    """The properties of an input by which a kernel is selected."""
+
     device: str
     dtype: torch.dtype
     head_dim: int
     has_window: bool = False
     has_softcap: bool = False
-    gpu: int | None = None  # which one; None: the current one
+    gpu: int | None = None  # index of the GPU; None: the current one
 
     def __str__(self) -> str:
         extras = ["window"] * self.has_window + ["softcap"] * self.has_softcap
@@ -50,8 +53,10 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
+    """A kernel, and a test for the inputs that it supports."""
+
     name: str  # for the log
-    takes: Callable[[Kind], bool]  # a kind of input
+    takes: Callable[[Kind], bool]  # returns whether the kernel supports a kind of input
     attend: Attention
 
 
@@ -65,35 +70,54 @@ def packed_rows_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # (T, H, D)
-    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself and on its ancestors.
+    """Compute softmax(mask(softcap(scale·q·kᵀ)))·v for packed rows.
 
-    `window`: the most keys that a query sees, its own included. A double backward: RuntimeError.
+    Each segment attends causally to itself and to its ancestors. First-order gradients only; double
+    backward raises a RuntimeError.
+
+    Args:
+        q: (T, H, D), float. Queries.
+        k: (T, H_kv, D), where H_kv divides H. Keys.
+        v: (T, H_kv, D). Values.
+        layout: the segments of the row.
+        scale: factor of the scores.
+        window: number of keys that a query sees at most, including its own. None: all.
+        softcap: bound of the scores, c·tanh(s/c). None: no bound.
+
+    Returns:
+        The attention output, (T, H, D).
     """
-    # A window that no query reaches is no window; the plain kernels are faster.
+    # Drop a window that is longer than every context: kernels without a window are faster.
     window = window if window and window < layout.longest_context else None
-    has = window is not None, softcap is not None
-    kind = Kind(q.device.type, q.dtype, q.shape[-1], *has, q.device.index)
-    return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
+    kind = Kind(
+        q.device.type, q.dtype, q.shape[-1], has_window=window is not None,
+        has_softcap=softcap is not None, gpu=q.device.index,
+    )  # fmt: skip
+    return choose(kind).attend(q, k, v, layout, AttentionParams(scale, window, softcap))
 
 
 @cache
 def choose(kind: Kind) -> Provider:
+    """Return the first provider that supports this kind and passes its self-test. Cached."""
     for provider in candidates(kind):
         name = provider.name
         try:
             error = _tested(provider.attend, kind)
-        except Exception as problem:  # a foreign kernel may fail in any way; there is another one
-            log.warning("attention kernel %s failed on %s: %s; next", name, kind, problem)
+        except Exception as problem:  # a foreign kernel may raise anything; try the next one
+            log.warning("attention kernel %s failed on %s: %s; skipped", name, kind, problem)
             continue
         if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            log.info("packed attention on %s: %s, %.1g from the reference", kind, name, error)
+            log.info("packed attention on %s: using %s, error %.1g", kind, name, error)
             return provider
-        log.warning("attention kernel %s is wrong on %s: off by %.2g; next", name, kind, error)
+        log.warning("attention kernel %s is wrong on %s: error %.2g; skipped", name, kind, error)
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """`self_test` on the GPU of the caller's tensors: a new thread starts on GPU 0."""
+    """Run `self_test` in a thread without autograd state, on the GPU of the caller's tensors.
+
+    A new thread would use GPU 0.
+    """
     if kind.device != "cuda":
         return in_fresh_thread(lambda: self_test(attention, kind))
     index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
@@ -106,19 +130,23 @@ def _tested(attention: Attention, kind: Kind) -> float:
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:
-    """The providers that say they can take this kind of input, best first."""
+    """Return the providers that support a kind of input, best first."""
     return (provider for provider in PROVIDERS if provider.takes(kind))
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Largest relative L2 error of output and gradients against the dense reference; NaN if one is.
+    """Return the largest relative L2 error of output and gradients against the dense fp64
+    reference.
 
-    On 43 tokens: two trees of three levels, down to a single token, and a plain segment, with two
-    query heads for each key head.
+    The input has 43 tokens: two trees of three levels, with segments down to a single token, and a
+    plain segment. Two query heads share a key head. The result is NaN if any error is NaN.
     """
-    lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
-    limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    rule, results = Rule(kind.head_dim**-0.5, *limits), []
+    # 1. Draw inputs for a small tree.
+    lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
+    parents = (-1, -1, 0, 0, 1, 2, 2, 4, -1)
+    window = 4 if kind.has_window else None
+    softcap = 3.0 if kind.has_softcap else None
+    params = AttentionParams(kind.head_dim**-0.5, window, softcap)
     runs: list[tuple[Attention, str, torch.dtype]] = [
         (attention, kind.device, kind.dtype),
         (reference.attend, "cpu", torch.float64),
@@ -126,19 +154,24 @@ def self_test(attention: Attention, kind: Kind) -> float:
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
+    # 2. Run the kernel and the reference.
+    results = []
     for function, device, dtype in runs:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
+        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), params)
         gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
         results.append([out.detach(), *gradients])
     pairs = zip(*results, strict=True)
-    # torch's max, not Python's, which may pass over a NaN.
+    # 3. Compare. Use torch's max, because Python's max may ignore a NaN.
     return float(torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max())
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
-    is_narrow = kind.dtype in (torch.float16, torch.bfloat16)
-    if kind.device != "cuda" or not is_narrow or kind.head_dim % 8:
+    """Return True for 16-bit inputs on a GPU whose head_dim and compute capability FlashAttention
+    supports.
+    """
+    is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
+    if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
         return False
     return kind.head_dim <= most_head_dim and _compute_capability(kind.gpu) >= least_sm
 
@@ -151,7 +184,9 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """FA2 and FA4 both ship a module `flash_attn`; their distributions tell them apart."""
+    """Return True if a distribution is installed. FA2 and FA4 both ship a module `flash_attn`, so a
+    module test cannot tell them apart.
+    """
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -159,11 +194,13 @@ def _has_distribution(name: str) -> bool:
 
 
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
-    """Whether it is a CPU's, of one of these dtypes, without a window and softcap. Without a window
-    a causal span has as many keys as queries: these kernels align the two at the top.
+    """Return True for CPU inputs of one of these dtypes without window and softcap.
+
+    Without a window a causal span has as many keys as queries, so the kernels may align them at the
+    top.
     """
-    is_whole = not (kind.has_window or kind.has_softcap)
-    return is_whole and kind.device == "cpu" and kind.dtype in dtypes
+    has_extras = kind.has_window or kind.has_softcap
+    return kind.device == "cpu" and kind.dtype in dtypes and not has_extras
 
 
 def _partial(
@@ -173,7 +210,7 @@ def _partial(
 
 
 PROVIDERS = (
-    # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
+    # CUDA, 16 bits: FlashAttention 4, then 3, then the package flash-attn 2, then torch's FA2.
     _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
              and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
@@ -182,13 +219,13 @@ PROVIDERS = (
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
-    # CUDA, anything else: compiled flex_attention
+    # CUDA, other inputs: compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
-    # CPUs: our own in C++; torch's FlashAttention, a call for each span
+    # CPU: our C++ kernel, then torch's FlashAttention with one call per span.
     _partial(lambda kind: _is_plain(kind, torch.float32) and not loader.unavailable("attention"),
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
-    # any device, window and softcap: explicit scores in chunks of queries
+    # Every other input: explicit scores in chunks of queries.
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

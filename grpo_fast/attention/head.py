@@ -1,4 +1,4 @@
-"""The head of a transformers causal LM, from hidden states to log-probabilities."""
+"""The LM head of a transformers causal LM, as arguments for the loss functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# How far logps may stand from the model's own, by the dtype they are computed in (nats).
+# Largest accepted difference to the model's own logps in nats, by the dtype of the computation.
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
 
 
 class Head(NamedTuple):
-    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), or without the tanh."""
+    """The LM head of a model: logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap).
+
+    Attributes:
+        weight: (V, H). The weight.
+        bias: (V,). The bias, or None.
+        softcap: bound of the logits; None: no tanh.
+        logit_scale: factor of the logits.
+    """
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
@@ -22,31 +29,50 @@ class Head(NamedTuple):
     logit_scale: float
 
     @property
-    def rule(self) -> dict[str, Any]:
-        """softcap and logit_scale, as keywords of `linear_logps` and of `LossConfig`."""
+    def logit_kwargs(self) -> dict[str, Any]:
+        """softcap and logit_scale, as keyword arguments of `linear_logps` and `LossConfig`."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
 
 
 def check_tolerance(dtype: torch.dtype) -> float:
-    """Nats (for logits: times their size) beyond which a self-check finds an unknown rule."""
+    """Return the largest accepted difference between two computations of logps, in nats."""
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
 def head_of(lm: Any) -> Head:
-    """Read the head of a transformers causal LM.
+    """Return the LM head of a transformers causal LM.
 
-    Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies),
-    `logits_scaling` (Granite, divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with
-    any other has to be found by comparing logits.
+    Applies the transforms that models put after the head: `final_logit_softcapping` (Gemma),
+    `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite, divides) and `lm_head_multiplier`
+    (Falcon-H1, multiplies). Compare logits once for a model with a different transform.
 
-    Raises ValueError for a head that is no plain linear layer: with a LoRA adapter, or in an FSDP2
-    group of its own, whose hooks do not fire for a weight that is read from outside.
+    Args:
+        lm: a transformers causal LM.
+
+    Returns:
+        The head. Its weight is the model's parameter, so gradients reach the model.
+
+    Raises:
+        ValueError: the output embeddings are not a plain nn.Linear: a LoRA adapter is on them, or
+            FSDP2 wraps them as a separate group, whose hooks would not run.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from grpo_fast.attention import head_of
+        >>> config = Qwen2Config(
+        ...     vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=1,
+        ... )
+        >>> head = head_of(Qwen2ForCausalLM(config))
+        >>> head.weight.shape, head.logit_kwargs
+        (torch.Size([100, 16]), {'softcap': None, 'logit_scale': 1.0})
     """
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
             f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
-            "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
+            "(with LoRA: leave lm_head out of target_modules; with FSDP2: do not wrap lm_head "
+            "separately, so that it belongs to the root module's group)"
         )
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):

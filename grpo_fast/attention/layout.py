@@ -1,16 +1,17 @@
-"""Where each sequence stands in a packed row: computed once per micro-batch on the host, read by
-every layer.
+"""The layout of a packed row: where each sequence is. Computed once per micro-batch on the host,
+and used by every layer.
 
-A row of T tokens is cut into S segments. Each attends causally to itself and to all its ancestors,
-at positions that go on where its parent ends. Segments stand in level order, so that their parents
-ascend; childless roots (plain segments) stand last:
+A row of T tokens consists of S segments. Each segment attends causally to itself and to all its
+ancestors, and its positions continue after its parent's. Segments are in level order, so that the
+parents ascend; roots without children (plain segments) are last:
 
     rows:     [P1][P2]  [a1][a2][b1]  [a11][a12][b11]  [s1][s2]
     parents:   −1  −1     0   0   1     2    2    4      −1  −1
 
-The segments that have an ancestor at distance j are then one run of rows, and these ancestors, in
-the same order, another: attention over ancestors at one distance copies neither queries nor keys.
-A shared prompt with its completions is the tree of two levels; without parents the row is packed.
+In this order, the segments that have an ancestor at distance j are one contiguous run of rows, and
+so are these ancestors, in the same order. Attention over the ancestors at one distance therefore
+copies neither queries nor keys. A shared prompt with its completions is a tree of two levels;
+without parents the row is a plain packed row.
 """
 
 from __future__ import annotations
@@ -31,43 +32,53 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Rows of keys that stand several times in one call."""
+    """Rows of keys that occur several times in one attention call."""
 
-    rows: Tensor  # (Tk,) int64: the row of T behind each copy
+    rows: Tensor  # (Tk,) int64: the row that each copy comes from
     order: Tensor  # (Tk,) int64: sorts the copies by their row
-    copies: Tensor  # (T,) int64: how many each row has
+    copies: Tensor  # (T,) int64: number of copies of each row
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
-        # Stable: the gradients of a row's copies are added in one order, the same bits every time.
+        # A stable sort adds the gradients of a row's copies in a fixed order, so that the bits are
+        # reproducible.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
-    def put_back(self, grad: Tensor) -> Tensor:
-        """(Tk, …) gradients of the copies → (T, …), summed in their order, in fp32 or better."""
+    def sum_copies(self, grad: Tensor) -> Tensor:
+        """Sum the gradients of copies (Tk, …) over each row, (T, …), in fp32 or better and in a
+        fixed order.
+        """
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
         return summed.to(grad.dtype)
 
 
 class Call(NamedTuple):
-    """One varlen call over parts of the row."""
+    """One varlen attention call over parts of a row."""
 
     spans: Spans
     queries: slice  # rows
     keys: slice | Copies  # rows
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows (Tk, …) of keys or values: a view, or the copies."""
+        """Return the keys or values of the call, (Tk, …): a view, or the copies."""
         return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
 
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Segments of one packed row of T tokens: `model(..., packed_layout=...)`."""
+    """The segments of one packed row of T tokens, passed to a model as `model(...,
+    packed_layout=...)`.
+
+    Attributes:
+        cu_seqlens: (S+1,), int32, contiguous, on the model's device. Offsets of the segments.
+        lengths: tokens of each segment, on the host, so that no layer waits for the device.
+        parents: the parent of each segment; −1 for a root.
+    """
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
-    lengths: tuple[int, ...]  # the same on the host: no layer has to wait for the device
-    parents: tuple[int, ...]  # the segment before each; −1 for none
+    lengths: tuple[int, ...]  # on the host
+    parents: tuple[int, ...]  # −1 for a root
 
     @classmethod
     def of(
@@ -77,19 +88,27 @@ class TreeLayout:
         *,
         parents: Sequence[int] = (),
     ) -> TreeLayout:
-        """The layout of segments of these lengths, one after the other.
+        """Build the layout of consecutive segments.
 
-        `parents`: the segment that each continues, −1 for none; ascending up to the last segment
-            that has one. Empty: no segment continues another.
+        Args:
+            lengths: tokens of each segment; none may be 0, because FlashAttention returns lse =
+                +inf for an empty segment.
+            device: the model's device.
+            parents: the parent of each segment, −1 for a root. Parents ascend up to the last
+                segment that has one. Empty: all segments are roots.
 
-        Raises ValueError for an empty segment (FlashAttention gives it lse = +inf), for parents in
-            another order or behind their children, and for another number of them.
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: an empty segment, a different number of parents, or parents out of level
+                order.
         """
-        fits, came = lengths and min(lengths) >= 1, list(lengths)[:8]
-        require(fits, "lengths", "at least one segment and none empty", came)
-        parents, count = tuple(parents) or (-1,) * len(lengths), len(lengths)
-        fits, expected = len(parents) == count, f"one for each of {count} segments"
-        require(fits, "parents", expected, len(parents))
+        fits = lengths and min(lengths) >= 1
+        require(fits, "lengths", "at least one segment and none empty", list(lengths)[:8])
+        count = len(lengths)
+        parents = tuple(parents) or (-1,) * count
+        require(len(parents) == count, "parents", f"one for each of {count} segments", len(parents))
         trees = max((s + 1 for s, parent in enumerate(parents) if parent != -1), default=0)
         for segment, (above, parent) in enumerate(pairwise((-1, *parents[:trees]))):
             expected = f"an earlier segment than {segment} and none before {above}, the parent of "
@@ -100,7 +119,7 @@ class TreeLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First row of each segment, and T."""
+        """The first row of each segment, and T."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -113,7 +132,9 @@ class TreeLayout:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Tokens of all ancestors of each segment: the position of its first token."""
+        """The number of ancestor tokens of each segment, which is the position of its first
+        token.
+        """
         before: list[int] = []
         for parent in self.parents:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
@@ -121,12 +142,14 @@ class TreeLayout:
 
     @cached_property
     def longest_context(self) -> int:
-        """The most keys a query sees: what a sliding window has to reach to be no window."""
+        """The largest number of keys that a query sees. A longer sliding window has no effect."""
         return max(n + before for n, before in zip(self.lengths, self.prefixes, strict=True))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """(1, T) int64: from 0 in every root, from where its parent ends in every other segment."""
+        """Positions, (1, T) int64: from 0 in every root, continuing after the parent in every other
+        segment.
+        """
         pairs = zip(self.lengths, self.prefixes, strict=True)
         return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
             self.cu_seqlens.device
@@ -134,12 +157,13 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> Tensor:
+        """The segment of each token, (T,) int64."""
         counts = torch.tensor(self.lengths)
         return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 
     @cached_property
     def related(self) -> Tensor:
-        """(S, S) bool: a segment sees itself and its ancestors (no position behind its own)."""
+        """(S, S) bool: entry (i, j) is True if segment i attends to segment j."""
         seen = torch.eye(len(self.parents), dtype=torch.bool)
         for segment, parent in enumerate(self.parents):
             if parent >= 0:
@@ -147,15 +171,23 @@ class TreeLayout:
         return seen.to(self.cu_seqlens.device)
 
     @cached_property
-    def views(self) -> tuple[Call, ...]:
-        """Call 0: every segment on itself, causally. Call j: every segment with an ancestor at
-        distance j on that ancestor, which without descendants there has no queries.
+    def calls(self) -> tuple[Call, ...]:
+        """The attention calls of the row.
+
+        In call 0 every segment attends to itself, causally. In call j every segment that has an
+        ancestor at distance j attends to that ancestor. An ancestor without descendants at that
+        distance has no queries.
         """
-        device, whole = self.cu_seqlens.device, slice(0, self.total)
-        calls = [Call(Spans.of(self.lengths, self.lengths, device, causal=True), whole, whole)]
+        device = self.cu_seqlens.device
+        all_rows = slice(0, self.total)
+        calls = [
+            Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
+        ]
+        # (segment, ancestor) pairs at distance 1. Each round of the loop moves one level up.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
+            # The siblings of one ancestor are adjacent rows, so they form one span of queries.
             queries = [0] * (end - first)
             for segment, ancestor in run:
                 queries[ancestor - first] += self.lengths[segment]
@@ -165,13 +197,15 @@ class TreeLayout:
             run = [(s, above) for s, ancestor in run if (above := self.parents[ancestor]) >= 0]
         return tuple(calls)
 
-    def copies(self, window: int) -> tuple[Call]:
-        """One causal call with each segment's keys behind copies of its ancestors' last window − 1:
-        a window moves with each row, a call on an ancestor does not.
-        """
-        return self.cached(("copies", window), lambda: self._copies(window))
+    def window_calls(self, window: int) -> tuple[Call]:
+        """Return one causal call for a sliding window.
 
-    def _copies(self, window: int) -> tuple[Call]:
+        A window moves with each row, so a separate call on an ancestor cannot express it. In front
+        of each segment's keys, the call has copies of the last window − 1 keys of its ancestors.
+        """
+        return self.cached(("copies", window), lambda: self._window_calls(window))
+
+    def _window_calls(self, window: int) -> tuple[Call]:
         keys: list[Tensor] = []
         for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
             path = keys[parent] if parent >= 0 else torch.arange(0)
@@ -183,7 +217,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Build what a kernel derives from the layout once, for all layers."""
+        """Return what `build` derives from the layout, built once for all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

@@ -3,8 +3,8 @@
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-The function is registered once and never exchanged between a forward pass and its backward:
-gradient checkpointing runs it again.
+The function must stay registered between a forward pass and its backward, because gradient
+checkpointing runs it again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,28 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
+# Names with "flash", "sdpa", "flex_attention" or "|" have a special meaning in transformers.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-JITTER = {"jitter_noise", "input_jitter_noise"}  # of routers: Mixtral, PhiMoE
+# noise on the inputs of MoE routers: Mixtral, PhiMoE
+JITTER = {"jitter_noise", "input_jitter_noise"}
 
 
 def register() -> str:
-    """Register the attention and its mask with transformers (again: harmless); their name."""
+    """Register packed attention and its mask function with transformers.
+
+    Calling it again is harmless.
+
+    Returns:
+        The name for `model.set_attn_implementation`.
+
+    Example:
+        >>> from grpo_fast.attention import register
+        >>> register()
+        'grpo_packed'
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -43,7 +55,7 @@ def packed_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Any,  # as `window_as_mask` made it
+    attention_mask: Any,  # the result of `window_as_mask`
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -52,15 +64,37 @@ def packed_attention(
     packed_layout: TreeLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Each segment of `packed_layout` causally on itself and all its ancestors: (1, T, H, D).
+    """Compute the attention of a layer, where each segment attends causally to itself and its
+    ancestors.
 
-    Raises ValueError for whatever would be computed wrongly: no layout, a mask beyond a window, a
-    batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
+    This is the function that `register` gives to transformers.
+
+    Args:
+        module: the attention layer.
+        query: (1, H, T, D). Queries.
+        key: (1, H_kv, T, D). Keys.
+        value: (1, H_kv, T, D), or narrower than the keys. Values.
+        attention_mask: the result of `window_as_mask`: None or the size of a sliding window.
+        dropout: must be 0.
+        scaling: factor of the scores. None: D^-0.5.
+        sliding_window: the layer's window, if the mask has none.
+        softcap: bound of the scores. None: no bound.
+        packed_layout: the segments of the row.
+        extra: other keyword arguments of transformers.
+
+    Returns:
+        The attention output, (1, T, H, D), and None in place of attention weights.
+
+    Raises:
+        ValueError: the result would be wrong: no layout, a mask that is not causal or a window,
+            several rows, a cache, dropout, attention sinks, a position bias, or a bidirectional
+            layer.
     """
     if packed_layout is None:
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
+    # A cache would make keys longer than queries.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "
@@ -74,9 +108,10 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__}: packed attention is causal, this layer is not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
+    # Under autocast RoPE returns fp32 queries and keys, while values have 16 bits.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Latent attention (DeepSeek) has shorter values than keys: zeros behind them, cut off again.
+    # Latent attention (DeepSeek) has narrower values than keys: pad with zeros, and cut them off
+    # below.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
@@ -84,10 +119,10 @@ def packed_attention(
 
 
 def check_supported(model: nn.Module) -> None:
-    """Refuse, before any work, models whose layers packed attention would compute wrongly.
+    """Raise a ValueError for models whose layers packed attention would compute wrongly.
 
-    Raises ValueError naming the field: state-space or linear-attention layers, RoPE that changes
-    with the sequence length, M-RoPE.
+    These are models with state-space or linear-attention layers, with RoPE that depends on the
+    sequence length, or with M-RoPE.
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
@@ -106,7 +141,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Why completions of this model cannot share their prompt's rows, or None if they can."""
+    """Return the reason why packed attention does not support a model, or None if it does."""
     try:
         check_supported(model)
     except ValueError as error:
@@ -115,7 +150,9 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off dropout and routers' jitter: with them logps of the same weights would differ."""
+    """Set dropout and router jitter to 0, because they would make logps of the same weights
+    differ.
+    """
     rates: set[float] = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -126,4 +163,4 @@ def disable_dropout(model: nn.Module) -> None:
                 rates.add(rate)
                 vars(module)[name] = 0.0
     if any(rates):
-        log.warning("the model's dropout is switched off: its rates were %s", sorted(rates))
+        log.warning("dropout is switched off, router jitter too; rates were %s", sorted(rates))

@@ -1,4 +1,7 @@
-"""From samples to packed rows: a prefix stands once, a loss term knows the row that predicts it."""
+"""Packing of samples into rows in which a shared prefix is stored once.
+
+Every loss term knows the row of hidden states that predicts its token.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,46 @@ from torch import Tensor
 
 from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
-from grpo_fast.errors import require
+from grpo_fast.errors import names_nearest, require
 
 # Token ids: a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
 # A prompt and its completions.
 Group = tuple[Ids, Sequence[Ids]]
-# The ids of a sample, and of each whether it is trained: bools, or 0 and 1.
+# The ids of a sample, and for each id whether it is trained (bool, or 0 and 1).
 Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 
 
 @dataclass(frozen=True)
 class PackedTree:
-    """B samples in one row: the trunk sees T tokens, the head R predictions, one for each trained
-    token of each sample, in the caller's order.
+    """B samples packed into one row.
 
-    The trunk does not see a sample's last trained token and what follows it: they predict nothing.
+    The model computes T tokens, and the head R predictions: one for each trained token of each
+    sample, in the caller's order. The last trained token of a sample, and all tokens after it, are
+    left out of the row, because they predict nothing.
+
+    Attributes:
+        input_ids: (1, T), int64. Token ids of the row.
+        layout: the segments of the row.
+        predicting: (R,), int64. The row of T that predicts each trained token; rows may repeat.
+            Pass it as `hidden_rows`.
+        target_ids: (R,), int64. The trained tokens.
+        cu_seqlens: (B+1,), int32. Offsets of the samples in R.
+        lengths: number of trained tokens of each sample, on the host.
     """
 
     input_ids: Tensor  # (1, T) int64
     layout: TreeLayout
-    predicting: Tensor  # (R,) int64: row of T that predicts each trained token; it may repeat
-    target_ids: Tensor  # (R,) int64: the trained tokens
-    cu_seqlens: Tensor  # (B+1,) int32: samples in R
-    lengths: tuple[int, ...]  # trained tokens of the B samples, on the host
+    predicting: Tensor  # (R,) int64
+    target_ids: Tensor  # (R,) int64
+    cu_seqlens: Tensor  # (B+1,) int32
+    lengths: tuple[int, ...]  # B numbers, on the host
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """The keywords of `model(...)`: input_ids, position_ids, use_cache=False, packed_layout."""
+        """Keyword arguments of `model(...)`: input_ids, position_ids, use_cache=False and
+        packed_layout.
+        """
         return {
             "input_ids": self.input_ids,
             "position_ids": self.layout.position_ids,
@@ -49,33 +64,50 @@ class PackedTree:
         }
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(R, …) values of trained tokens → B views (trained tokens of the sample, …)."""
-        total, shape = sum(self.lengths), tuple(values.shape)
+        """Split values of the trained tokens by sample.
+
+        Args:
+            values: (R, …), one row for each trained token.
+
+        Returns:
+            B views, (trained tokens of the sample, …) each.
+        """
+        total = sum(self.lengths)
+        shape = tuple(values.shape)
         require(shape[0] == total, "values", f"one row for each of {total} tokens", shape)
         return values.split(self.lengths)
 
     @cached_property
     def distinct(self) -> Distinct:
-        """The U predictions that differ in row or target, where samples share trained tokens."""
+        """The distinct predictions. Samples that share trained tokens share predictions."""
         pairs = torch.stack([self.predicting, self.target_ids])
         unique, terms = pairs.unique(dim=1, return_inverse=True)
         return Distinct(unique[0], unique[1], terms)
 
 
 class Distinct(NamedTuple):
-    """U predictions behind R loss terms: `spread(linear_logps(…))` computes each once."""
+    """U distinct predictions of R loss terms. `spread(linear_logps(...))` computes each of them
+    once.
+
+    Attributes:
+        predicting: (U,), int64. The row of T that makes each prediction.
+        target_ids: (U,), int64. The predicted tokens.
+        terms: (R,), int64. The prediction of each loss term.
+    """
 
     predicting: Tensor  # (U,) int64
     target_ids: Tensor  # (U,) int64
-    terms: Tensor  # (R,) int64: the prediction of each term
+    terms: Tensor  # (R,) int64
 
     def spread(self, logps: Tensor) -> Tensor:
-        """(U,) logps → (R,), one for each term; differentiable."""
+        """Expand logps (U,) to the loss terms (R,). Differentiable."""
         return _Spread.apply(logps, self.terms)
 
 
 class _Spread(torch.autograd.Function):
-    """logps[terms], whose slopes are summed in the order of the terms: the same bits every time."""
+    """Compute logps[terms], with a backward that sums in a fixed order, so that the bits are
+    reproducible.
+    """
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
@@ -84,20 +116,36 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return Copies.of(*ctx.copies).put_back(grad), None
+        return Copies.of(*ctx.copies).sum_copies(grad), None
 
 
 @dataclass(frozen=True)
 class PackedGroups(PackedTree):
-    """The completions of groups in one row: each is a sample whose own tokens are trained."""
+    """Groups of completions packed into one row.
 
-    group_sizes: tuple[int, ...]  # completions of each group, as they were given
+    Each completion is a sample whose own tokens are trained. The attributes of `PackedTree` apply.
+
+    Attributes:
+        group_sizes: number of completions of each group.
+    """
+
+    group_sizes: tuple[int, ...]  # completions of each group
 
     def split_groups(self, values: Tensor) -> list[tuple[Tensor, ...]]:
-        views, ends = self.split(values), [0, *accumulate(self.group_sizes)]
+        """Split values of the trained tokens by group and completion.
+
+        Args:
+            values: (R, …), one row for each trained token.
+
+        Returns:
+            For each group a tuple of views, (tokens of the completion, …) each.
+        """
+        views = self.split(values)
+        ends = [0, *accumulate(self.group_sizes)]
         return [views[a:b] for a, b in pairwise(ends)]
 
 
+@names_nearest
 def pack_tree(
     samples: Sequence[Sample],
     *,
@@ -105,22 +153,35 @@ def pack_tree(
     merge_cost: float = MERGE_COST,
     device: torch.device | str = "cpu",
 ) -> PackedTree:
-    """Pack samples into one row in which equal prefixes stand once, whoever sampled them.
+    """Pack samples into one row in which every shared prefix is stored once.
 
-    A trained token that several samples share counts once for each; to count it once, mask it in
-    all but one of them.
+    A trained token that k samples share counts k times in the loss. To count it once, mask it in
+    all samples but one.
 
     Args:
-        samples: (ids, trained) each; `trained` has a bool for every id. One of them all has to be.
-        apart: a number for each sample, or one for each of its ids: prefixes that differ in them
-            share no rows, because the model is given other inputs beside the ids (images, adapters,
-            replayed routes).
-        merge_cost: a prefix becomes a segment if it saves this part of the rows behind it; else it
-            is copied. 0 shares every token.
+        samples: pairs (ids, trained): the token ids of a sample, (n,), and a bool for each id that
+            says whether the token is trained. At least one token must be trained.
+        apart: a number for each sample, or (n,) numbers for the ids of a sample. Prefixes share
+            rows only where these numbers are equal. Use it if the model gets inputs besides the
+            ids, for example images, adapters or replayed routes. None: only the ids decide.
+        merge_cost: a shared prefix becomes a segment if it saves at least this fraction of the rows
+            after it; otherwise it is copied. 0 shares every token.
+        device: the model's device.
+
+    Returns:
+        The packed row, with R trained tokens in the order of the samples.
 
     Raises:
-        ValueError: no sample, one without ids, a mask of another length, a trained token at
-            position 0 (nothing predicts it), none trained at all.
+        ValueError: no samples, a sample without ids, a mask of a different length, a trained token
+            at position 0 (nothing predicts it), or no trained token at all.
+
+    Example:
+        >>> from grpo_fast.attention import pack_tree
+        >>> first = ([7, 8, 9, 11, 12], [0, 0, 0, 1, 1])
+        >>> second = ([7, 8, 9, 13], [0, 0, 0, 1])
+        >>> pack = pack_tree([first, second])
+        >>> pack.target_ids.tolist(), pack.predicting.tolist()
+        ([11, 12, 13], [2, 3, 2])
     """
     checked, trie = trie_of(samples, apart)
     is_any = any(len(trained) for _, trained in checked)
@@ -128,19 +189,34 @@ def pack_tree(
     return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
 
 
+@names_nearest
 def pack_groups(
     groups: Sequence[Group], *, shared: bool = True, device: torch.device | str = "cpu"
 ) -> PackedGroups:
-    """Pack groups into one row, each prompt once (`shared`) or once per completion: the tree of two
-    levels. Completions stay apart, and so do equal prompts of different groups.
+    """Pack groups of completions into one row in which every prompt is stored once.
+
+    Completions are kept apart even where they begin alike, and so are equal prompts of different
+    groups.
 
     Args:
-        groups: (prompt_ids, [completion_ids, …]) each; at least one completion, no sequence empty.
-        shared: False gives the plain packed layout with the same outputs (a segment: prompt +
-            completion without its last token).
+        groups: pairs (prompt_ids, [completion_ids, …]). Each group needs at least one completion;
+            no sequence may be empty.
+        shared: if False, repeat the prompt in front of each completion. The outputs are the same.
+        device: the model's device.
+
+    Returns:
+        The packed row. Its trained tokens are the tokens of all completions, in order.
 
     Raises:
-        ValueError: no group, a group without completions, an empty prompt or completion.
+        ValueError: no groups, a group without completions, or an empty prompt or completion.
+
+    Example:
+        >>> from grpo_fast.attention import pack_groups
+        >>> pack = pack_groups([([1, 2, 3], [[4, 5], [6, 7, 8]])])
+        >>> pack.input_ids.tolist()
+        [[1, 2, 3, 4, 6, 7]]
+        >>> pack.target_ids.tolist()
+        [4, 5, 6, 7, 8]
     """
     require(len(groups), "groups", "at least one (prompt_ids, [completion_ids, …])", "none")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
@@ -157,14 +233,20 @@ def pack_groups(
 
 
 def _pack(
-    segments: Segments,
-    samples: Sequence[tuple[Tensor, Tensor]],  # ids, and the positions that are trained
-    device: torch.device | str,
+    segments: Segments, samples: Sequence[tuple[Tensor, Tensor]], device: torch.device | str
 ) -> dict[str, Any]:
+    """Build the fields of a `PackedTree`.
+
+    Args:
+        segments: the segments of the row.
+        samples: ids and positions of the trained tokens of each sample.
+        device: the model's device.
+    """
     parents, starts, ends, first, last = segments
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
     offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
+    # Map each trained token to the row of the token before it, along the sample's path of segments.
     rows = []
     for segment, (_, trained) in zip(last, samples, strict=True):
         path = []
@@ -173,9 +255,10 @@ def _pack(
             segment = parents[segment]
         bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
         offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
-        positions = trained - 1  # a token is predicted by the one before it
-        # From the right: the position where a segment begins lies in that one.
+        positions = trained - 1  # the previous token predicts a token
+        # right=True: the first position of a segment belongs to that segment.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
+    # The tokens of each segment, taken from any sample that contains it.
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
     sizes = [len(trained) for _, trained in samples]
     return {
@@ -189,18 +272,21 @@ def _pack(
 
 
 def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
-    """The ids of a sample (n,) and the positions that are trained; ValueError with `name`."""
+    """Return the ids of a sample and the positions of its trained tokens, (n,) int64 each.
+
+    Raises a ValueError that names the sample by `name`.
+    """
     try:
         ids, mask = (torch.as_tensor(x, device="cpu") for x in (ids, trained))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: expected token ids and a bool for each, got {error}") from error
-    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
-    fits = ids.dim() == 1 and len(ids) and is_whole and ids.min() >= 0
+    is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
+    fits = ids.dim() == 1 and len(ids) and is_integer and ids.min() >= 0
     require(fits, name, "token ids, at least one", f"{tuple(ids.shape)} {ids.dtype}")
     fits = mask.shape == ids.shape and bool(((mask == 0) | (mask == 1)).all())
     came = f"a mask of shape {tuple(mask.shape)}, {mask.dtype}"
     require(fits, name, f"a bool for each of {len(ids)} ids", came)
-    expected = "no trained token at position 0, where nothing stands before it"
+    expected = "no trained token at position 0, because no token before it predicts it"
     require(not mask[0], name, expected, "one")
     return ids.long(), mask.nonzero()[:, 0]
 
@@ -208,12 +294,13 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
 def trie_of(
     samples: Sequence[Sample], apart: Sequence[int | Tensor] | None
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
-    """The samples, checked, and the trie of their rows before the last trained token."""
+    """Check samples, and return them with the trie of their rows up to the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    # Tokens from the last trained one on predict nothing.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
-        fits, expected = len(apart) == len(words), f"a number for each of {len(words)} samples"
-        require(fits, "apart", expected, len(apart))
+        expected = f"a number for each of {len(words)} samples"
+        require(len(apart) == len(words), "apart", expected, len(apart))
         for n, x in enumerate(apart):
             number = torch.as_tensor(x, dtype=torch.int64).expand(len(checked[n][0]))
             words[n] = torch.stack([words[n], number[: len(words[n])]], 1)
@@ -221,9 +308,12 @@ def trie_of(
 
 
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Refuse, naming the group: an empty prompt, a group without completions, an empty one."""
+    """Raise a ValueError for an empty prompt, an empty completion, or a group without
+    completions.
+    """
     for group, (prompt, completions) in enumerate(lengths):
-        name, came = f"groups[{group}]", f"lengths {list(completions)[:8]}"
+        name = f"groups[{group}]"
+        came = f"lengths {list(completions)[:8]}"
         require(prompt >= 1, name, "a prompt of at least one token", "an empty one")
         fits = len(completions) and min(completions) >= 1
         require(fits, name, "at least one completion and none empty", came)

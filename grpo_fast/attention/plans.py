@@ -1,4 +1,4 @@
-"""Which samples share a packed row of a token budget."""
+"""Distribution of samples over packed rows with a token budget."""
 
 from __future__ import annotations
 
@@ -10,42 +10,57 @@ from torch import Tensor
 
 from grpo_fast.attention.packing import Group, Sample, check_lengths, trie_of
 from grpo_fast.attention.trie import Trie
+from grpo_fast.errors import names_nearest
 
 
 class Share(NamedTuple):
-    """Part of a pack: completions of one group."""
+    """Some completions of one group, as part of a packed row.
+
+    Attributes:
+        group: index of the group.
+        completions: indices of its completions.
+    """
 
     group: int
     completions: tuple[int, ...]
 
     def of(self, groups: Sequence[Group]) -> Group:
+        """Return the group (prompt, completions) of this share from the list of all groups."""
         prompt, completions = groups[self.group]
         return prompt, [completions[i] for i in self.completions]
 
 
 def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Tokens of a group in a packed row: P + Σ(C−1) shared, else Σ(P + C − 1)."""
+    """Return the tokens of a group in a packed row: P + Σ(C − 1) if shared, else Σ(P + C − 1)."""
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
 
 
+@names_nearest
 def plan_packs(
     lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
 ) -> list[list[Share]]:
-    """Distribute groups over packs of at most `budget` trunk tokens: best fit, deterministic.
+    """Distribute groups over packed rows of at most `budget` tokens each. Best fit, deterministic.
 
-    A group stays whole unless it alone exceeds the budget; then its completions go to as few packs
-    as best fit finds, each with a copy of the prompt; one that exceeds the budget stands alone.
-    Without sharing a split costs nothing, so every completion is placed by itself.
+    A group is kept together unless it exceeds the budget alone. Then its completions are
+    distributed over as few rows as best fit finds, each with a copy of the prompt. A completion
+    that exceeds the budget alone gets its own row. Without sharing, every completion is placed
+    separately.
 
     Args:
-        lengths: (tokens of the prompt, [tokens of each completion, …]) of each group.
-        budget: trunk tokens (T) of a pack.
+        lengths: for each group the pair (prompt tokens, [tokens of each completion, …]).
+        budget: tokens of a row that the model computes.
+        shared: whether the completions of a group share the rows of their prompt.
 
     Returns:
-        Packs, in order of their first group; each holds one share of a group, in order of groups.
+        For each row the list of its shares. Rows are ordered by their first group, shares by group.
 
     Raises:
-        ValueError: budget < 1, a group without completions, an empty prompt or completion.
+        ValueError: a budget below 1, a group without completions, or an empty prompt or completion.
+
+    Example:
+        >>> from grpo_fast.attention import plan_packs
+        >>> plan_packs([(4, [3, 3]), (4, [5])], budget=10)
+        [[Share(group=0, completions=(0, 1))], [Share(group=1, completions=(0,))]]
     """
     check_lengths(lengths)
     owner = [(group, i) for group, (_, sizes) in enumerate(lengths) for i in range(len(sizes))]
@@ -56,18 +71,29 @@ def plan_packs(
     )
 
 
+@names_nearest
 def plan_trees(
     samples: Sequence[Sample], budget: int, *, apart: Sequence[int | Tensor] | None = None
 ) -> list[list[int]]:
-    """Rows of at most `budget` distinct tokens, each a list of its samples' numbers.
+    """Distribute samples over packed rows of at most `budget` distinct tokens each.
 
-    As `plan_packs` does with groups: subtrees stay whole unless they alone exceed the budget.
-    Arguments and errors as of `pack_tree`, which packs `[samples[i] for i in row]`; prefixes that
-    it copies, because they save too little, are not counted twice.
+    Subtrees are kept together unless they exceed the budget alone, as groups are in `plan_packs`.
+    Prefixes that `pack_tree` copies, because they save too little, are counted once.
+
+    Args:
+        samples: pairs (ids, trained), as for `pack_tree`.
+        budget: distinct tokens of a row.
+        apart: numbers that keep prefixes apart, as for `pack_tree`.
+
+    Returns:
+        For each row the indices of its samples. `pack_tree` packs `[samples[i] for i in row]`.
+
+    Raises:
+        ValueError: a budget below 1, or invalid samples.
     """
     return sorted(trie_of(samples, apart)[1].packs(budget))
 
 
 def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Distinct tokens of samples in one row, as `plan_trees` counts them."""
+    """Return the number of distinct tokens of samples in one row, as `plan_trees` counts them."""
     return trie_of(samples, None)[1].below[0]

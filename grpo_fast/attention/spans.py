@@ -1,4 +1,6 @@
-"""The spans of one varlen attention call: span i of the queries attends to span i of the keys."""
+"""The spans of one varlen attention call, in which span i of the queries attends to span i of the
+keys.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ import torch
 from torch import Tensor
 
 
-class Rule(NamedTuple):
-    """softmax(mask(softcap(scale·q·kᵀ))): at most `window` keys; softcap(s) = c·tanh(s/c)."""
+class AttentionParams(NamedTuple):
+    """Parameters of softmax(mask(softcap(scale·q·kᵀ))).
+
+    Attributes:
+        scale: factor of the scores.
+        window: number of keys that a query sees at most; None: all.
+        softcap: bound c of the scores, c·tanh(s/c); None: no bound.
+    """
 
     scale: float
     window: int | None = None
@@ -22,15 +30,21 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """N spans of queries, one after the other, and the spans of keys that each attends to.
+    """N consecutive spans of queries, and the span of keys for each.
 
-    `causal`: aligned at the bottom right, as FlashAttention does: the last query sees all keys of
-    its span, the one before it all but one. Else every query sees all keys of its span.
+    Attributes:
+        cu_q: (N+1,), int32, contiguous, on the device. Offsets of the query spans.
+        cu_k: (N+1,), int32, contiguous, on the device. Offsets of the key spans.
+        queries: lengths of the query spans, on the host.
+        keys: lengths of the key spans, on the host.
+        causal: if True, spans are aligned at the bottom right, as in FlashAttention: the last query
+            sees all keys of its span, the query before it all but one. If False, every query sees
+            all keys of its span.
     """
 
     cu_q: Tensor  # (N+1,) int32, contiguous, on the device
     cu_k: Tensor  # (N+1,) int32, contiguous, on the device
-    queries: tuple[int, ...]  # lengths on the host
+    queries: tuple[int, ...]  # N lengths, on the host
     keys: tuple[int, ...]
     causal: bool
 
@@ -38,7 +52,9 @@ class Spans:
     def of(
         cls, queries: Sequence[int], keys: Sequence[int], device: Any = "cpu", *, causal: bool
     ) -> Spans:
-        """Spans of these lengths; no span has queries without keys."""
+        """Build spans from their lengths. A span may have keys without queries, but not the
+        reverse.
+        """
         cu_q, cu_k = (
             torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device)
             for x in (queries, keys)
@@ -46,7 +62,8 @@ class Spans:
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
     @cached_property
-    def seen(self) -> tuple[Spans, Tensor]:
+    def with_queries(self) -> tuple[Spans, Tensor]:
+        """The spans that have queries, and the rows of their keys."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -55,7 +72,7 @@ class Spans:
 
     @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
-        """The rows of queries and of keys of each span, without the spans that have no queries."""
+        """The rows of queries and keys of each span that has queries, as slices."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
         sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
         return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]

@@ -1,8 +1,8 @@
-"""Conditions of a trial, in which a computation of ours is compared with the model's.
+"""Conditions under which trials compare a faster computation with the model's own.
 
-A verdict must not depend on the caller's data. Trials draw their token ids, replace fp32 weights by
-random ones, shrink windows, and place sequences before, at and after every limit of the model's
-configuration.
+The verdict must not depend on the caller's data. Trials therefore draw random token ids, replace
+fp32 weights by random ones, shrink windows, and place sequences before, at and after every limit in
+the model's configuration.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-# Fields of a configuration that may change how a position is treated.
+# Configuration fields that may change how a position is treated.
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
-FARTHEST = 1 << 40  # no sequence gets there: such a value means that there is no limit
-# Code may have limits that its configuration does not name.
+FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
+# Positions for limits that are in the code and not in the configuration.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
-POOL = 65_521  # numbers that large weights are filled from: a prime, so that no rows are equal
+# size of the random pool that fills large weights; a prime, so that no two rows are equal
+POOL = 65_521
 WIDE = torch.float32, torch.float64
-RANDOM_FACTOR = 10  # how much larger differences may be with random weights, which amplify rounding
+RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
 def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
-    """Return the positions and lengths that a configuration names as limits, ascending."""
+    """Return the positions and lengths that a configuration names as limits, in ascending order."""
     found: set[int] = set()
     fields = list(vars(config).items())
     while fields:
@@ -48,12 +49,12 @@ def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
 
 
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
-    """Return first positions for sequences of `LENGTH` tokens.
-
-    At each limit one prompt and one completion pass it.
+    """Return the first positions of a trial's sequences, so that at each limit one prompt and one
+    completion cross it.
 
     Args:
-        bound: how many positions the model has; ignored where they are not looked up in a table.
+        lm: the model.
+        bound: number of positions that the model supports; ignored if it has no position table.
     """
     starts = {0, *SPREAD}
     for limit in limits_of(lm.config):
@@ -63,7 +64,10 @@ def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
 
 
 def room_of(lm: nn.Module, bound: float) -> float:
-    """Return how many positions a model can be given: a GPU would not survive one too far."""
+    """Return how many positions a model can be given.
+
+    Reading beyond a position table on a GPU would end the process.
+    """
     if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
         return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])
     tables: list[Any] = [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
@@ -73,7 +77,7 @@ def room_of(lm: nn.Module, bound: float) -> float:
 
 
 def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Return random prompts with two completions each, the same in every process."""
+    """Return random prompts with two completions each, identical in every process."""
     generator = torch.Generator().manual_seed(number)
 
     def ids(length: int) -> list[int]:
@@ -83,10 +87,11 @@ def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list
 
 
 def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
-    """Return position_ids (1, T) for groups of two completions that begin at `starts`.
+    """Return position_ids (1, T) for groups of two completions whose prompts begin at `starts`.
 
-    `layout` has the roots of these groups first, in their order: one for each group where it shares
-    prompts, else two.
+    Args:
+        layout: the layout of these groups: one root per group with shared prompts, else two.
+        starts: the first position of each group.
     """
     per_group = layout.parents.count(-1) // len(starts)
     roots = [n if parent < 0 else parent for n, parent in enumerate(layout.parents)]
@@ -96,35 +101,38 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
 
 
 def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Run a trial with a model's weights at the first positions, and at all with random weights.
+    """Run a trial with the model's weights at position 0, and at all positions with random weights.
 
     Args:
-        policy: with `lm`, `positions` and `autocast`.
-        gap: the trial: first positions of sequences (none: short ones from 0) → largest difference
-            in nats, or NaN where the model's own logps are NaN.
+        policy: an object with `lm`, `positions` and `autocast`.
+        gap: the trial. Takes the first positions of sequences (empty: short sequences from 0), and
+            returns the largest difference in nats, or NaN if the model's own logps are NaN.
 
     Returns:
-        The difference with the model's weights, and the one that decides. NaN: its weights are NaN.
+        The difference with the model's weights at position 0, and the largest difference of all.
+        NaN if the model's weights are NaN.
     """
     starts = starts_of(policy.lm, policy.positions)
-    own = gap(())
-    far = math.nan
+    at_start = gap(())
+    elsewhere = math.nan
     if policy.autocast is None:
         with random_weights(policy.lm) as are_random:
             if are_random:
-                far = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    if math.isnan(far):
-        far = gap(starts)
-    return own, max(own, far)
+                elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
+    # No random weights were possible, or they overflowed: use the model's.
+    if math.isnan(elsewhere):
+        elsewhere = gap(starts)
+    return at_start, max(at_start, elsewhere)
 
 
 @contextmanager
 def random_weights(model: nn.Module) -> Iterator[bool]:
-    """Give a model random weights for a block of code. They are shared by layers of equal shapes.
+    """Context in which a model has random weights. Layers with equal shapes share them.
 
-    Yields False, and changes nothing, for weights that are not plain fp32 or fp64 tensors: with 16
-    bits random weights would drown a wrong formula in rounding.
+    Yields False, and changes nothing, unless all weights are plain fp32 or fp64 tensors: in 16
+    bits, rounding with random weights would hide a wrong formula.
     """
+    # 1. Random weights need fp32 or fp64, and tensors whose data can be exchanged.
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     fits = all(
         type(p) is nn.Parameter and p.dtype in WIDE and p.numel() and not p.is_meta
@@ -133,6 +141,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
     saved = [(p, p.data) for _, p in named]
     try:
         if fits:
+            # 2. Layers with equal shapes share one tensor, so that memory does not grow with depth.
             shared: dict[Any, Tensor] = {}
             for name, p in named:
                 key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
@@ -141,19 +150,20 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
                 p.data = shared[key]
         yield fits
     finally:
+        # 3. Restore the weights, also after an error.
         for p, data in saved:
             p.data = data
 
 
 def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
-    """Return a weight with which every part of a layer counts."""
+    """Return a random weight of a scale at which every part of a layer affects the output."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(POOL, like.numel()), generator=generator, dtype=like.dtype)
     values = pool.repeat(-(-like.numel() // len(pool)))[: like.numel()].view(like.shape)
     if like.dim() < 2:
-        values = 0.25 * values + (not name.endswith("bias"))  # norms are near 1, biases near 0
+        values = 0.25 * values + (not name.endswith("bias"))  # norm weights near 1, biases near 0
     else:
-        # Some classes store (in, out): the geometric mean serves both orders.
+        # Some classes store (in, out), others (out, in). The geometric mean works for both.
         width = min(like.shape[-1], (like.shape[-1] * like.shape[-2]) ** 0.5)
         values = values * (1.5 * width**-0.5)
     return values.to(like.device)

@@ -1,4 +1,6 @@
-"""The distinct prefixes of N sequences: the segments of a packed row. Nothing recurses."""
+"""The prefix tree of N sequences, from which the segments of a packed row are made. Nothing
+recurses, because trees may be deep.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +10,56 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A node becomes a segment of its own if it saves at least this part of the rows below it: every
-# level costs those rows another merge, some 1% of a row. Otherwise its children copy it.
+# A node becomes a segment if it saves at least this fraction of the rows below it; otherwise its
+# children copy its tokens. Every level costs the rows below one more merge, about 1% of a row.
 MERGE_COST = 1 / 128
 
 
 class Segments(NamedTuple):
-    """The nodes that become segments of a row, in level order, childless roots last."""
+    """The nodes that become segments of a row, in level order, roots without children last.
 
-    parents: list[int]  # −1 for none
-    starts: list[int]  # positions of their tokens
+    Attributes:
+        parents: the parent of each segment; −1 for a root.
+        starts: the position of each segment's first token.
+        ends: the position after each segment's last token.
+        samples: a sequence that contains the tokens of each segment.
+        last: for each sequence the segment with its last token; −1 if the sequence is empty.
+    """
+
+    parents: list[int]
+    starts: list[int]
     ends: list[int]
-    samples: list[int]  # a sequence that has these tokens
-    last: list[int]  # of each sequence the segment with its last token; −1 if it is empty
+    samples: list[int]
+    last: list[int]
 
 
 class Trie:
-    """A tree of prefixes; node 0 is the empty one, and a child's end is behind its parent's.
+    """A prefix tree. Node 0 is the empty prefix, and a child's end is greater than its parent's.
 
     Args:
-        lengths: of the N sequences.
-        order: their numbers, those with a common prefix side by side, shorter ones first.
-        shared: the common prefix of each in this order with the one before it; 0 for the first.
+        lengths: lengths of the N sequences.
+        order: the sequences sorted so that common prefixes are adjacent, shorter sequences first.
+        common: for each sequence in this order, the length of the prefix shared with the one before
+            it; 0 for the first.
     """
 
-    def __init__(self, lengths: Sequence[int], order: Sequence[int], shared: Sequence[int]) -> None:
-        self.ends, self.parents, self.held = [0], [-1], [list[int]()]
-        path = [0]  # to the last sequence
-        for number, common in zip(order, shared, strict=True):
+    def __init__(self, lengths: Sequence[int], order: Sequence[int], common: Sequence[int]) -> None:
+        self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
+        path = [0]  # nodes from the root to the previous sequence
+        # 1. Insert the sequences. A sequence leaves the path of the previous one at depth `depth`.
+        for number, depth in zip(order, common, strict=True):
             below = -1
-            while self.ends[path[-1]] > common:
+            while self.ends[path[-1]] > depth:
                 below = path.pop()
-            if self.ends[path[-1]] < common:  # this sequence branches off inside a node
-                path.append(self._add(common, path[-1]))
+            # The sequence branches off inside the node `below`: split it.
+            if self.ends[path[-1]] < depth:
+                path.append(self._add(depth, path[-1]))
                 self.parents[below] = path[-1]
-            if lengths[number] > common:
+            if lengths[number] > depth:
                 path.append(self._add(lengths[number], path[-1]))
-            self.held[path[-1]].append(number)
-        self.first = [min(held, default=len(order)) for held in self.held]
+            self.sequences[path[-1]].append(number)
+        # 2. Bottom-up: the first sequence of each node, its children, and the tokens below it.
+        self.first = [min(numbers, default=len(order)) for numbers in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])
         for node in self.upwards:
@@ -59,13 +73,17 @@ class Trie:
     def _add(self, end: int, parent: int) -> int:
         self.ends.append(end)
         self.parents.append(parent)
-        self.held.append([])
+        self.sequences.append([])
         return len(self.ends) - 1
 
     @classmethod
     def of_ids(cls, ids: Sequence[Tensor]) -> Trie:
-        """The trie of int64 ids, (n,) each; of (n, k) two positions are equal in all k numbers."""
-        # The order of bytes is not that of numbers, but it puts equal prefixes side by side.
+        """Build the trie of sequences of ids.
+
+        Args:
+            ids: (n,) int64 each, or (n, k): two positions are then equal if all k numbers are.
+        """
+        # Byte order differs from numeric order, but it also makes equal prefixes adjacent.
         words = [x.contiguous().numpy().tobytes() for x in ids]
         order = sorted(range(len(ids)), key=lambda i: (words[i], i))
         shared = [_common(ids[a], ids[b]) for a, b in pairwise(order)]
@@ -73,8 +91,11 @@ class Trie:
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
-        """The trie of prompts and their completions without the last token, which predicts nothing;
-        `shared`: the completions of a prompt have it in common.
+        """Build the trie of prompts with their completions, without each completion's last token.
+
+        Args:
+            lengths: (prompt tokens, [tokens of each completion, …]) of each group.
+            shared: whether the completions of a prompt share its node.
         """
         trunks, order, common = list[int](), list[int](), list[int]()
         for prompt, completions in lengths:
@@ -85,30 +106,40 @@ class Trie:
         return cls(trunks, order, common)
 
     def segments(self, merge_cost: float) -> Segments:
-        """A segment for each node; a chain of nodes is one segment, and the tokens of a node that
-        saves too little are copied into its children's.
+        """Return the segments of a row.
+
+        A chain of nodes becomes one segment. The tokens of a node that saves less than merge_cost
+        are copied into its children's segments.
         """
+        # 1. Choose the nodes, level by level, and then the roots without children.
         roots = self._worthwhile(0, merge_cost)
         nodes = [node for node in roots if self.children[node]]
         parents = [-1] * len(nodes)
-        for at, node in enumerate(nodes):  # the list grows while it is read
+        for at, node in enumerate(nodes):  # the loop appends to the list that it reads
             children = self._worthwhile(node, merge_cost)
             nodes += children
             parents += [at] * len(children)
-        nodes += (plain := [node for node in roots if not self.children[node]])
+        plain = [node for node in roots if not self.children[node]]
+        nodes += plain
         parents += [-1] * len(plain)
-        home = dict(zip(nodes, range(len(nodes)), strict=True))
-        last = [-1] * sum(map(len, self.held))
+        # 2. Find the segment with the last token of each sequence. A copied node's tokens are in
+        # the segments of all its children; the first child's will do.
+        segment_of = {node: segment for segment, node in enumerate(nodes)}
+        last = [-1] * sum(map(len, self.sequences))
         for node in self.upwards:
-            segment = home.setdefault(node, home.get((self.children[node] or [node])[0], -1))
-            for number in self.held[node]:
-                last[number] = segment
+            if node not in segment_of:
+                first_child = (self.children[node] or [node])[0]
+                segment_of[node] = segment_of.get(first_child, -1)
+            for number in self.sequences[node]:
+                last[number] = segment_of[node]
         starts = [self.ends[nodes[parent]] if parent >= 0 else 0 for parent in parents]
         firsts = [self.first[node] for node in nodes]
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        nodes, stack = list[int](), self.children[above][::-1]
+        """Return the nearest descendants of a node that become segments."""
+        nodes = list[int]()
+        stack = self.children[above][::-1]
         while stack:
             node = stack.pop()
             below = self.children[node]
@@ -122,37 +153,55 @@ class Trie:
     def packs(self, budget: int) -> list[list[int]]:
         """Distribute the sequences over rows of at most `budget` distinct tokens, largest first.
 
-        A subtree stays whole unless it alone exceeds the budget with its path; then its parts go to
-        as few rows as best fit finds, each with a copy of the path.
+        A subtree is kept together unless it exceeds the budget together with its path from the
+        root. Then its parts go to as few rows as best fit finds, each with a copy of the path.
+
+        Args:
+            budget: distinct tokens of a row.
+
+        Returns:
+            For each row the numbers of its sequences.
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, got {budget}")
+        # For each node: parts that stay together, as (distinct tokens, sequences).
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]
-            of_child += [(number, [(0, [number])]) for number in self.held[node]]
-            items = [part for _, those in sorted(of_child) for part in those]
+            of_child += [(number, [(0, [number])]) for number in self.sequences[node]]
+            items = [part for _, of_one in sorted(of_child) for part in of_one]
             room = budget - self.ends[node]
             if node and self.below[node] <= room:
                 bins = [list(range(len(items)))]
             else:
                 bins = best_fit([cost for cost, _ in items], room)
-            own = self.ends[node] - self.ends[self.parents[node]] if node else 0
+            length = self.ends[node] - self.ends[self.parents[node]] if node else 0
             parts[node] = [
-                (own + sum(items[i][0] for i in bin_), [n for i in bin_ for n in items[i][1]])
+                (length + sum(items[i][0] for i in bin_), [n for i in bin_ for n in items[i][1]])
                 for bin_ in bins
             ]
         return [sorted(numbers) for _, numbers in parts[0]]
 
 
 def _common(a: Tensor, b: Tensor) -> int:
+    """Return the length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differ = (a[:length] != b[:length])[..., None].flatten(1).any(1)
     return int(differ.int().argmax()) if bool(differ.any()) else length
 
 
 def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of items, largest first into the fullest that still holds it; too large ones alone."""
+    """Distribute items over bins: largest item first, into the fullest bin with enough room.
+
+    Items larger than the capacity get a bin each.
+
+    Args:
+        costs: the size of each item.
+        capacity: the size of a bin.
+
+    Returns:
+        For each bin the indices of its items.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -1,4 +1,6 @@
-"""The window of a layer, read from the mask that a model requests, and small windows for trials."""
+"""The sliding window of a layer, read from the mask that a model requests, and small windows for
+trials.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +11,57 @@ from typing import Any
 
 from torch import nn
 
-SMALLEST = 3  # tokens: a window that the prompts of every trial outgrow
+SMALLEST = 3  # tokens: smaller than the prompts of every trial
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
-NAMES = re.compile("window|chunk|floor|original_max")  # of their copies in modules
+NAMES = re.compile("window|chunk|floor|original_max")  # names of copies of these fields in modules
 
 
 def window_as_mask(
-    *_: Any, config: Any, mask_function: Callable, **asked: Any
+    *_: Any, config: Any, mask_function: Callable, **request: Any
 ) -> int | Callable | None:
-    """Return which mask a model requests: the mask function registered with `packed_attention`.
+    """Return a description of the mask that a model requests.
+
+    transformers calls this function in place of building a mask tensor.
+
+    Args:
+        config: the model's configuration.
+        mask_function: the mask that transformers would build.
+        request: other keyword arguments of transformers.
 
     Returns:
-        None for a causal mask, the size of a sliding window, or `mask_function` itself for any
-        other mask (chunks, a custom rule), which the layer refuses.
+        None for a causal mask, an int for a sliding window, or `mask_function` for any other mask
+        (chunks, a custom rule), which the layer then rejects.
 
     Raises:
-        ValueError: a padding mask.
+        ValueError: the caller passed a padding mask.
     """
-    if asked.get("attention_mask") is not None:
+    if request.get("attention_mask") is not None:
         instead = "packed attention takes no padding mask; pack the sequences instead"
         raise ValueError(f"attention_mask: {instead}")
-    size = asked.get("local_size")
+    # local_size is how transformers passes a sliding window to a mask function.
+    size = request.get("local_size")
     is_plain = size in (None, getattr(config, "sliding_window", None))
-    return size if is_plain and not asked.get("use_vmap") else mask_function
+    return size if is_plain and not request.get("use_vmap") else mask_function
 
 
 def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
-    """Return the window of a layer: its mask's (from `window_as_mask`), else its keyword's.
+    """Return the window of a layer: the one of its mask, or else of its keyword argument.
+
+    Args:
+        attention_mask: the result of `window_as_mask`.
+        sliding_window: the keyword argument that the layer passes.
 
     Raises:
-        ValueError: mask and keyword have different windows, or the mask is more than a window.
+        ValueError: mask and keyword have different windows, or the mask is neither causal nor a
+            window.
     """
     if attention_mask is None:
         return sliding_window
     if not isinstance(attention_mask, int) or attention_mask < 1:
         raise ValueError(
-            "attention_mask: packed attention knows causal masks and sliding windows of at least "
-            f"one token; this layer asks for {attention_mask!r:.40}"
+            "attention_mask: expected a causal mask or a sliding window of at least "
+            f"one token, got {attention_mask!r:.40}"
         )
     if sliding_window not in (None, attention_mask):
         differ = f"{attention_mask} tokens in its mask, {sliding_window} in its call"
@@ -56,25 +71,31 @@ def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
-    """Shrink windows and chunks to a few tokens, so that a short trial is longer than they are.
+    """Context in which windows and chunks are a few tokens long, so that a short trial exceeds
+    them.
 
-    Affects sizes that a forward pass reads from the configuration or from a module. The smallest
-    becomes SMALLEST tokens and the next one more, so sizes that differ still differ.
+    The smallest size becomes SMALLEST tokens, the next one more, and so on: sizes that differ still
+    differ. The change affects sizes that a forward pass reads from the configuration or from a
+    module.
 
     Args:
-        positions: whether to shrink limits of positions, too, for a trial that begins at 0.
+        model: the model.
+        positions: also shrink limits of positions, for a trial that begins at position 0.
     """
+    # 1. Collect the configurations of all modules, and dictionaries inside them.
     modules = list(model.modules())
     configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
     owners = list(configs.values())
-    for fields in owners:  # grows: dictionaries inside configurations
+    for fields in owners:  # the loop appends dictionaries that are inside configurations
         owners += [value for value in fields.values() if isinstance(value, dict)]
+    # 2. Map each size to a small one. Equal sizes stay equal, and different ones differ.
     names = WINDOWS + POSITIONS * positions
     sizes = {fields.get(name) for fields in owners for name in names}
     known = enumerate(sorted(size for size in sizes if type(size) is int))
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [
         (owner, name, size)
+        # Modules often copy a size from their configuration.
         for owner in (*owners, *map(vars, modules))
         for name, size in owner.items()
         if type(size) is int and size in small and NAMES.search(str(name))

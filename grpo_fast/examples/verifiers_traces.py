@@ -6,7 +6,7 @@
     pack, inputs = pack_traces(traces, advantages, device=model.device)
     hidden = model.model(**pack.model_inputs).last_hidden_state[0]
     head = head_of(model)
-    config = LossConfig(**head.rule)
+    config = LossConfig(**head.logit_kwargs)
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
     out.loss.backward()
 

@@ -141,7 +141,7 @@ def policy_loss(
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(targets.device.type, enabled=False):
         return linear_grpo_loss(
-            hidden, weight, targets, advantages, config.replace(**head.rule), bias=bias,
+            hidden, weight, targets, advantages, config.replace(**head.logit_kwargs), bias=bias,
             completion_mask=targets != -100, old_logps=old_logps, ref_logps=ref_logps, **counts,
         )  # fmt: skip
 
@@ -161,5 +161,5 @@ def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tens
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
-            hidden, weight, targets, bias=bias, temperature=temperature, **head.rule
+            hidden, weight, targets, bias=bias, temperature=temperature, **head.logit_kwargs
         )

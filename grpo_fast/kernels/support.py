@@ -10,22 +10,33 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """The token sets that a truncating sampler (top-p, top-k) kept, one set S_t for each target.
+    """The ids that a truncating sampler (top-p, top-k) kept for each token.
 
-    With `support=`, the softmax, the log-probability and the entropy of row t run over S_t only, as
-    in the sampler. Gradients outside S_t are exactly 0. Equivalent torch code::
+    With `support=`, softmax, log-probability and entropy of row t are over the kept ids S_t only,
+    as in the sampler, and gradients outside S_t are exactly 0::
 
-        z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before the log_softmax
+        z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before log_softmax
 
-    The cost is Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps must be computed
-    over the same sets. There is one set for each of the T targets, in the order of
-    `target_ids.reshape(-1)`. An empty set stands for the whole vocabulary. Empty and non-empty sets
-    can be mixed in one batch. The sets of masked targets and of targets equal to -100 are ignored.
+    The cost is that of Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps must be
+    computed with the same sets. There is one set for each of the T targets, in the order of
+    `target_ids.reshape(-1)`. An empty set means the full vocabulary. Sets of masked targets, and of
+    targets -100, are ignored.
 
     Attributes:
-        ids: (nnz,) int32 or int64 in [0, V), all sets concatenated. A set contains each id at most
-            once, and contains the target of its row if that target is active.
-        offsets: (T+1,) int64, from 0 to nnz: S_t = ids[offsets[t] : offsets[t + 1]].
+        ids: (nnz,), int32 or int64. The sets, one after another: ids in [0, V), without repeats in
+            a set. Each active target must be in its own set.
+        offsets: (T+1,), int64. S_t is ids[offsets[t] : offsets[t + 1]]; the offsets go from 0 to
+            nnz.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import Support, linear_logps
+        >>> support = Support(ids=torch.tensor([3, 7, 5]), offsets=torch.tensor([0, 2, 3]))
+        >>> target_ids = torch.tensor([7, 5])
+        >>> hidden, lm_head_weight = torch.randn(2, 16), torch.randn(100, 16)
+        >>> logps = linear_logps(hidden, lm_head_weight, target_ids, support=support)
+        >>> float(logps[1])
+        0.0
     """
 
     ids: Tensor
@@ -38,17 +49,14 @@ class Support(NamedTuple):
         lengths: Sequence[int],
         device: torch.device | str,
     ) -> Support | None:
-        """Concatenate the sets of several completions.
+        """Concatenate the sets of several completions. Return None if no completion has sets.
 
         Args:
-            sets: (ids, counts) of each completion: the concatenated ids of its sets, and the
-                (length,) int64 sizes of its sets. None if the completion was drawn from the whole
-                vocabulary.
-            lengths: number of tokens of each completion.
-            device: device of the result.
-
-        Returns:
-            The joined sets, or None if no completion has sets.
+            sets: for each completion the pair (ids, counts): the ids of its tokens' sets, one after
+                another, and a (length,) int64 tensor with the size of each set. None: the
+                completion was sampled from the full vocabulary.
+            lengths: tokens of each completion.
+            device: the device of the result.
         """
         drawn = [one for one in sets if one is not None]
         if not drawn:

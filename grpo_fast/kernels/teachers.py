@@ -13,21 +13,28 @@ from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.divergences import DIVERGENCES
 
 
+@names_nearest
 class TeacherHead(NamedTuple):
-    """A teacher given by hidden states for the student's rows and an LM head over the same
-    vocabulary.
+    """A teacher given by its hidden states and LM head, over the student's vocabulary.
 
-    The teacher receives no gradient. If the two vocabularies differ only in padding, slice both
-    heads to their common ids.
+    No gradient flows to a teacher. If the two vocabularies differ in padding only, slice both heads
+    to the ids that they share.
 
     Attributes:
-        hidden: (N, H') hidden states for the student's rows. H' and the dtype may differ from the
-            student's.
-        weight: (V, H') weight of the teacher's LM head.
-        bias: (V,) bias of the LM head, or None.
-        temperature: temperature of the teacher's distribution.
-        softcap: soft cap of the teacher's logits, or None.
-        logit_scale: factor of the teacher's raw logits.
+        hidden: (N, H') or (B, L, H'), float. The teacher's hidden states, one row for each row of
+            the student. H' and the dtype may differ from the student's.
+        weight: (V, H'), float. The weight of the teacher's LM head.
+        bias: (V,), float. The bias of the LM head. None: no bias.
+        temperature: temperature of the teacher, a number > 0.
+        softcap: bound of the logits, a number > 0. None: no bound.
+        logit_scale: factor of the logits, not 0.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import TeacherHead
+        >>> teacher = TeacherHead(torch.randn(6, 32), torch.randn(100, 32), temperature=0.7)
+        >>> teacher.weight.shape
+        torch.Size([100, 32])
     """
 
     hidden: Tensor  # (N, H')
@@ -47,20 +54,31 @@ class TeacherHead(NamedTuple):
         return self._replace(hidden=self.hidden[rows])
 
 
+@names_nearest
 class TeacherTopK(NamedTuple):
-    """A teacher given by K ids and log-probabilities per row, as inference servers return them.
+    """A teacher given by an inference server: K ids with log-probabilities for every row.
 
-    The logps must be computed at the student's temperature: a server at 1.0 with a student at 0.7
-    adds a spurious 0.1 to 0.2 nats. A row that consists of -inf only carries no information and
-    contributes 0, for example at a masked token. In every other row the largest log-probability is
-    at least -1000, and the probabilities sum to 1 if K = V.
+    The log-probabilities must be at the student's temperature. A server at temperature 1 with a
+    student at 0.7 adds 0.1 to 0.2 nats without meaning.
+
+    A row of -inf only contributes 0, for example at a masked token. Every other row needs a largest
+    log-probability of at least -1000, and must sum to 1 if K = V.
 
     Attributes:
-        ids: (N, K) int64 token ids, unique in a row except where the logp is -inf.
-        logps: (N, K) log-probabilities; -inf marks an unused entry.
-        has_tail: if True, all other ids form one more category with the remaining mass. If False,
-            the logps must be renormalised over the K ids, and the student is renormalised as well.
-        floor: lower limit of the tail's mass, the precision of a sum of the server's numbers.
+        ids: (N, K) or (B, L, K), int64 or int32. The ids; none may repeat in a row, except where
+            the log-probability is -inf.
+        logps: (N, K) or (B, L, K), float. Their log-probabilities; -inf marks an unused place.
+        has_tail: if True, all other ids form one more category, with the mass that the K ids leave.
+            If False, the logps must be renormalised over the K ids, and the student is
+            renormalised, too.
+        floor: smallest mass of the tail, in (0, 1): the resolution of a sum of the server's
+            numbers.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import TeacherTopK
+        >>> logps = torch.log(torch.tensor([[0.6, 0.3], [0.5, 0.2]]))
+        >>> teacher = TeacherTopK(ids=torch.tensor([[4, 9], [0, 7]]), logps=logps)
     """
 
     ids: Tensor  # (N, K) int64; unique in a row, except where the logp is -inf
@@ -78,15 +96,27 @@ Teacher = TeacherHead | TeacherTopK
 
 @names_nearest
 class DivergenceTerm(NamedTuple):
-    """The distillation term of `linear_grpo_loss(divergence=)`: coef·Σ_t w_t·D_t.
-
-    The weights w_t are the token weights of the loss.
+    """The term of `linear_grpo_loss(divergence=...)`: coef·Σ_t w_t·D_t, with the token weights of
+    the loss.
 
     Attributes:
-        teacher: a teacher with one row for each target, in the layout of target_ids.
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        coef: coefficient of the term, non-negative.
-        beta: the teacher's share in the mixture of "jsd".
+        teacher: a `TeacherHead` or `TeacherTopK` with one row for each target, in the layout of
+            target_ids.
+        kind: "forward_kl", "reverse_kl" or "jsd" (see `linear_divergence`).
+        coef: weight of the term, a number >= 0.
+        beta: the teacher's share in the mixture of "jsd", in (0, 1).
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
+        >>> hidden, weight = torch.randn(6, 16), torch.randn(100, 16)
+        >>> teacher = TeacherHead(torch.randn(6, 32), torch.randn(100, 32))
+        >>> out = linear_grpo_loss(
+        ...     hidden, weight, torch.randint(100, (6,)), torch.ones(2), LossConfig(),
+        ...     cu_seqlens=torch.tensor([0, 4, 6]), divergence=DivergenceTerm(teacher, coef=0.1),
+        ... )
+        >>> out.divergence.shape
+        torch.Size([6])
     """
 
     teacher: Teacher

@@ -1,4 +1,4 @@
-"""The public functions: signatures, documents, one call each."""
+"""The public loss functions: signatures, documentation, and one call of the implementation each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, support_fields
-from grpo_fast.loss.autograd import wants_gradient
+from grpo_fast.loss.autograd import needs_gradient
 from grpo_fast.loss.call import LossOutput as LossOutput
 from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.ranks import Agreement
@@ -18,7 +18,7 @@ from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 
-@call.outside_of_graphs("group")
+@call.public("group")
 def linear_logps(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -35,66 +35,93 @@ def linear_logps(
     group: object = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
-    """Log-probabilities of the targets, and entropies, from hidden states, without whole logits.
+    """Compute log-probabilities of target tokens from hidden states without storing all logits.
 
     Equals, in exact arithmetic::
 
         z = logit_scale * (hidden @ lm_head_weight.T + bias)
-        z = softcap * tanh(z / softcap)            # when softcap is set
+        z = softcap * tanh(z / softcap)            # only with a softcap
         logp_all = log_softmax(z / temperature, -1)
-        logps = logp_all.gather(-1, target_ids)    # entropy = -(logp_all.exp() * logp_all).sum(-1)
+        logps = logp_all.gather(-1, target_ids[..., None])[..., 0]
+        entropy = -(logp_all.exp() * logp_all).sum(-1)
 
-    Row t holds the prediction of `target_ids[t]`: the shift is the caller's. Differentiable in
-    hidden, weight and bias (once; no double backward). Sums are fp32 or better. Where a gradient is
-    wanted, as many logits as GRPO_FAST_WORKSPACE_MIB holds are kept until the backward pass.
+    Row t of hidden predicts `target_ids[t]`: the caller shifts the targets. First-order gradients
+    flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are accumulated
+    in fp32 or better. For the backward pass, as many logits are cached as GRPO_FAST_WORKSPACE_MIB
+    allows, and the others are recomputed.
 
     Args:
-        hidden: fp32, bf16, fp16 (or fp64, on the torch backend).
-        lm_head_weight, bias: of hidden's device, the weight in its dtype. A parameter that FSDP2
-            shards (a DTensor over one mesh dimension) is gathered, on all ranks together, and its
-            gradient averaged over them; inside the forward of the FSDP2 module it is whole anyway.
-        target_ids: int64 or int32 in [0, V); -100 marks a row without a target: logp 0 and no
-            gradient.
-        temperature: a number > 0, or a float tensor of the shape of target_ids.
-        entropy_over: with a support, entropies are over the ids in it ("support"), or over the
-            whole "vocabulary", which costs the dense product. See `LossConfig.entropy_over`.
-        hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
-            predict several (the last one of a shared prompt does). None: row t, target t.
-        support: see `Support`; not beside group, nor in a CUDA graph.
-        group: ranks that share the head (tensor parallel), as a process group or a mesh of one
-            dimension. Every rank has the same hidden and targets, and rows of the vocabulary of its
-            own, in the order of the ranks: a plain weight of any number of rows, 0 included, or a
-            DTensor with Shard(0) (`group=weight.device_mesh`); the bias likewise. Outputs and the
-            gradient of hidden are whole on every rank. Forward and backward are calls of all ranks
-            together; what one refuses, all refuse. Not in a graph of torch.compile, nor in a CUDA
-            graph. None: the head is whole, or FSDP2's.
-        backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
+        hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
+            backend). The hidden states.
+        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the LM head.
+            A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
+            collective call, and its gradient is averaged over the ranks.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
+            target, which gets logp 0 and no gradient.
+        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded as
+            the weight is. None: no bias.
+        temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
+            target_ids.
+        softcap: bound of the logits, a number > 0 (`final_logit_softcapping` of Gemma). None: no
+            bound.
+        logit_scale: factor of the logits, not 0.
+        return_entropy: if True, also return the entropy of each row.
+        entropy_over: with a `support`, "support" computes entropies over the ids of the support,
+            and "vocabulary" over all ids, which costs the full matrix product.
+        hidden_rows: the shape of target_ids, int64 or int32. The row of hidden (R, H) that predicts
+            each target. A row may predict several targets, as the last row of a shared prompt does.
+            None: row t predicts target t.
+        support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
+            combined with `group`, and is not available in a CUDA graph. None: the full vocabulary.
+        group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
+            share the vocabulary. Every rank passes the same hidden and target_ids, and its rows of
+            the head: a plain tensor, which may be empty, or a DTensor with Shard(0). Outputs and
+            the gradient of hidden are complete on every rank. The call is collective: if one rank
+            raises, all ranks raise. Not available inside torch.compile or a CUDA graph. None: the
+            head is not split over ranks, except by FSDP2.
+        backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
+            error is raised; there is no fallback.
 
     Returns:
-        logps, fp32 of the shape of target_ids; with `return_entropy` the pair (logps, entropy).
+        logps, fp32, of the shape of target_ids. With return_entropy=True the pair (logps, entropy),
+        both of this shape.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import linear_logps
+        >>> hidden = torch.randn(6, 16, requires_grad=True)
+        >>> lm_head_weight = torch.randn(100, 16, requires_grad=True)
+        >>> target_ids = torch.randint(100, (6,))
+        >>> logps = linear_logps(hidden, lm_head_weight, target_ids)
+        >>> logps.shape
+        torch.Size([6])
+        >>> logps.sum().backward()
     """
     with Agreement(group) as ranks:
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         temperatures, number = checks.temperatures(target_ids, temperature)
-        checks.rule(softcap, logit_scale, entropy_over, backend)
+        checks.logit_options(softcap, logit_scale, entropy_over, backend)
         checks.support(support, target_ids, is_shard=group is not None)
         support_ids, support_offsets = support_fields(support)
         options = RowOptions(
             hidden_rows=hidden_rows, target_ids=target_ids, temperatures=temperatures,
             temperature=number, softcap=None if softcap is None else float(softcap),
             logit_scale=float(logit_scale), return_entropy=return_entropy,
-            whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
-            support_ids=support_ids, support_offsets=support_offsets,
+            entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary",
+            backend=backend, support_ids=support_ids, support_offsets=support_offsets,
             shard=ranks.shard(tensors[1]),
         )  # fmt: skip
         return call.logps(tensors, options, ranks)
 
 
+@call.public()
 def logits_logps(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -107,23 +134,63 @@ def logits_logps(
     support: Support | None = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
-    """`linear_logps` from raw logits, differentiable in them (once); arguments, errors: there."""
+    """Compute log-probabilities of target tokens from logits.
+
+    The formula is that of `linear_logps`, with logits in place of `hidden @ lm_head_weight.T +
+    bias`. First-order gradients flow to logits; double backward raises an error.
+
+    Args:
+        logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
+            softcap and temperature.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
+            target, which gets logp 0 and no gradient.
+        temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
+            target_ids.
+        softcap: bound of the logits, a number > 0. None: no bound.
+        logit_scale: factor of the logits, not 0.
+        return_entropy: if True, also return the entropy of each row.
+        entropy_over: with a `support`, "support" computes entropies over the ids of the support,
+            and "vocabulary" over all ids.
+        support: the ids from which a truncating sampler drew each target (see `Support`). None: the
+            full vocabulary.
+        backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
+            error is raised; there is no fallback.
+
+    Returns:
+        logps, fp32, of the shape of target_ids. With return_entropy=True the pair (logps, entropy),
+        both of this shape.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import logits_logps
+        >>> logits = torch.randn(2, 5, 100, requires_grad=True)
+        >>> target_ids = torch.randint(100, (2, 5))
+        >>> logps, entropy = logits_logps(logits, target_ids, return_entropy=True)
+        >>> logps.shape
+        torch.Size([2, 5])
+    """
     raise_pending()
     checks.logits(logits, target_ids)
     temperatures, number = checks.temperatures(target_ids, temperature)
-    checks.rule(softcap, logit_scale, entropy_over, backend)
+    checks.logit_options(softcap, logit_scale, entropy_over, backend)
     checks.support(support, target_ids)
     support_ids, support_offsets = support_fields(support)
     options = RowOptions(
         hidden_rows=None, target_ids=target_ids, temperatures=temperatures, temperature=number,
         softcap=None if softcap is None else float(softcap), logit_scale=float(logit_scale),
         return_entropy=return_entropy,
-        whole_entropy=return_entropy and entropy_over == "vocabulary", backend=backend,
+        entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary", backend=backend,
         support_ids=support_ids, support_offsets=support_offsets,
     )  # fmt: skip
     return call.logps((_logit_rows(logits),), options)
 
 
+@call.public()
 def grpo_loss(
     logps: Tensor,  # (B, L) or (T,)
     advantages: Tensor,  # (B,) or the shape of logps
@@ -138,13 +205,54 @@ def grpo_loss(
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
 ) -> LossOutput:
-    """The objective from per-token logps; differentiable in logps and entropy.
+    """Compute the loss from per-token log-probabilities.
 
-    The formulas are those of `linear_grpo_loss`; `config.temperature`, `softcap` and `logit_scale`
-    belong to the logps. `entropy_coef != 0` and `top_entropy_quantile < 1` need an `entropy`.
+    The formula is that of `linear_grpo_loss`. First-order gradients flow to logps and entropy;
+    double backward raises an error. `temperature`, `softcap` and `logit_scale` of the config have
+    no effect, because logps already contain them.
+
+    Args:
+        logps: (B, L) padded or (T,) packed, any float dtype. Logps of the current policy.
+        advantages: (B,), one per completion, or the shape of logps, one per token. Where T = B,
+            they count per completion.
+        config: the options of the loss.
+        completion_mask: the shape of logps, bool or 0/1. 1 marks a token of a completion. Masked
+            tokens have no influence, whatever values they hold. None: all tokens count.
+        cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
+            from 0 to T. None: the padded layout.
+        old_logps: the shape of logps, float. Logps of the policy that generated the data, for the
+            importance ratio. None: on-policy, the ratio is exactly 1.
+        ref_logps: the shape of logps, float. Logps of the reference model. Required when
+            config.beta is not 0.
+        sampling_logps: the shape of logps, float. Logps that the sampler reported, for
+            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+        entropy: the shape of logps, float. Required when `config.entropy_coef` is not 0 or
+            `config.top_entropy_quantile` is below 1.
+        num_items_in_batch: number of active tokens in the whole optimizer step, over all
+            micro-batches and ranks. A number, or a tensor with one element; with
+            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
+            None: the tokens of this call.
+        num_completions_in_batch: number of completions in the whole optimizer step, a number or a
+            tensor with one element. None: the completions of this call.
+
+    Returns:
+        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
+        if no token is active.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import LossConfig, grpo_loss
+        >>> logps = torch.rand(2, 5).log().requires_grad_()
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> out = grpo_loss(logps, advantages, LossConfig(loss_type="dapo"))
+        >>> out.loss.backward()
+        >>> logps.grad.shape
+        torch.Size([2, 5])
     """
     raise_pending()
     checks.given_logps(logps, entropy, config)
@@ -156,7 +264,7 @@ def grpo_loss(
     return call.loss("given_logps", tensors, Options([True, True]), config, inputs)
 
 
-@call.outside_of_graphs("group", "divergence")
+@call.public("group", "divergence")
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -180,59 +288,115 @@ def linear_grpo_loss(
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
-    """The loss and its gradients in one pass from hidden states; no (N, V) tensor exists.
+    """Compute the loss and its gradients from hidden states in one pass, without storing all
+    logits.
 
     Equals, with `logps, entropy = linear_logps(hidden, lm_head_weight, target_ids, ...)`::
 
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
-    that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by
-    `config.loss_type`, KL by `config.kl_estimator` and w by `config.aggregation`
-    (objective/README.md). Gradients are formed in the forward pass, for those of hidden, weight
-    and bias that require one; rows whose coefficient is zero are left out of the GEMMs. In a CUDA
-    graph nothing is left out, and values are not checked (kernels/gpu/capture.py).
+    The loss is Σ_t w_t·(sampling_ratio_t·ℓ_t + beta·KL_t) - entropy_coef·Σ_t H_t/N. The config
+    selects ℓ (`loss_type`), KL (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ;
+    the losses page has the formulas.
+
+    Gradients of hidden, lm_head_weight and bias are computed in the forward pass, for the tensors
+    that require grad. Rows whose gradient is zero are skipped in the matrix products. Double
+    backward raises an error. In a CUDA graph no row is skipped and values are not checked.
 
     Args:
-        hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and
-            cu_seqlens. Row t holds the prediction of target_ids[t]; the shift is the caller's.
-        lm_head_weight, bias, group: also as FSDP2 shards them, or one rank's rows of the
-            vocabulary, with the group of these ranks; see `linear_logps`.
-        target_ids: int64 or int32; anything (for example -100) where masked.
-        advantages: one per completion, or one per token (where T = B: per completion).
-        completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: all count.
-        cu_seqlens: int32 or int64 offsets of the completions in the packed layout, from 0 to T.
-        old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1).
-        ref_logps: required when config.beta != 0.
-        sampling_logps: of the sampler, for `config.corrections`.
-        num_items_in_batch, num_completions_in_batch: active tokens and completions of the whole
-            optimizer step, all ranks; with `aggregation="prompt_mean"` items are (B,) by prompt.
-        hidden_rows, backend: as in `linear_logps`.
-        divergence: adds coef·Σ_t w_t·D_t of a teacher, by 8·N·V·H flops in all. No grad_filter.
-        support: the ids among which a truncating sampler drew each target: all is over these alone
-            (`Support`). Not beside group or grad_filter, nor in a CUDA graph.
-        grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
-            long as they hold at most this share of Σ|d-logits| of a chunk (its bounds and metrics:
-            kernels/head/grad_filter.py). Loss and logps stay exact; the gradient's bits depend on
-            the batching. Not beside group.
-        validate: "auto", or "full" to check device values at once (a sync on a GPU).
+        hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
+            backend). The hidden states. Row t predicts `target_ids[t]`: the caller shifts the
+            targets.
+        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the LM head.
+            A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
+            collective call, and its gradient is averaged over the ranks.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V) at the active tokens; masked
+            tokens may hold any value, for example -100.
+        advantages: (B,), one per completion, or the shape of target_ids, one per token. Where T =
+            B, they count per completion.
+        config: the options of the loss.
+        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded as
+            the weight is. None: no bias.
+        completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
+            Masked tokens have no influence, whatever values they hold. None: all tokens count.
+        cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
+            from 0 to T. None: the padded layout.
+        old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
+            the importance ratio. None: on-policy, the ratio is exactly 1.
+        ref_logps: the shape of target_ids, float. Logps of the reference model. Required when
+            config.beta is not 0.
+        sampling_logps: the shape of target_ids, float. Logps that the sampler reported, for
+            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+        num_items_in_batch: number of active tokens in the whole optimizer step, over all
+            micro-batches and ranks. A number, or a tensor with one element; with
+            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
+            None: the tokens of this call.
+        num_completions_in_batch: number of completions in the whole optimizer step, a number or a
+            tensor with one element. None: the completions of this call.
+        hidden_rows: the shape of target_ids, int64 or int32. The row of hidden (R, H) that predicts
+            each target. A row may predict several targets, as the last row of a shared prompt does.
+            None: row t predicts target t.
+        support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
+            combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
+            full vocabulary.
+        grad_filter: a number in (0, 1). Leaves vocabulary columns out of the gradient products that
+            together hold at most this share of Σ|d-logits| in a chunk of rows. Loss and logps stay
+            exact; the last bits of the gradient depend on how rows are batched. Cannot be combined
+            with `group`. None: no filter.
+        divergence: adds coef·Σ_t w_t·D_t, the divergence from a teacher (see `DivergenceTerm`). The
+            pass then costs 8·N·V·H flops. Cannot be combined with `grad_filter`. None: no such
+            term.
+        group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
+            share the vocabulary. Every rank passes the same hidden and target_ids, and its rows of
+            the head: a plain tensor, which may be empty, or a DTensor with Shard(0). Outputs and
+            the gradient of hidden are complete on every rank. The call is collective: if one rank
+            raises, all ranks raise. Not available inside torch.compile or a CUDA graph. None: the
+            head is not split over ranks, except by FSDP2.
+        backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
+            error is raised; there is no fallback.
+        validate: "auto" checks values on the CPU at once, and reports bad values on a GPU in a
+            later call. "full" checks at once everywhere, which costs a GPU sync.
 
     Returns:
-        LossOutput; `loss` is 0 with zero gradients when no token is active.
+        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
+        if no token is active.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword, or says that the
+            keyword is an option of LossConfig.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import LossConfig, linear_grpo_loss
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> lm_head_weight = torch.randn(100, 16, requires_grad=True)
+        >>> target_ids = torch.randint(100, (2, 5))
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> config = LossConfig(loss_type="dapo", epsilon_high=0.28)
+        >>> out = linear_grpo_loss(hidden, lm_head_weight, target_ids, advantages, config)
+        >>> out.loss.backward()
+        >>> lm_head_weight.grad.shape
+        torch.Size([100, 16])
     """
     with Agreement(group) as ranks:
+        # 1. Raise errors of earlier GPU calls, and check this call's arguments.
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
+        is_shard = group is not None
+        checks.options(backend, validate, grad_filter, is_shard=is_shard)
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
-        wanted = wants_gradient(*tensors)
+        # 2. Collect the arguments, and run the pass.
+        wanted = needs_gradient(*tensors)
         shard = ranks.shard(tensors[1])
-        own = backend, validate, hidden_rows, grad_filter, *support_fields(support)
-        options = Options(wanted, *own, shard, divergence=term)
+        support_ids, support_offsets = support_fields(support)
+        options = Options(
+            wanted, backend, validate, hidden_rows, grad_filter, support_ids, support_offsets,
+            shard, divergence=term,
+        )  # fmt: skip
         inputs = BatchInputs(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
@@ -240,18 +404,18 @@ def linear_grpo_loss(
         return call.loss("linear", tensors, options, config, inputs, ranks=ranks)
 
 
-@call.outside_of_graphs("inplace")
+@call.public("inplace")
 def logits_grpo_loss(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
     advantages: Tensor,  # (B,) or the shape of target_ids
     config: LossConfig,
     *,
-    completion_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    sampling_logps: Tensor | None = None,
+    completion_mask: Tensor | None = None,  # the shape of target_ids
+    cu_seqlens: Tensor | None = None,  # (B+1,) for the packed layout
+    old_logps: Tensor | None = None,  # the shape of target_ids
+    ref_logps: Tensor | None = None,  # the shape of target_ids
+    sampling_logps: Tensor | None = None,  # the shape of target_ids
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
     support: Support | None = None,
@@ -259,10 +423,64 @@ def logits_grpo_loss(
     validate: str = "auto",
     inplace: bool = False,
 ) -> LossOutput:
-    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); arguments: there.
+    """Compute the loss and its gradient from logits.
 
-    With `inplace=True` the gradient is written over the logits, which must then not be read again
-    (and allow one backward); otherwise they are untouched.
+    The formula is that of `linear_grpo_loss`, with logits in place of `hidden @ lm_head_weight.T +
+    bias`. The gradient of logits is computed in the forward pass. Double backward raises an error.
+
+    Args:
+        logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
+            softcap and temperature. Row t predicts `target_ids[t]`.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V) at the active tokens; masked
+            tokens may hold any value, for example -100.
+        advantages: (B,), one per completion, or the shape of target_ids, one per token. Where T =
+            B, they count per completion.
+        config: the options of the loss.
+        completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
+            Masked tokens have no influence, whatever values they hold. None: all tokens count.
+        cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
+            from 0 to T. None: the padded layout.
+        old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
+            the importance ratio. None: on-policy, the ratio is exactly 1.
+        ref_logps: the shape of target_ids, float. Logps of the reference model. Required when
+            config.beta is not 0.
+        sampling_logps: the shape of target_ids, float. Logps that the sampler reported, for
+            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+        num_items_in_batch: number of active tokens in the whole optimizer step, over all
+            micro-batches and ranks. A number, or a tensor with one element; with
+            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
+            None: the tokens of this call.
+        num_completions_in_batch: number of completions in the whole optimizer step, a number or a
+            tensor with one element. None: the completions of this call.
+        support: the ids from which a truncating sampler drew each target (see `Support`). Not
+            available in a CUDA graph. None: the full vocabulary.
+        backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
+            error is raised; there is no fallback.
+        validate: "auto" checks values on the CPU at once, and reports bad values on a GPU in a
+            later call. "full" checks at once everywhere, which costs a GPU sync.
+        inplace: if True, write the gradient over the logits. The logits must not be read again, and
+            only one backward is possible.
+
+    Returns:
+        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
+        if no token is active.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword, or says that the
+            keyword is an option of LossConfig.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import LossConfig, logits_grpo_loss
+        >>> logits = torch.randn(2, 5, 100, requires_grad=True)
+        >>> target_ids = torch.randint(100, (2, 5))
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> out = logits_grpo_loss(logits, target_ids, advantages, LossConfig())
+        >>> out.loss.backward()
+        >>> logits.grad.shape
+        torch.Size([2, 5, 100])
     """
     raise_pending()
     checks.logits(logits, target_ids)
@@ -271,8 +489,11 @@ def logits_grpo_loss(
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    own = backend, validate, None, None, *support_fields(support)
-    options = Options(wants_gradient(logits), *own, inplace=inplace)
+    support_ids, support_offsets = support_fields(support)
+    options = Options(
+        needs_gradient(logits), backend, validate, support_ids=support_ids,
+        support_offsets=support_offsets, inplace=inplace,
+    )  # fmt: skip
     inputs = BatchInputs(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
@@ -281,6 +502,8 @@ def logits_grpo_loss(
 
 
 def _logit_rows(logits: Tensor) -> Tensor:
-    """(N, V) rows that lie contiguous, as the kernels read them; a copy where a view does not."""
+    """Return logits as (N, V) with contiguous rows, as the kernels need; copy only if a view has
+    none.
+    """
     flat = logits.reshape(-1, logits.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

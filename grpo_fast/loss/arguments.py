@@ -1,4 +1,4 @@
-"""The arguments of a call as objects: the same for checks, batches, passes and operators."""
+"""Containers for the arguments of a call, shared by checks, batches, passes and operators."""
 
 from __future__ import annotations
 
@@ -14,39 +14,45 @@ from grpo_fast.objective.aggregation import Total
 
 
 class BatchInputs(NamedTuple):
-    like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
+    """The per-token and per-completion tensors of a loss call, as the caller passed them."""
+
+    like: Tensor  # (B, L) or (T,): target_ids, or logps in `grpo_loss`
     advantages: Tensor  # (B,), or the shape of like
     completion_mask: Tensor | None = None  # the shape of like
-    cu_seqlens: Tensor | None = None  # (B+1,), exactly for the packed layout
+    cu_seqlens: Tensor | None = None  # (B+1,), only for the packed layout
     old_logps: Tensor | None = None  # the shape of like
     ref_logps: Tensor | None = None  # the shape of like
     sampling_logps: Tensor | None = None  # the shape of like
-    num_items_in_batch: Total | None = None  # a number, or one element; prompt_mean: (B,)
-    num_completions_in_batch: Total | None = None  # likewise
+    num_items_in_batch: Total | None = None  # a number or one element; prompt_mean: (B,)
+    num_completions_in_batch: Total | None = None  # a number or one element
 
 
 def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
-    """`support_ids` and `support_offsets` of the options below."""
+    """Return the ids and offsets of a support, or two Nones."""
     return support or (None, None)
 
 
 class Options(NamedTuple):
-    """How a loss is computed; a graph of torch.compile carries the fields before `shard`."""
+    """Options of a loss call that do not belong to the objective.
 
-    wanted: list[bool]  # of which differentiable tensors somebody will ask a gradient
+    A torch.compile graph can carry the fields listed in `schema.TYPES`. The other fields must have
+    their default values there.
+    """
+
+    wanted: list[bool]  # which of the differentiable tensors need a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
     grad_filter: float | None = None
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None
-    shard: VocabularyShard | None = None  # the head is one rank's part of it
+    shard: VocabularyShard | None = None  # this rank's part of the vocabulary
     inplace: bool = False  # the gradient is written over the logits
-    divergence: DivergenceTerm | None = None  # its teacher has one flat row for each target
+    divergence: DivergenceTerm | None = None  # the teacher has one row for each flat target
 
 
 class RowOptions(NamedTuple):
-    """How logps are computed; in a graph of torch.compile as `Options`."""
+    """Options of a logps call. A torch.compile graph can carry the fields in `schema.TYPES`."""
 
     hidden_rows: Tensor | None  # the shape of target_ids
     target_ids: Tensor  # (B, L) or (T,)
@@ -55,20 +61,21 @@ class RowOptions(NamedTuple):
     softcap: float | None
     logit_scale: float
     return_entropy: bool
-    whole_entropy: bool  # entropies are over the whole vocabulary, whatever the support
+    entropy_over_vocabulary: bool  # entropies ignore the support
     backend: str
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None
-    shard: VocabularyShard | None = None  # the head is one rank's part of it
+    shard: VocabularyShard | None = None  # this rank's part of the vocabulary
 
     @property
-    def rule(self) -> LogitTransform:
+    def transform(self) -> LogitTransform:
+        """The transform from raw logits to final logits."""
         temperature = self.temperature if self.temperatures is None else self.temperatures
         return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):
-    """V, which row of hidden predicts which target, and among which ids it was drawn."""
+    """The vocabulary size, the hidden row of each target, and the support of each target."""
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
@@ -77,6 +84,9 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
+        """Collect the targets of a call whose tensors have `columns` vocabulary columns on this
+        rank.
+        """
         vocabulary = columns if options.shard is None else options.shard.vocabulary
         ids = options.support_ids
         offsets = options.support_offsets

@@ -1,9 +1,12 @@
-"""The autograd functions of the passes, outside of torch.compile (operators.py has the others).
+"""Autograd functions of the passes without torch.compile; `operators.py` has the compiled ones.
 
-A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
-them over, once, so that they become `.grad` without a copy; another backward computes them again.
-Logps keep the logits (or exponentials) of as many rows as the workspace holds until the first
-backward, which forms the others again: 6 to 8·N·V·H flops for the linear ones.
+A loss computes its gradients in the forward pass. The first backward multiplies them by the
+upstream scalar and returns the same tensors, so that they become `.grad` without a copy. A second
+backward (`retain_graph=True`) computes them again.
+
+Logps cache the logits, or their exponentials, of as many rows as the workspace holds. The first
+backward uses the cache and recomputes the remaining rows: 6 to 8·N·V·H flops for the linear
+functions.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
-from grpo_fast.loss.batch import rows_of_targets
+from grpo_fast.loss.batch import active_target_rows
 from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
 
@@ -27,28 +30,30 @@ NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (c
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
 
 
-def wants_gradient(*tensors: Tensor | None) -> list[bool]:
-    """For each tensor of a call, whether autograd will ask for its gradient."""
+def needs_gradient(*tensors: Tensor | None) -> list[bool]:
+    """Return, for each tensor of a call, whether autograd will need its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
 
-Context = Any  # of an autograd function: torch sets its attributes, and we set ours
+Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# The loss, logps, entropy, what grad_filter left out, and divergences.
+# Loss, logps, entropy, share left out by grad_filter, divergence.
 FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# ---- losses: gradients are there when the forward ends ----
+# ---- Losses: gradients are computed in the forward pass
 
 
-class Formed(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward.
+class LossFunction(torch.autograd.Function):
+    """Autograd function of a loss pass, which computes the gradients in its forward.
 
     Args:
-        overwrites: the gradient is written over the only tensor, so nothing is there to form it
-            again from.
+        run: the pass, `run(*tensors) -> LossResult`.
+        overwrites: True if the pass writes the gradient over its only tensor. A second backward is
+            then impossible, because the input is gone.
+        inputs: the differentiable tensors.
     """
 
     @staticmethod
@@ -60,11 +65,14 @@ class Formed(torch.autograd.Function):
         if not overwrites:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
-            # Autograd does not see the kernels write: who saved the logits must hear of it.
+            # Autograd cannot see the kernels overwrite the logits. Raise the version, so that a
+            # backward that needs the old values fails instead of using the gradient as logits.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.overwrites = overwrites
+        # Attributes instead of save_for_backward: autograd must not keep a second reference, or the
+        # gradients would be copied when they become .grad.
         ctx.gradients = with_units(tensors, result.gradients, result.units)
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
@@ -83,11 +91,13 @@ class Formed(torch.autograd.Function):
         return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
 
 
-form_loss: Callable[..., FormedOutputs] = Formed.apply
+apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """(gradient, unit) of each tensor; None where it was not wanted: a pass returns (0,) there."""
+    """Return (gradient, unit) for each tensor; the gradient is None where a pass returned (0,) for
+    "not needed".
+    """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
         factors = units.detach().unbind()
@@ -103,12 +113,21 @@ def scaled_gradients(
     needs_grad: tuple[bool, ...],
     form_again: Callable[[], Gradients],
 ) -> list[Tensor | None]:
-    """`ctx.gradients`, or at a second backward those of `form_again`, times the upstream scalar."""
+    """Return the gradients of a loss, multiplied by the upstream gradient.
+
+    Args:
+        ctx: the context; `ctx.gradients` holds the gradients of the forward pass until the first
+            call.
+        grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
+        needs_grad: for each tensor, whether autograd needs its gradient.
+        form_again: computes the gradients again, for a second backward.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
-    # Once: autograd makes these very tensors `.grad`, so a second backward must get others.
+    # Use the stored gradients only once: autograd stores these tensors as `.grad`, and a second
+    # backward would modify them in place.
     gradients = ctx.gradients
     ctx.gradients = None
     gradients = form_again() if gradients is None else gradients
@@ -121,7 +140,10 @@ def scaled_gradients(
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient · upstream in place; an upstream of 1 costs nothing, and no sync."""
+    """Multiply a gradient by the upstream scalar in place. Free for an upstream of 1 on the CPU;
+    never a GPU sync.
+    """
+    # item() would be a sync on a GPU. Subclasses such as traced tensors have no value to read.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -132,13 +154,23 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     return gradient.mul_(upstream)
 
 
-# ---- logps: gradients are formed when their upstream is known ----
+# ---- Logps: gradients are computed in the backward pass
 
 
-TargetRows = tuple[ActiveRows, Tensor | None]  # as `rows_of_targets` gives them
+TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_rows`
 
 
-class RowPass:
+class LogpsPass:
+    """Computation of logps, and of their gradients, over the active rows of one call.
+
+    Args:
+        tensors: (hidden, weight, bias) or (logits,), flat.
+        options: how to compute the logps.
+        places: the active rows, if they are already known.
+        entropy_gradient: True if the backward pass has an upstream gradient of the entropies.
+        wanted: which tensors need a gradient.
+    """
+
     def __init__(
         self,
         tensors: RowTensors,
@@ -150,27 +182,38 @@ class RowPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.places = places or find_rows(tensors, options)
+        self.places = places or active_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
+        # One tensor means logits, three mean a head.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
-            self.sweep = LogitsSweep.of(tensors[0], None, self.rows, route, options.whole_entropy)
+            self.sweep = LogitsSweep.of(
+                tensors[0], None, self.rows, route, options.entropy_over_vocabulary
+            )
             return
         head = HeadTensors(*tensors)
         self.sweep = linear_sweep(
             head, self.rows,
             head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            full_entropy=options.whole_entropy,
-            entropy_gradient=entropy_gradient or options.whole_entropy,
+            full_entropy=options.entropy_over_vocabulary,
+            entropy_gradient=entropy_gradient or options.entropy_over_vocabulary,
             needs_d_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
-        """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
+        """Compute the logps.
+
+        Args:
+            keep: whether to cache logits for the backward pass.
+
+        Returns:
+            (logps, entropy, lse) of all N rows, and the statistics of the T active rows.
+        """
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
+        # A target with logit -inf is an error here, where the logps are known.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -179,6 +222,7 @@ class RowPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
+        """Compute the tensors' gradients from the upstream gradients of logps and entropies."""
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)
@@ -189,23 +233,27 @@ class RowPass:
         with kernel_precision(self.device):
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
-    def known(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
+    def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
+        """Return the statistics of the active rows from saved outputs, in place of a second
+        forward.
+        """
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
+        """Set the rows without a target to 0. They are still present only in a CUDA graph."""
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
-def find_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
-    """The active rows of a call; their values are checked here."""
+def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
+    """Return the active rows of a call, after checking the values of targets and temperatures."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
-    return rows_of_targets(options.target_ids, options.rule, targets)
+    return active_target_rows(options.target_ids, options.transform, targets)
 
 
-class Recalled(torch.autograd.Function):
-    """Logps whose first backward finds what the workspace still holds."""
+class LogpsFunction(torch.autograd.Function):
+    """Autograd function of logps. Its first backward uses the logits that the forward cached."""
 
     @staticmethod
     def forward(
@@ -216,12 +264,12 @@ class Recalled(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = RowPass(tensors, options, places, wanted=wanted)
+        work = LogpsPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options
         ctx.places = work.places
-        ctx.held = (work, stats) if work.sweep.cached is not None else None
+        ctx.cached = (work, stats) if work.sweep.cached is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -235,25 +283,33 @@ class Recalled(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
             return (None,) * (3 + len(needs))
-        # Also where they are not needed: it refuses what was changed since.
+        # Read the saved tensors even if the cache makes them unnecessary: autograd then raises if
+        # one was modified since.
         saved = ctx.saved_tensors
-        held = ctx.held
-        ctx.held = None
-        if held is not None and d_entropy is not None and not held[0].sweep.has_entropy_gradient:
-            held = None  # exponentials know the logps' gradient only: the logits are formed again
+        cached = ctx.cached
+        ctx.cached = None
+        if (
+            cached is not None
+            and d_entropy is not None
+            and not cached[0].sweep.has_entropy_gradient
+        ):
+            # Cached exponentials give the gradient of logps only. The entropy gradient needs the
+            # logits again.
+            cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
-        if held is None:
+        if cached is None:
             tensors = saved[:-3]
             outputs = saved[-3:]
-            work = RowPass(
+            work = LogpsPass(
                 tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
                 wanted=needs,
             )  # fmt: skip
-            held = work, work.known(*outputs)
-        work, stats = held
+            cached = work, work.saved_stats(*outputs)
+        work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
+        # A pass returns (0,) for a gradient that is not needed; autograd expects None.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 
 
-recall_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = Recalled.apply
+apply_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = LogpsFunction.apply

@@ -1,8 +1,9 @@
-"""`TokenBatch`: a caller's arguments, checked and flat, as the one object that travels in a call.
+"""`TokenBatch`: the active tokens of a call in flat form.
 
-Both layouts become T active rows with their completion; what the mask switches off is gathered
-away, so that it can reach nothing. A batch shares no memory with the caller's tensors per token:
-its metrics are computed when somebody reads them.
+Padded and packed layouts become T active rows and the completion of each row. Masked rows are
+removed before any computation, so that their values cannot reach a result. A batch copies the
+caller's per-token tensors, because metrics are computed later, when the caller may have changed
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
-    """T active tokens: which rows they are, what the objective knows of them, and the objective."""
+    """T active tokens: their rows, their inputs of the objective, and the objective."""
 
     rows: ActiveRows
     tokens: Tokens
@@ -35,109 +36,137 @@ class TokenBatch(NamedTuple):
         cls,
         config: LossConfig,
         inputs: BatchInputs,
-        targets: Targets | None = None,  # None: `inputs.like` holds logps
+        targets: Targets | None = None,  # None in `grpo_loss`, which has no targets
         validate: str = "auto",
     ) -> TokenBatch:
-        """From arguments whose shapes checks.py has seen; their values are checked here."""
-        places = _places(inputs, validate)
+        """Build the batch from arguments whose shapes are checked, and check their values."""
+        places = _active_tokens(inputs, validate)
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
-            temperature = places.picked(temperature, torch.float32)
+            temperature = places.select(temperature, torch.float32)
         values.check_numbers(
             validate, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
-        rule = LogitTransform(config.logit_scale, config.softcap, temperature)
+        transform = LogitTransform(config.logit_scale, config.softcap, temperature)
         if targets is None:
-            return cls(places.rows(places.segments, rule), tokens, config)
+            return cls(places.rows(places.segments, transform), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
-        ids = places.picked(inputs.like)
-        ids = values.ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
-        return cls(places.rows(ids, rule, targets, validate), tokens, config)
+        ids = places.select(inputs.like)
+        ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
+        return cls(places.rows(ids, transform, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
-        """The same batch with weights of at most 1, and the power of two that made them so."""
+        """Return the batch with its token weights scaled by a power of two, so that the largest is
+        0.5 to 1.
+
+        fp16 gradients of small weights would underflow otherwise. `tokens.unit` holds the factor.
+        """
         return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-        """0-d metrics by TRL's names of a call that gave these logps and entropies, (N,) each."""
-        here = self.rows.active(logps), self.rows.active(entropy)
-        return token_metrics(*here, self.tokens, self.config, self.rows.num_rows)
+        """Compute the metrics of a call, 0-d tensors by TRL's names.
+
+        Args:
+            logps: (N,), the logps that the call returned.
+            entropy: (N,), or None.
+        """
+        active = self.rows.active
+        return token_metrics(
+            active(logps), active(entropy), self.tokens, self.config, self.rows.num_rows
+        )
 
 
-def rows_of_targets(
-    target_ids: Tensor,  # (B, L) or (T,), -100: no target
-    rule: LogitTransform,  # temperature: a float, or the shape of target_ids
+def active_target_rows(
+    target_ids: Tensor,  # (B, L) or (T,)
+    transform: LogitTransform,
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """The rows of `linear_logps` and `logits_logps`; in a CUDA graph those without one, too."""
+    """Return the rows of `linear_logps` and `logits_logps`, and a mask of those to be set to 0.
+
+    Rows with target -100 are removed, and the mask is None. In a CUDA graph the number of rows must
+    not depend on values, so all rows stay and the mask marks those with target -100.
+
+    Args:
+        target_ids: (B, L) or (T,), -100 for no target.
+        transform: of the logits; its temperature is a float, or has the shape of target_ids.
+        targets: the vocabulary, hidden rows and support of the targets.
+    """
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
+    # nonzero() has a size that depends on values, which a CUDA graph cannot record.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
-    places = _Places(len(flat), index, flat, flat)
-    if isinstance(rule.temperature, Tensor):
-        temperatures = places.picked(rule.temperature, torch.float32)
+    places = _ActiveTokens(len(flat), index, flat, flat)
+    if isinstance(transform.temperature, Tensor):
+        temperatures = places.select(transform.temperature, torch.float32)
         values.check_numbers("auto", temperature=temperatures)
-        rule = rule._replace(temperature=temperatures)
+        transform = transform._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
-    ids = values.ids("target_ids", places.picked(flat), end, "auto", expected=expected)
+    ids = values.checked_ids("target_ids", places.select(flat), end, "auto", expected=expected)
     if records:
-        return places.rows(ids.clamp(0, end - 1), rule, targets), ignored
-    return places.rows(ids, rule, targets), None
+        return places.rows(ids.clamp(0, end - 1), transform, targets), ignored
+    return places.rows(ids, transform, targets), None
 
 
-class _Places(NamedTuple):
-    """Which of a caller's N rows are active, and to which completion they belong."""
+class _ActiveTokens(NamedTuple):
+    """The active rows of a call with N rows, and the completion of each."""
 
     num_rows: int  # N
-    active_index: Tensor | None  # (T,) int64; None: all
-    lengths: Tensor  # (B,) int64, active tokens
+    active_index: Tensor | None  # (T,) int64; None: all N rows
+    lengths: Tensor  # (B,) int64, active tokens of each completion
     segments: Tensor  # (T,) int64
 
-    def picked(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The active ones of (N,) numbers, in memory of their own."""
+    def select(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return a flat copy of the active elements of x, which has N elements."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
+            # Copy even if the dtype fits, because the caller may change x before metrics are read.
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
-    def owned(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.picked(x, torch.float32)
+    def select_optional(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else self.select(x, torch.float32)
 
     def rows(
         self,
         target_ids: Tensor,
-        rule: LogitTransform,
+        transform: LogitTransform,
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
-        rows = ActiveRows(self.num_rows, self.active_index, target_ids, rule, self.active_index)
+        """Return the rows in the form that the kernels take."""
+        rows = ActiveRows(
+            self.num_rows, self.active_index, target_ids, transform, self.active_index
+        )
         if targets is not None and targets.support is not None:
-            own = targets.support, self.active_index, target_ids, targets.vocab_size, validate
-            rows = rows._replace(support=values.support_rows(*own))
+            support = values.support_rows(
+                targets.support, self.active_index, target_ids, targets.vocab_size, validate
+            )
+            rows = rows._replace(support=support)
         if targets is None or targets.hidden_rows is None:
             return rows
         end = targets.num_hidden
-        predicting = values.ids(
-            "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
+        predicting = values.checked_ids(
+            "hidden_rows", self.select(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
         return rows._replace(hidden_index=predicting, repeats=True)
 
 
-def _places(inputs: BatchInputs, validate: str) -> _Places:
+def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
     like = inputs.like
     count = like.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     index = _active_index(inputs.completion_mask, validate)
     lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
+        # With a mask, a completion is as long as its active tokens.
         lengths = torch.bincount(segments, minlength=count)
-    return _Places(like.numel(), index, lengths, segments)
+    return _ActiveTokens(like.numel(), index, lengths, segments)
 
 
 def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
@@ -158,22 +187,24 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
 def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
-    """(B,) rows of every completion and (N,) the completion of every row."""
+    """Return the number of rows of each completion (B,), and the completion of each row (N,)."""
     device = like.device
     num_rows = like.numel()
     if cu_seqlens is None:
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
-    cu = values.offsets(cu_seqlens.long(), num_rows, validate)
+    cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # From the right, and among the inner offsets: an empty completion has no row, the last row's is
-    # below B.
+    # side="right" and inner offsets only: empty completions then get no row, and the last row maps
+    # to a completion below B even if GPU offsets are wrong.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
-def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
-    # 1. The totals that the weights divide by.
+def _tokens(
+    places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
+) -> Tokens:
+    # 1. Check the totals that token weights are divided by.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
@@ -185,26 +216,31 @@ def _tokens(places: _Places, config: LossConfig, inputs: BatchInputs, validate: 
     completions = _total(
         "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
     )
-    # 2. The weight of every token.
+    # 2. Compute the weight of every token.
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )[places.segments]  # fmt: skip
-    # The mean of an entropy bonus: over the prompts where that of the loss is.
-    share = weights if by_prompt else None if items is None else 1.0 / items
-    # 3. An advantage for every token.
+    # An entropy bonus is averaged over prompts if the loss is, else over tokens.
+    entropy_weight: float | Tensor | None = None
+    if by_prompt:
+        entropy_weight = weights
+    elif items is not None:
+        entropy_weight = 1.0 / items
+    # 3. Expand advantages to one per token.
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
-        per_token = places.picked(advantages, torch.float32)
+        per_token = places.select(advantages, torch.float32)
     return Tokens(
-        per_token, weights, share, places.lengths, places.segments, places.owned(inputs.old_logps),
-        places.owned(inputs.ref_logps), places.owned(inputs.sampling_logps),
+        per_token, weights, entropy_weight, places.lengths, places.segments,
+        places.select_optional(inputs.old_logps), places.select_optional(inputs.ref_logps),
+        places.select_optional(inputs.sampling_logps),
     )  # fmt: skip
 
 
-def _total(name: str, value: Total | None, places: _Places, validate: str) -> Total | None:
+def _total(name: str, value: Total | None, places: _ActiveTokens, validate: str) -> Total | None:
     if isinstance(value, Tensor):
         value = value.detach().reshape(()).to(places.lengths.device)
-    return values.total(name, value, validate)
+    return values.checked_total(name, value, validate)

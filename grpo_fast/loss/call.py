@@ -1,4 +1,4 @@
-"""From checked arguments to what the public functions return, outside of torch.compile or in it."""
+"""The steps of a public call after its arguments are checked, with and without torch.compile."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error, unknown_keyword
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
-from grpo_fast.loss.ranks import ALONE, Agreement, own_rows
+from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
@@ -25,48 +25,83 @@ R = TypeVar("R")
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
-def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep calls with one of these keywords (none: all) out of graphs of torch.compile."""
+def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public function: name the nearest keyword for a typo, and guard torch.compile.
+
+    Args:
+        outside: keywords that a graph of torch.compile cannot carry. A call that passes one of
+            them runs outside of the graph.
+        is_traceable: False if no call of the function can be part of a graph.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
         parameters = inspect.signature(function).parameters
 
         @functools.wraps(function)
-        def door(*args: P.args, **keywords: P.kwargs) -> R:
-            name = next((x for x in names if keywords.get(x)), None)
-            if name or not names:
-                if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
-                    if name is None:
-                        raise wrong(function.__name__, "a call outside of a graph", "one in")
-                    expected = f"{parameters[name].default} in a graph of torch.compile"
-                    raise wrong(name, expected, type(keywords[name]).__name__)
-                if "torch._dynamo" in sys.modules:  # its import takes seconds
-                    outside: Callable[P, R] = untraced(function)
-                    return outside(*args, **keywords)
+        def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
+            word = next((x for x in outside if keywords.get(x)), None)
+            if torch.compiler.is_compiling():
+                # An error breaks the graph. With fullgraph=True the user sees it; without, dynamo
+                # runs this wrapper again untraced and reaches the branch below.
+                if word is not None:
+                    expected = f"{parameters[word].default} in a graph of torch.compile"
+                    raise argument_error(word, expected, type(keywords[word]).__name__)
+                if not is_traceable:
+                    raise argument_error(name, "a call outside of a graph", "one in")
+                return function(*args, **keywords)
+            unknown = next((x for x in keywords if x not in parameters), None)
+            if unknown is not None:
+                raise _unknown_keyword(name, unknown, parameters)
+            is_outside = word is not None or not is_traceable
+            # Importing torch._dynamo takes seconds. If nobody has, nothing is compiled.
+            if is_outside and "torch._dynamo" in sys.modules:
+                untraced_function: Callable[P, R] = untraced(function)
+                return untraced_function(*args, **keywords)
             return function(*args, **keywords)
 
-        return door
+        return wrapper
 
     return decorate
 
 
+def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
+    """Return the error for a keyword that a public function does not have."""
+    if word in LossConfig.__dataclass_fields__ and "config" in known:
+        return TypeError(
+            f"{name}() got an unexpected keyword argument {word!r}; it is an option of the "
+            f"config: pass LossConfig({word}=...)"
+        )
+    return unknown_keyword(name, word, known)
+
+
 @functools.cache
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """The function as torch.compile leaves it alone; made once."""
+    """Return the function with tracing by torch.compile disabled."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """The result of a loss.
+    """The result of a loss function.
 
     Attributes:
-        loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and
-            entropy).
-        logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
-        entropy: fp32, detached, same layout; None unless the config asks for it.
-        divergence: fp32, detached, same layout; None without `divergence=`. Its mean is a metric.
+        loss: 0-d, fp32. The loss, with gradients to hidden, weight and bias (or to logits, or to
+            logps and entropy).
+        logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 where
+            masked.
+        entropy: the shape of target_ids, fp32, detached. Entropy of each row; None unless the
+            config needs it.
+        divergence: the shape of target_ids, fp32, detached. Divergence from the teacher; None
+            without `divergence=`. Its mean is the metric "divergence".
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import LossConfig, grpo_loss
+        >>> out = grpo_loss(torch.rand(2, 5).log(), torch.ones(2), LossConfig())
+        >>> float(out.metrics["ratio/mean"])
+        1.0
     """
 
     loss: Tensor
@@ -79,7 +114,9 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors by TRL's names on the loss's device; computed when first read."""
+        """Metrics of the call by TRL's names: 0-d fp32 tensors on the device of the loss, computed
+        on first access.
+        """
         if not self._metrics:
             entropy = None if self.entropy is None else self.entropy.reshape(-1)
             self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy) | self._more)
@@ -89,9 +126,13 @@ class LossOutput:
 def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(N, H) rows of hidden, and the weight and bias that this process works with, checked."""
-    weight = own_rows("lm_head_weight", weight, ranks.group)
-    bias = own_rows("bias", bias, ranks.group)
+    """Return hidden as (N, H), and the weight and bias of this rank, after checking their shapes.
+
+    Weights sharded by FSDP2 are gathered, which is a collective call.
+    """
+    # Gather first: the shape checks need the tensors that this process computes with.
+    weight = local_rows("lm_head_weight", weight, ranks.group)
+    bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
@@ -102,34 +143,49 @@ def loss(
     options: Options,
     config: LossConfig,
     inputs: BatchInputs,
-    ranks: Agreement = ALONE,
+    ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
-    """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
+    """Run one of `operators.LOSSES` with autograd.
+
+    Args:
+        name: the loss: "linear", "logits" or "given_logps".
+        tensors: the differentiable tensors: (hidden, weight, bias), (logits,) or (logps, entropy),
+            flattened to N rows.
+        options: how to compute the loss.
+        config: the objective.
+        inputs: tensors per token and per completion, in the caller's layout.
+        ranks: the tensor-parallel ranks that make the same call.
+    """
     # 1. Check the arguments.
     checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Run the pass: as a node of a graph, or with autograd.
+    # 2. Run the pass: as an operator of a graph, or with autograd.
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
-        count = 0  # a graph has no divergences
+        count = 0  # `divergence=` is not available in a graph
     else:
         known = operators.LOSSES[name]
-        batch = operators.build(known, tensors, options, config, inputs)
+        batch = operators.build_batch(known, tensors, options, config, inputs)
+        # Ranks that share a head must make the same call. Compare before the collectives of the
+        # pass, which would deadlock or mix different batches otherwise.
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
-            shared = (term.kind, term.coef, term.beta), getattr(term.teacher, "rule", None)
-            numbers += repr(shared)
-        ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
+            settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "transform", None)
+            numbers += repr(settings)
+        ranks.check_agreement(
+            tensors, batch.rows.target_ids, options.wanted, options.backend, numbers
+        )
         run = partial(known.run, batch=batch, options=options)
-        outputs = autograd.form_loss(run, options.inplace, *tensors)
+        outputs = autograd.apply_loss(run, options.inplace, *tensors)
         metrics = batch.metrics
         count = len(batch.rows.target_ids)
-    # 3. Give the outputs the layout of the call.
+    # 3. Reshape the outputs to the layout of the call.
     value, logps, entropy, filtered, divergence = outputs
     like = inputs.like
     more: dict[str, Tensor] = {}
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
+        # Mean over the active tokens; inactive ones are 0.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)
@@ -142,19 +198,20 @@ def loss(
 def logps(
     tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
     options: RowOptions,
-    ranks: Agreement = ALONE,
+    ranks: Agreement = NO_GROUP,
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
+    """Compute logps, and entropies if the options request them, in the layout of the targets."""
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:
-        wanted = autograd.wants_gradient(*tensors)
-        rows = autograd.find_rows(tensors, options)
-        shared = (
+        wanted = autograd.needs_gradient(*tensors)
+        rows = autograd.active_rows(tensors, options)
+        settings = (
             options.temperature, options.softcap, options.logit_scale, options.return_entropy,
         )  # fmt: skip
-        numbers = repr(shared) if options.shard else ""
-        ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        flat, entropy, _ = autograd.recall_logps(options, rows, wanted, *tensors)
+        numbers = repr(settings) if options.shard else ""
+        ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
+        flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
     like = options.target_ids
     shaped = _shaped(flat, like)
     return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped

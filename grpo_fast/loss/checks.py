@@ -1,26 +1,26 @@
-"""Every refusal of a shape, dtype, device or option: a ValueError; values.py looks at values."""
+"""Checks of shapes, dtypes, devices and options, each a ValueError. `values.py` checks values."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, number, require, wrong
+from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs
 from grpo_fast.loss.ranks import is_sharded
+from grpo_fast.loss.values import IGNORED_TARGET as IGNORED_TARGET
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 VALIDATE = ("auto", "full")
-IGNORED_TARGET = -100
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING = "a floating-point tensor (16, 32 or 64 bits)"
-KINDS = {  # by the words of a refusal
+KINDS = {  # the allowed dtypes for each description in a message
     FLOATING: FLOATS,
     "an int64 or int32 tensor": (torch.int64, torch.int32),
     "an int64 tensor": (torch.int64,),
@@ -30,7 +30,8 @@ KINDS = {  # by the words of a refusal
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# Arguments of a loss that no gradient reaches. A caller who forgets .detach() would expect one.
+# Arguments of a loss that receive no gradient. A tensor that requires grad is an error here,
+# because a caller who forgot .detach() would expect a gradient.
 CONSTANTS = (
     "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
     "num_items_in_batch", "num_completions_in_batch",
@@ -43,37 +44,44 @@ def tensor(
     kind: str = FLOATING,
     shape: tuple[int, ...] | None = None,
     meaning: str = "",
-    beside: tuple[str, Tensor] | None = None,
+    same_device: tuple[str, Tensor] | None = None,
 ) -> None:
-    """Refuse whatever is not a dense, plain tensor of this kind.
+    """Raise a ValueError unless x is a dense, unsharded tensor of the given kind.
 
     Args:
-        shape, meaning: the shape it must have, and that shape in letters; None: any.
-        beside: the argument whose device it must share, and its name.
+        name: the argument's name.
+        x: the argument.
+        kind: a key of KINDS.
+        shape: the required shape; None: any.
+        meaning: the required shape in letters, for the message.
+        same_device: name and tensor of the argument whose device x must share.
     """
     if is_sharded(x):
-        raise wrong(name, "a plain tensor", f"a {type(x).__name__}")
+        raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
     if not isinstance(x, Tensor) or x.dtype not in KINDS[kind]:
-        raise wrong(name, kind, f"dtype {x.dtype}" if isinstance(x, Tensor) else repr(x))
+        raise argument_error(name, kind, f"dtype {x.dtype}" if isinstance(x, Tensor) else repr(x))
     if x.layout != torch.strided or x.is_nested:
-        raise wrong(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
+        raise argument_error(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
     if shape is not None and tuple(x.shape) != shape:
-        raise wrong(name, f"shape {meaning} = {shape}", tuple(x.shape))
-    if beside is not None and x.device != beside[1].device:
-        raise wrong(name, f"the device of {beside[0]}, {beside[1].device}", x.device)
+        raise argument_error(name, f"shape {meaning} = {shape}", tuple(x.shape))
+    if same_device is not None and x.device != same_device[1].device:
+        raise argument_error(
+            name, f"the device of {same_device[0]}, {same_device[1].device}", x.device
+        )
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:
+    """Check that an optional tensor has the shape and device of the logps."""
     if x is not None:
         meaning = "(B, L)" if like.dim() == 2 else "(T,)"
         tensor(name, x, kind, tuple(like.shape), meaning, ("the logps", like))
 
 
 def constant(name: str, x: object) -> None:
-    """Refuse a tensor that requires grad in a place from which no gradient flows back to it."""
+    """Raise a ValueError if x requires grad, although no gradient reaches it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
-        raise wrong(name, "a tensor without a gradient", came)
+        raise argument_error(name, "a tensor without a gradient", came)
 
 
 def head(
@@ -84,57 +92,68 @@ def head(
     *,
     is_shard: bool = False,
 ) -> None:
-    """hidden (..., H), weight (V, H) and bias (V,) fit each other. A shard may be empty."""
+    """Check that hidden, weight and bias fit together.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        bias: (V,), or None.
+        names: the three arguments' names, for the messages.
+        is_shard: True if the weight holds the rows of one rank, of which there may be none.
+    """
+    # 1. Check the shapes. Each message names the argument that the caller must change.
     like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
     width = tuple(hidden.shape)[-1:]
     shape = tuple(weight.shape)
     if len(shape) != 2:
-        raise wrong(name, "shape (V, H)", shape)
+        raise argument_error(name, "shape (V, H)", shape)
     if not width:
-        raise wrong(like, "shape (B, L, H) or (T, H)", ())
+        raise argument_error(like, "shape (B, L, H) or (T, H)", ())
     if width != shape[1:]:
         expected = f"(V, H) with H = {width[0]} as in {like} {tuple(hidden.shape)}"
-        raise wrong(name, expected, shape)
+        raise argument_error(name, expected, shape)
     if 0 in shape[1 if is_shard else 0 :]:
-        raise wrong(name, "at least one vocabulary row and one column", shape)
-    tensor(name, weight, beside=(like, hidden))
+        raise argument_error(name, "at least one vocabulary row and one column", shape)
+    # 2. Check devices and dtypes.
+    tensor(name, weight, same_device=(like, hidden))
     if hidden.dtype != weight.dtype:
         came = f"{weight.dtype}; cast one of them"
-        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", came)
+        raise argument_error(name, f"the dtype of {like}, {hidden.dtype}", came)
     if bias is not None:
         tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
-    """hidden in the layout of target_ids; or (R, H) and the row that predicts each target."""
+    """Check that hidden has the layout of target_ids or, with hidden_rows, that it is (R, H)."""
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
-    beside = ("hidden", hidden)
+    same_device = ("hidden", hidden)
     if hidden.dim() != 2:
         why = "its rows index the first of two dimensions; pass (R, H)"
         raise conflict(f"hidden of shape {tuple(hidden.shape)}", "hidden_rows", why)
-    tensor("target_ids", target_ids, IDS, beside=beside)
+    tensor("target_ids", target_ids, IDS, same_device=same_device)
     if target_ids.dim() not in (1, 2):
-        raise wrong("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
+        raise argument_error("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
     shape = tuple(target_ids.shape)
-    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", beside)
+    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", same_device)
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
+    """Check that logits are (B, L, V) or (T, V) and fit target_ids."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
-        raise wrong("logits", "at least one vocabulary column", tuple(x.shape))
+        raise argument_error("logits", "at least one vocabulary column", tuple(x.shape))
 
 
 def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
-    """logps (B, L) or (T,), and the entropy that the config reads."""
+    """Check logps, and the entropy if the config needs one."""
     tensor("logps", logps)
     if logps.dim() not in (1, 2):
-        raise wrong("logps", "shape (B, L) or (T,)", tuple(logps.shape))
+        raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
     like_logps("entropy", entropy, logps)
     is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
@@ -143,8 +162,10 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def rule(softcap: float | None, logit_scale: float, entropy_over: str, backend: str) -> None:
-    """The plain options of `linear_logps` and `logits_logps`."""
+def logit_options(
+    softcap: float | None, logit_scale: float, entropy_over: str, backend: str
+) -> None:
+    """Check the options of `linear_logps` and `logits_logps` that are no tensors."""
     choice("backend", backend, BACKENDS)
     choice("entropy_over", entropy_over, CHOICES["entropy_over"])
     number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
@@ -153,7 +174,9 @@ def rule(softcap: float | None, logit_scale: float, entropy_over: str, backend: 
 
 
 def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """(a temperature for each target, 1.0), or (None, one temperature for all)."""
+    """Check the temperature. Return (temperature per target, 1.0) or (None, temperature of all
+    targets).
+    """
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
         constant("temperature", temperature)
@@ -163,59 +186,71 @@ def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tenso
 
 
 def prompt_items(value: object, count: int, config: LossConfig) -> None:
-    what = f"(B,) = ({count},), the tokens of each completion's prompt"
+    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
+    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
     name = "num_items_in_batch"
     if value is None and count % (config.group_size or 1):
-        raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
+        raise argument_error(
+            name, f"{meaning}, where groups of {config.group_size} are not whole", None
+        )
     if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise wrong(name, f"None or {what},", came)
+        raise argument_error(name, f"None or {meaning},", came)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
-    """The tensors of a loss per token and per completion, in the layout of `inputs.like`.
+    """Check the per-token and per-completion tensors of a loss against the layout of `inputs.like`.
 
     Args:
-        has_logits: the config's temperature is read.
+        config: the objective.
+        inputs: the tensors.
+        has_logits: True if the function computes logps from logits, so that the temperature is
+            used.
     """
     is_config(config)
+    # 1. Options that only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        came = f"{config.kl_estimator!r}, which linear_divergence computes"
-        raise wrong("kl_estimator", expected, came)
+        kind = EXACT[config.kl_estimator]
+        came = f"{config.kl_estimator!r}; add linear_divergence(..., kind={kind!r}) to the loss"
+        raise argument_error("kl_estimator", expected, came)
     like = inputs.like
     advantages = inputs.advantages
     cu_seqlens = inputs.cu_seqlens
+    # 2. Shapes: mask, offsets, advantages and logps.
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensor("advantages", advantages, beside=("the logps", like))
+    tensor("advantages", advantages, same_device=("the logps", like))
     if tuple(advantages.shape) not in ((count,), tuple(like.shape)):
         expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
-        raise wrong("advantages", expected, tuple(advantages.shape))
+        raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
+    # 3. Arguments without a gradient.
     for name in CONSTANTS:
         constant(name, getattr(inputs, name))
-    of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
-    if inputs.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
-        why = "these corrections read the sampler's logps"
-        raise conflict("sampling_logps=None", f"corrections of kind {of_sampler[0].kind!r}", why)
+    # 4. Arguments that the config requires or excludes.
+    reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
+        why = "these corrections read the sampler's logps; pass sampling_logps"
+        raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
         constant("temperature", config.temperature)
     if config.uses_reference and inputs.ref_logps is None:
-        why = "the KL needs the reference's logps"
+        why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)
     if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         why = "its beta weighs the step from old_logps; pass ref_logps=None"
         raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
+    # 5. Totals of the optimizer step.
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
-            raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
+            raise argument_error(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         elif value is not None and not isinstance(value, Tensor):
             number(name, value, "a number > 0", lambda x: x > 0)
 
@@ -223,6 +258,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
 def options(
     backend: str, validate: str, grad_filter: float | None = None, *, is_shard: bool = False
 ) -> None:
+    """Check the options of a loss call that are no tensors."""
     choice("backend", backend, BACKENDS)
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
@@ -235,29 +271,29 @@ def options(
 def support(
     support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
-    """A `Support` with a set for each target, or None; refused beside group and grad_filter."""
+    """Check a `Support` against the targets, and that no other option excludes it."""
     if support is None:
         return
     if not isinstance(support, Support):
-        raise wrong("support", "None or a Support(ids, offsets)", type(support).__name__)
+        raise argument_error("support", "None or a Support(ids, offsets)", type(support).__name__)
     refuse("support", target_ids, support.ids)
     if is_shard:
         raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
     if grad_filter is not None:
         why = "rows of a support have no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "support", why)
-    beside = ("target_ids", target_ids)
-    tensor("support.ids", support.ids, IDS, beside=beside)
+    same_device = ("target_ids", target_ids)
+    tensor("support.ids", support.ids, IDS, same_device=same_device)
     if support.ids.dim() != 1:
-        raise wrong("support.ids", "shape (nnz,)", tuple(support.ids.shape))
+        raise argument_error("support.ids", "shape (nnz,)", tuple(support.ids.shape))
     meaning = "(T+1,), one set for each target,"
     shape = (target_ids.numel() + 1,)
-    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, beside)
+    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, same_device)
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:
-    """Logits that may be written over: flat is a view of them, and its rows share no memory."""
-    shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
+    """Check that logits can be overwritten: `flat` is a view of x, and its rows do not overlap."""
+    shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
         raise ValueError(f"logits: {expected}, got strides {x.stride()}")
@@ -268,13 +304,13 @@ def is_config(config: object) -> None:
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
-    """x (B, L, ·) with target_ids (B, L), or x (T, ·) with target_ids (T,)."""
+    """Check that x is (B, L, ·) with target_ids (B, L), or (T, ·) with target_ids (T,)."""
     if x.dim() not in (2, 3):
-        raise wrong(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
-    tensor("target_ids", target_ids, IDS, beside=(name, x))
+        raise argument_error(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
+    tensor("target_ids", target_ids, IDS, same_device=(name, x))
     if target_ids.shape != x.shape[:-1]:
         expected = f"shape {tuple(x.shape[:-1])} as in {name} {tuple(x.shape)}"
-        raise wrong("target_ids", expected, tuple(target_ids.shape))
+        raise argument_error("target_ids", expected, tuple(target_ids.shape))
 
 
 def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
@@ -284,9 +320,9 @@ def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
         why = "the offsets belong to the packed layout (T,); pass cu_seqlens=None"
         raise conflict(f"cu_seqlens, {came},", "the padded layout (B, L)", why)
     if like.dim() == 1:
-        tensor("cu_seqlens", cu_seqlens, PACKED, beside=("the logps", like))
+        tensor("cu_seqlens", cu_seqlens, PACKED, same_device=("the logps", like))
         assert cu_seqlens is not None
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise wrong("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
+            raise argument_error("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
         if cu_seqlens.numel() == 1 and like.numel():
-            raise wrong("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")
+            raise argument_error("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")

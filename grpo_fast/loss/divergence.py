@@ -1,4 +1,4 @@
-"""`linear_divergence`: exact divergences of a student's head from a teacher, row by row."""
+"""`linear_divergence`: exact divergence of a student from a teacher, for each row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, choice, conflict, number, require, wrong
+from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
@@ -18,20 +18,28 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, Teac
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
-from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
-MOST = 1 + 1e-3
+# Largest accepted sum of K probabilities. Rounding to 16 bits in an inference server exceeds 1 by
+# less.
+MAX_PROBABILITY_SUM = 1 + 1e-3
 
 
 class DivergenceOutput(NamedTuple):
-    loss: Tensor  # 0-d Σ_t weights_t·D_t, with a gradient to hidden, weight and bias
-    values: Tensor  # D_t in the layout of the rows, without a gradient
+    """The result of `linear_divergence`.
+
+    Attributes:
+        loss: 0-d. Σ_t weights_t·D_t, with gradients to hidden, weight and bias.
+        values: the layout of the rows. D_t, detached.
+    """
+
+    loss: Tensor  # 0-d
+    values: Tensor  # (N,) or (B, L)
 
 
-@call.outside_of_graphs()
+@call.public(is_traceable=False)
 def linear_divergence(
     hidden: Tensor,  # (N, H) or (B, L, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -49,36 +57,74 @@ def linear_divergence(
     group: object = None,
     backend: str = "auto",
 ) -> DivergenceOutput:
-    """The divergence of a student from its teacher in every row, over the whole vocabulary, and the
-    gradient of their weighted sum: neither's logits ever exist as a whole.
+    """Compute the divergence of a student from its teacher for each row, without storing the
+    logits.
 
-    Equals, in exact arithmetic, with z as in `linear_logps` and y likewise of the teacher::
+    The divergence is exact: a sum over the full vocabulary, or over the ids that a server returned.
+    Equals, in exact arithmetic, with z the student's logits as in `linear_logps` and y the
+    teacher's::
 
-        lp, lq = z.log_softmax(-1), y.log_softmax(-1)
-        p, q, m = lp.exp(), lq.exp(), torch.lerp(lp.exp(), lq.exp(), beta)
+        lp = z.log_softmax(-1)
+        lq = y.log_softmax(-1)
+        p, q = lp.exp(), lq.exp()
+        m = (1 - beta) * p + beta * q
         values = (q * (lq - lp)).sum(-1)                        # "forward_kl", KL(q ‖ p)
         values = (p * (lp - lq)).sum(-1)                        # "reverse_kl", KL(p ‖ q)
         values = beta * KL(q ‖ m) + (1 - beta) * KL(p ‖ m)      # "jsd"
         loss = (weights * values).sum()                         # weights None: values.mean()
 
-    Values are never negative, and exactly 0 for a teacher with the student's logits. A column that
-    p excludes adds 0 to the reverse KL; one that q alone excludes makes it infinite, and the other
-    way round. Gradients are formed in the forward pass (8·N·V·H flops in all, 6 for a top-k); no
-    double backward; not in a graph of torch.compile.
+    Values are never negative, and exactly 0 if teacher and student have the same logits. A column
+    where only q is 0 makes the reverse KL infinite; a column where only p is 0 makes the forward KL
+    infinite. Gradients are computed in the forward pass, with 8·N·V·H flops in all (6 for a
+    `TeacherTopK`). Double backward raises an error. Not available inside torch.compile.
+
+    The Jensen-Shannon divergence follows GKD (https://arxiv.org/abs/2306.13649).
 
     Args:
-        teacher: a `TeacherHead`, or a `TeacherTopK` as servers give it; its rows are those of
-            `hidden_rows`, else of hidden. Its tensors must not require a gradient.
-        weights: finite; a row of weight 0 has a value, and is left out of the gradient's products.
-        hidden_rows: the row of a (R, H) hidden that belongs to each row of the teacher.
-        support: both distributions are over these sets alone, one for each row (`Support`).
-        group: as in `linear_logps`; the teacher's weight and bias are in the same shards.
+        hidden: (N, H) or (B, L, H), in fp32, bf16 or fp16 (fp64 with the torch backend). The
+            student's hidden states.
+        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the
+            student's LM head. A parameter sharded by FSDP2 is gathered by a collective call, and
+            its gradient is averaged over the ranks.
+        teacher: a `TeacherHead`, or a `TeacherTopK` with the answer of an inference server. One row
+            for each row of the student. Its tensors must not require grad.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: the teacher's share in the mixture of "jsd", in (0, 1).
+        weights: (N,) or (B, L), finite. Weight of each row in the loss; a row of weight 0 is
+            skipped in the gradient's products. None: 1/N.
+        bias: (V,), any float dtype, on the device of hidden. The bias of the student's LM head.
+            None: no bias.
+        temperature: temperature of the student, a number > 0.
+        softcap: bound of the student's logits, a number > 0. None: no bound.
+        logit_scale: factor of the student's logits, not 0.
+        hidden_rows: (N,) or (B, L), int64 or int32. The row of hidden (R, H) for each row of the
+            teacher. None: row t of hidden belongs to row t of the teacher.
+        support: restricts both distributions to these ids, one set for each row (see `Support`).
+            None: the full vocabulary.
+        group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
+            share the vocabulary (see `linear_logps`). The teacher's weight and bias have the same
+            shards. None: the head is not split over ranks.
+        backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
+            error is raised; there is no fallback.
 
     Returns:
-        DivergenceOutput(loss, values), fp32 (fp64 for fp64 tensors).
+        DivergenceOutput(loss, values), in fp32 (fp64 for fp64 tensors).
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: an argument has a wrong shape, dtype, device or value. The message names the
+            argument.
+        TypeError: a keyword is unknown. The message names the nearest keyword.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import TeacherHead, linear_divergence
+        >>> hidden = torch.randn(6, 16, requires_grad=True)
+        >>> lm_head_weight = torch.randn(100, 16, requires_grad=True)
+        >>> teacher = TeacherHead(torch.randn(6, 32), torch.randn(100, 32))
+        >>> out = linear_divergence(hidden, lm_head_weight, teacher, "reverse_kl")
+        >>> out.loss.backward()
+        >>> out.values.shape
+        torch.Size([6])
     """
     with Agreement(group) as ranks:
         raise_pending()
@@ -87,28 +133,28 @@ def linear_divergence(
         weight = tensors[1]
         is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
-        # In place of target ids, of which the shape, kind and device are checked alone.
+        # Use `like` in place of target_ids: only its shape, dtype and device are checked.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-        checks.rule(softcap, logit_scale, "support", backend)
+        checks.logit_options(softcap, logit_scale, "support", backend)
         divergence = checked_kind(kind, beta)
         teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        rule = LogitTransform(float(logit_scale), softcap, float(temperature))
+        transform = LogitTransform(float(logit_scale), softcap, float(temperature))
         options = (kind, beta)
-        wanted = Wanted(*autograd.wants_gradient(*tensors))
+        wanted = Wanted(*autograd.needs_gradient(*tensors))
         shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
-        # 2. Make the pass over all rows, and compare it with those of the other ranks.
-        rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
+        # 2. Prepare the pass over all rows, and check that the other ranks make the same call.
+        rows = _rows(hidden_rows, like, len(tensors[0]), transform, support, len(weight))
         run = partial(
             form_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
-        numbers = repr((*options, rule)) if is_shard else ""
-        ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
-        # 3. Run it with autograd.
-        loss, each, *_ = autograd.form_loss(run, False, *tensors)
+        numbers = repr((*options, transform)) if is_shard else ""
+        ranks.check_agreement(tensors, rows.target_ids, list(wanted), backend, numbers)
+        # 3. Run the pass with autograd.
+        loss, each, *_ = autograd.apply_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
@@ -125,7 +171,11 @@ def form_divergence(
     backend: str,
     shard: VocabularyShard | None,
 ) -> LossResult:
-    """hidden → Σ weights·D; gradients are (dH, dW, db), and the logps' place holds the values."""
+    """Compute Σ weights·D from hidden states.
+
+    The gradients are (d-hidden, d-weight, d-bias). The result's `logps` field holds D of each row.
+    """
+    # 1. Scale the weights for fp16, as `linear_loss` does.
     is_half = any(wanted) and needs_range(hidden.dtype)
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
@@ -136,6 +186,7 @@ def form_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
+            # 2. Run the pass over the rows of the head, or over the sets of ids.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
@@ -154,11 +205,11 @@ def checked_term(
     support: Support | None,
     grad_filter: float | None,
 ) -> DivergenceTerm | None:
-    """The divergence term of a loss, checked, with a flat teacher; None of None."""
+    """Check the divergence term of a loss, and return it with one teacher row per flat target."""
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):
-        raise wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
+        raise argument_error("divergence", "None or a DivergenceTerm", type(term).__name__)
     if grad_filter is not None:
         why = "the gradient of a divergence has no columns to leave out; pass grad_filter=None"
         raise conflict(f"grad_filter={grad_filter}", "divergence", why)
@@ -170,6 +221,7 @@ def checked_term(
 
 
 def checked_kind(kind: str, beta: float) -> Divergence:
+    """Check the kind of a divergence and its beta."""
     choice("kind", kind, tuple(DIVERGENCES))
     number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
     return Divergence(kind, float(beta))
@@ -178,7 +230,7 @@ def checked_kind(kind: str, beta: float) -> Divergence:
 def checked_teacher(
     teacher: object, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
 ) -> Teacher:
-    """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
+    """Check a teacher, and return it with one row for each element of `like`."""
     is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
         if has_support or is_shard:
@@ -187,27 +239,31 @@ def checked_teacher(
             raise conflict("teacher, a TeacherTopK", other, why)
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
-        raise wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+        raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+    # 1. No gradient reaches the teacher.
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
-        weight=own_rows("teacher.weight", teacher.weight, ranks.group),
-        bias=own_rows("teacher.bias", teacher.bias, ranks.group),
+        # The teacher is sharded as the student is.
+        weight=local_rows("teacher.weight", teacher.weight, ranks.group),
+        bias=local_rows("teacher.bias", teacher.bias, ranks.group),
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
+    # 2. Both distributions must be over the same ids.
     fits = len(teacher.weight) == len(weight)
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
+    # 3. One teacher row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.temperatures(like, teacher.temperature)
-    checks.rule(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
+    checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
     return teacher._replace(hidden=hidden)
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
-    # 1. Check kinds and shapes.
+    # 1. Check dtypes and shapes.
     checks.constant("teacher.logps", teacher.logps)
     number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
@@ -215,21 +271,22 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
-    # 2. Look at the values: ids, sums, and what no softmax gives.
-    is_one = logps > -torch.inf
-    is_whole = is_one.all(1) if K == vocab else is_one.new_zeros(len(logps))
+    # 2. Check the values: ids, sums, and log-probabilities that no softmax gives.
+    has_id = logps > -torch.inf
+    is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
-    # An empty place stands for no id: each gets a number of its own below 0.
-    places = torch.where(is_one, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
-    outside = is_one & ((ids < 0) | (ids >= vocab))
+    # A log-probability of -inf means "no id here". Such places get distinct negative numbers, so
+    # that they do not count as duplicates.
+    places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
+    outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
-    few = sums < 2 - MOST
+    few = sums < 2 - MAX_PROBABILITY_SUM
     flags = [
         (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
-        (twice, "teacher.ids: expected no id twice in a row, got one that is"),
-        (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
-         f"sum to at most {MOST}, got a row with more, or NaN"),
+        (twice, "teacher.ids: expected no id twice in a row, got a repeated one"),
+        (~(sums <= MAX_PROBABILITY_SUM).all(), "teacher.logps: expected log-probabilities, whose "
+         f"probabilities sum to at most {MAX_PROBABILITY_SUM}, got a row with more, or NaN"),
         ((is_whole & few).any(), f"teacher.logps: expected rows of all {vocab} ids to sum to 1, "
          "got one that does not"),
         (((largest > -torch.inf) & (largest < LEAST_LOGP)).any(), "teacher.logps: expected a "
@@ -243,13 +300,14 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         )
         flags.append((few.any(), message))
     check_values(flags, "auto")
-    # 3. Empty places get an id that the kernels may read.
-    ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
+    # 3. Give empty places a valid id, because the kernels read it.
+    ids = torch.where(has_id, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 
 
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
-    checks.tensor(name, x, kind, beside=("hidden", like))
+    """Check that a teacher tensor has one row per element of `like`; return it as (N, ·)."""
+    checks.tensor(name, x, kind, same_device=("hidden", like))
     fits = x.shape[:-1] == like.shape
     expected = "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
@@ -260,16 +318,20 @@ def _rows(
     hidden_rows: Tensor | None,
     like: Tensor,
     num_hidden: int,
-    rule: LogitTransform,
+    transform: LogitTransform,
     support: Support | None,
     vocab: int,
 ) -> ActiveRows:
-    """All rows, with targets that nobody reads: a set's first id."""
+    """Return all rows as active rows.
+
+    A divergence has no targets. Each row gets the first id of its set, or 0, because kernels expect
+    a target.
+    """
     count = like.numel()
     index = None
     sets = None
     if hidden_rows is not None:
-        index = values.ids(
+        index = values.checked_ids(
             "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
             expected=f"rows in [0, {num_hidden})",
         )  # fmt: skip
@@ -278,16 +340,17 @@ def _rows(
         targets = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
         sets = support_rows(support, None, targets, vocab, "auto")
     repeats = index is not None
-    return ActiveRows(count, None, targets, rule, index, repeats=repeats, support=sets)
+    return ActiveRows(count, None, targets, transform, index, repeats=repeats, support=sets)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight of each row (N,), 1/N by default."""
     count = like.numel()
     dtype = torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
     checks.like_logps("weights", weights, like)
     checks.constant("weights", weights)
-    own = weights.detach().reshape(-1).to(dtype, copy=True)
-    values.check_numbers("auto", weights=own)
-    return own
+    copy = weights.detach().reshape(-1).to(dtype, copy=True)
+    values.check_numbers("auto", weights=copy)
+    return copy

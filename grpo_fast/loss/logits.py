@@ -1,4 +1,4 @@
-"""The sweep over given logits; that over the logits of a head is `LinearHead`."""
+"""The sweep over given logits. `LinearHead` is the sweep over the logits of an LM head."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Bytes of logits that a sweep takes at a time on the CPU: the second door reads from cache.
+# Size of a block of logits on the CPU: the second kernel then reads the block from cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
-    """The row kernels over given logits, block by block of rows; what does not count is inert.
+    """Row kernels over given logits, one block of rows at a time.
 
-    Token-local losses read every row once, and write its gradient once; others read it twice.
+    Token-level losses read every row once and write its gradient once. Other losses read every row
+    twice. Inactive rows get zero gradients.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory.
+        out: (N, V), the buffer for d-logits, which may be `logits`. None: allocated when needed.
+        rows: the active rows.
+        route: the kernels of the backend.
     """
 
     cached = None
@@ -42,14 +45,15 @@ class LogitsSweep:
         out: Tensor | None,
         rows: ActiveRows,
         route: Route,
-        whole_entropy: bool = False,
+        full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """The sweep over these rows, those with a support apart from the others."""
+        """Return the sweep for these rows. Rows with a support are processed separately."""
         if rows.support is None:
             return cls(logits, out, rows, route)
-        if whole_entropy:
-            whole = cls(logits, out, rows._replace(support=None), route)
-            return FullEntropySweep(cls.of(logits, None, rows, route), whole)
+        if full_entropy:
+            full = cls(logits, out, rows._replace(support=None), route)
+            return FullEntropySweep(cls.of(logits, None, rows, route), full)
+        # Rows without a support take the dense kernels.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
@@ -60,20 +64,24 @@ class LogitsSweep:
         self.rows = rows
         self.kernels = route.kernels
         self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
-        self.rule = rows.transform
-        if isinstance(self.rule.temperature, Tensor):
-            self.rule = self.rule._replace(temperature=rows.to_rows(self.rule.temperature, fill=1))
+        self.transform = rows.transform
+        if isinstance(self.transform.temperature, Tensor):
+            self.transform = self.transform._replace(
+                temperature=rows.to_rows(self.transform.temperature, fill=1)
+            )
         self.num_rows = rows.target_ids.shape[0]
 
     def _blocks(self) -> Iterator[slice]:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
             row_bytes = max(self.logits.shape[1] * self.logits.element_size(), 1)
+            # A block has at least 16 rows, however large the vocabulary is.
             step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
     def _active(self, parts: Sequence[tuple[Any, ...]], has_entropy: bool) -> tuple[Any, ...]:
+        """Concatenate the results of blocks, and select the active rows."""
         fields = concat_chunks(parts, self.logits)
         if not has_entropy:
             fields = (*fields[:2], None, *fields[3:])
@@ -85,23 +93,32 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        wants = {"return_entropy": return_entropy}
-        places = ((self.logits[b], self.targets[b], self.rule.rows(b)) for b in self._blocks())
-        parts = [self.kernels.row_logps(*rows, **wants) for rows in places]
+        """Return (lse, logps, entropy) of the active rows."""
+        parts = []
+        for b in self._blocks():
+            part = self.kernels.row_logps(
+                self.logits[b],
+                self.targets[b],
+                self.transform.rows(b),
+                return_entropy=return_entropy,
+            )
+            parts.append(part)
         lse, logps, entropy = self._active(parts, return_entropy)
         return lse, logps, entropy
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Row losses of the active rows, and (d-logits,); coefficients follow row by row."""
+        """Return the losses of the active rows and (d-logits,), for a loss whose gradient follows
+        row by row.
+        """
         out = self._written()
         spread = terms.map(self.rows.to_rows)
         parts = []
         for b in self._blocks():
             part = self.kernels.row_loss_(
-                self.logits[b], out[b], self.targets[b], spread.rows(b), config, self.rule.rows(b),
-                return_entropy=config.needs_entropy,
+                self.logits[b], out[b], self.targets[b], spread.rows(b), config,
+                self.transform.rows(b), return_entropy=config.needs_entropy,
             )  # fmt: skip
             parts.append(part)
         return RowLoss(*self._active(parts, config.needs_entropy)), (out,)
@@ -109,15 +126,22 @@ class LogitsSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor]:
-        """(d-logits,) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        """Return (d-logits,) of Σ g·logp + g_entropy·entropy.
+
+        Args:
+            g: (T,), upstream gradients of the logps.
+            g_entropy: (T,), upstream gradients of the entropies, or None.
+            known: the result of `logps`.
+            wanted: whether the gradient is needed.
+        """
         if not any(wanted):
             return (self.logits.new_empty(0),)
         out = self._written()
         g, g_entropy, *stats = map(self.rows.to_rows, (g, g_entropy, *known))
         for b in self._blocks():
-            of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.rule.rows(b)
+            of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)
             self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])
         return (out,)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the caller owns the logits, and no other memory is cached."""

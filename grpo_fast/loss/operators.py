@@ -1,7 +1,8 @@
-"""The passes as custom operators: what `torch.compile(fullgraph=True)` puts into its graph.
+"""Custom operators: the nodes that `torch.compile(fullgraph=True)` puts into its graph.
 
-Here alone a batch is a row of arguments: an operator's schema knows tensors and numbers. Without
-torch.compile the dispatcher is left out: it costs 0.2 ms a call.
+Operator schemas know only tensors, numbers, strings and lists, so a batch is packed into a flat
+list of arguments here. Without torch.compile the operators are not used, because torch's dispatcher
+costs 0.2 ms per call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from grpo_fast.loss.autograd import (
     Context,
     FormedOutputs,
     Gradients,
-    RowPass,
+    LogpsPass,
     RowTensors,
     scaled_gradients,
     with_units,
@@ -34,7 +35,7 @@ from grpo_fast.loss.schema import (
     ROWS,
     Argument,
     Row,
-    carried,
+    graph_fields,
     options_of,
     row_options_of,
 )
@@ -42,7 +43,7 @@ from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# the gradients follow
+# Outputs of a loss operator; the gradients follow them.
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -50,7 +51,14 @@ D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
 
 
 class LossPass(NamedTuple):
-    """A loss as an operator: its tensors, their gradients, what runs, the V of its tensors."""
+    """A loss as an operator.
+
+    Attributes:
+        tensors: schema of its differentiable tensors.
+        gradients: schema of their gradients.
+        run: the pass.
+        vocab: returns the vocabulary size of the tensors, or None without logits.
+    """
 
     tensors: str
     gradients: str
@@ -74,9 +82,10 @@ LOSSES = {
 library = torch.library.Library("grpo_fast", "DEF")
 
 
-def build(
+def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
+    """Build the batch of a call, which also checks the argument values."""
     vocab_size = loss.vocab(tensors)
     targets = None
     if vocab_size is not None:
@@ -87,9 +96,9 @@ def build(
 def compiled_loss(
     name: str, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> tuple[FormedOutputs, Callable[..., dict[str, Tensor]]]:
-    """Nodes of the graph, and what gives the metrics; a graph has no divergences."""
-    row = _row(config, inputs)
-    known = carried(options)
+    """Call the operator of a loss. Return its outputs, and a function that returns the metrics."""
+    row = _pack_arguments(config, inputs)
+    known = graph_fields(options)
     outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered, metrics = outputs[:5]
     has_entropy = _has_entropy(LOSSES[name], tensors, config)
@@ -101,12 +110,15 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
+    """Call the operator of logps. Return logps and entropy."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options))
+    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *graph_fields(options))
     return logps, entropy
 
 
-def _row(config: LossConfig, inputs: BatchInputs) -> Row:
+def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
+    """Return config and inputs as a flat list that a schema can describe."""
+
     def tensor(x: Total | None) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
             return x
@@ -117,7 +129,8 @@ def _row(config: LossConfig, inputs: BatchInputs) -> Row:
     return [*(tensor(x) for x in inputs), temperature, config.key]
 
 
-def _unpacked(row: Row) -> tuple[LossConfig, BatchInputs]:
+def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
+    """Return the config and inputs that `_pack_arguments` packed."""
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
@@ -133,6 +146,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
+    """Return an uninitialised gradient for x, or (0,) if it is not needed."""
     if not is_wanted:
         return x.new_empty(0)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -146,7 +160,16 @@ def _register(
     backward: Callable[[Context, Row, Sequence[Tensor | None]], Sequence[Tensor | None]]
     | None = None,
 ) -> None:
-    """Define an operator: kernel, shapes and, by `backward(ctx, inputs, grads)`, its gradients."""
+    """Define an operator.
+
+    Args:
+        name: the operator's name in torch.ops.grpo_fast.
+        schema: its arguments and outputs.
+        run: the implementation.
+        fake: returns outputs with the right shapes and without data, for tracing.
+        backward: `backward(ctx, inputs, grads)` returns the gradients of the first inputs. None:
+            not differentiable.
+    """
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"grpo_fast::{name}", fake, lib=library)
@@ -155,6 +178,8 @@ def _register(
 
     def remember(ctx: Context, inputs: Row, output: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
+        # save_for_backward takes tensors only, so remember which inputs were others. The tuple
+        # marks an input that is None.
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         ctx.output = [x.detach() for x in output]
@@ -175,14 +200,15 @@ def _register(
 def _fake_loss(
     loss: LossPass, tensors: RowTensors, options: Options, row: Row
 ) -> tuple[Tensor, ...]:
-    """Outputs of a loss by their shapes alone."""
+    """Return uninitialised outputs of a loss operator, from shapes alone."""
     x = tensors[0]
-    config, given = _unpacked(row)
+    config, given = _unpack_arguments(row)
     rows = given.like.numel()
     wanted = options.wanted
     has_entropy = _has_entropy(loss, tensors, config)
     units = 0
     if loss.run is logps_loss:
+        # `logps_loss` computes both gradients in fp32, whatever the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
     elif any(wanted) and needs_range(x.dtype):
@@ -205,9 +231,10 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
-        batch = build(loss, tensors, options, *_unpacked(row))
+        batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
+        # An operator must return a tensor for every output, and no two may share memory.
         nothing = result.loss.new_empty(0)
         optional = result.entropy, result.filtered, metrics, result.units
         extras = [nothing.clone() if x is None else x for x in optional]
@@ -223,6 +250,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def form_again() -> Gradients:
             return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
 
+        # The gradients are outputs of the forward operator. Use them once, as autograd.py does.
         output = ctx.output
         ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)
@@ -236,7 +264,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
-        return RowPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
+        # keep=False: an operator cannot cache tensors between forward and backward.
+        return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
         options = row_options_of(inputs[count:])
@@ -245,16 +274,16 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         return tuple(_empty(inputs[0], n) for n in sizes)
 
     def as_output(gradients: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        return gradients[0] if count == 1 else tuple(gradients)  # one output is no tuple
+        return gradients[0] if count == 1 else tuple(gradients)  # torch unwraps a single output
 
     def run_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         *rest, d_logps, d_entropy, wanted = inputs
         outputs = rest[-3:]
         options = row_options_of(rest[count:-3])
         has_entropy = d_entropy is not None
-        work = RowPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
+        work = LogpsPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))
-        return as_output(work.gradients(work.known(*outputs), d_logps, d_entropy, wanted))
+        return as_output(work.gradients(work.saved_stats(*outputs), d_logps, d_entropy, wanted))
 
     def fake_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         likes = (inputs[0] if x is None else x for x in inputs[:count])
@@ -264,6 +293,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
+        # The backward is an operator, too, so that the graph of the backward contains one node.
         operator = getattr(torch.ops.grpo_fast, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients

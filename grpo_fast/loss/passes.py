@@ -1,7 +1,9 @@
-"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out.
+"""The passes of the loss functions: from hidden states, logits or logps to the loss and its
+gradients.
 
-Gradients are formed in the forward, for an upstream gradient of 1. A sweep goes through the rows of
-a head (`LinearHead`) or of given logits (`LogitsSweep`); both have the same three methods.
+Gradients are computed in the forward pass, for an upstream gradient of 1. The passes share one
+algorithm over two kinds of sweeps, which have the same methods: over the rows of an LM head
+(`LinearHead`), and over given logits (`LogitsSweep`).
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
+    """Outputs of a pass, for all N rows."""
+
     loss: Tensor  # 0-d
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
-    gradients: tuple[Tensor, ...]  # (0,) where nobody wants one
-    filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/head/grad_filter.py)
-    divergence: Tensor | None = None  # (N,) of a teacher (kernels/head/divergence.py)
-    # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py).
+    gradients: tuple[Tensor, ...]  # (0,) if not needed
+    filtered: Tensor | None = None  # (2,) share and columns that grad_filter left out
+    divergence: Tensor | None = None  # (N,) divergence from the teacher
+    # (K,) fp32: factor by which each gradient must be multiplied; None: 1. See
+    # kernels/head/half_range.py.
     units: Tensor | None = None
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast does not reach the kernels: they compute in the dtypes they are given."""
+    """Return a context without autocast: kernels compute in the dtypes of their inputs."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return UNCHANGED
@@ -59,13 +64,14 @@ def linear_loss(
     batch: TokenBatch,
     options: Options,
 ) -> LossResult:
-    """hidden → loss; gradients are (dH, dW, db)."""
+    """Compute the loss from hidden states. The gradients are (d-hidden, d-weight, d-bias)."""
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
+    # fp16 gradients are summed in fp32 and rounded once, relative to a power of two (`unit`).
     is_half = needs_range(hidden.dtype)
-    has_units = any(wanted) and is_half
-    batch = batch.in_range() if has_units else batch
+    if any(wanted) and is_half:
+        batch = batch.in_range()
     term = options.divergence
     tensors = HeadTensors(hidden, weight, bias)
     keep_fp32 = is_half or (term is not None and batch.rows.support is not None)
@@ -78,7 +84,7 @@ def linear_loss(
     else:
         route = head_route(options.backend, weight, is_shard=options.shard is not None)
         sweep["tolerance"] = options.grad_filter
-        sweep["full_entropy"] = batch.config.whole_entropy
+        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     unit = batch.tokens.unit
     return result if unit is None else in_units(result, unit, hidden.dtype)
@@ -92,21 +98,28 @@ def _with_divergence(
     wanted: Wanted,
     sweep: dict[str, Any],
 ) -> LossResult:
-    """The loss and coef·Σ w·D: one pass; over a sampler's sets one after the other."""
+    """Compute the loss plus coef·Σ w·D, the weighted divergence from a teacher.
+
+    Both come from one pass over the head. With a sampler's support there are two passes, and their
+    gradients are added.
+    """
+    # is_shard=True: divergences use row kernels, not the kernels that start from hidden states.
     route = head_route(options.backend, tensors.weight, is_shard=True)
     rows = batch.rows
     weights = term.coef * batch.tokens.token_weights
     kind = Divergence(term.kind, term.beta)
-    own: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
+    teacher: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
     if rows.support is None:
-        head = DivergenceHead(tensors, rows, route, **own | sweep, has_policy=True)
+        head = DivergenceHead(tensors, rows, route, **teacher | sweep, has_policy=True)
         result = _swept(head, batch, options, wanted)
         each = head.values
     else:
-        sweep["full_entropy"] = batch.config.whole_entropy
+        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
-        own |= dict(wanted=wanted, keep_fp32=True)
-        each, more = supported_divergence(tensors, rows, route, **own)
+        teacher |= dict(wanted=wanted, keep_fp32=True)
+        each, more = supported_divergence(tensors, rows, route, **teacher)
+        # Round once, after adding: two rounded parts would have twice the error. In fp16 the sum
+        # stays in fp32, because `in_units` rounds it.
         likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
@@ -118,7 +131,9 @@ def _with_divergence(
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
-    """Take `unit` out of the loss; gradients in `dtype`, each beside a unit of its own."""
+    """Divide the loss by `unit`, and round each gradient to `dtype`, scaled by a power of two near
+    its maximum.
+    """
     pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in pairs])
     gradients = tuple(x for x, _ in pairs)
@@ -126,15 +141,17 @@ def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 
 
 def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossResult:
-    """(N, V) logits → loss; the gradient is (d-logits,), over the logits where `inplace`."""
+    """Compute the loss from (N, V) logits. The gradient is (d-logits,), written over the logits if
+    `inplace`.
+    """
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
-    has_units = wanted.hidden and needs_range(logits.dtype)
-    batch = batch.in_range() if has_units else batch
+    if wanted.hidden and needs_range(logits.dtype):
+        batch = batch.in_range()
     out = logits if options.inplace else None
     route = rows_route(options.backend, logits)
-    whole = batch.config.whole_entropy
-    sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
+    over_vocabulary = batch.config.entropy_over_vocabulary
+    sweep = LogitsSweep.of(logits, out, batch.rows, route, over_vocabulary)
     result = _swept(sweep, batch, options, wanted)
     unit = batch.tokens.unit
     if unit is None:
@@ -143,11 +160,16 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
 
 
 def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:
-    """One sweep where the coefficients follow row by row, two where they need all rows' logps."""
+    """Run a loss over a sweep.
+
+    A token-level loss takes one sweep, because each row's gradient depends on that row only. Other
+    losses first compute the logps of all rows, then the gradients in a second sweep.
+    """
     config = batch.config
     tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
+        # Token-level loss: one sweep computes losses and gradients.
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
             values.check_logps(rows.logps, options.validate)
@@ -155,6 +177,8 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
+        # Other losses, and losses without gradient: first the logps of all rows, then the
+        # gradients.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
@@ -169,7 +193,7 @@ def logps_loss(
     batch: TokenBatch,
     options: Options,
 ) -> LossResult:
-    """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
+    """Compute the loss from given logps. The gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
     lp = rows.active(logps)
     h = rows.active(entropy)
@@ -178,9 +202,9 @@ def logps_loss(
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    # An output never shares memory with an input.
-    own = (lp.clone(), None if h is None else h.clone())
-    return _result(result.loss, *own, gradients, batch)
+    # Clone: outputs must not share memory with inputs, or a later in-place change would reach both.
+    entropies = None if h is None else h.clone()
+    return _result(result.loss, lp.clone(), entropies, gradients, batch)
 
 
 def _result(
@@ -191,5 +215,6 @@ def _result(
     batch: TokenBatch,
     filtered: Tensor | None = None,
 ) -> LossResult:
+    """Return the result with logps and entropies moved from the T active rows to all N rows."""
     of_rows = batch.rows.to_rows(logps), batch.rows.to_rows(entropy)
     return LossResult(loss, *of_rows, gradients, filtered)

@@ -1,12 +1,12 @@
-"""Ranks: parameters in shards (DTensors), and what ranks that share a head agree on in a call.
+"""Sharded parameters (DTensors), and the agreement of tensor-parallel ranks on one call.
 
-FSDP2's ranks have rows of hidden of their own: a parameter is gathered for a call, its gradient
-reduced. Tensor-parallel ranks have the same rows, and each works with its rows of the vocabulary;
-that is so only where a caller says it with `group=`.
+With FSDP2 each rank has different rows of hidden: the parameter is gathered for the call, and its
+gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows, and each
+computes with its part of the vocabulary.
 
-A call with `group=` makes two small all-gathers before it works: the size of every shard, and what
-is about to be computed. A rank that refuses an argument says so in place of that, so that every
-rank raises the same ValueError and none waits for another.
+A call with `group=` makes two small all-gathers first: one of the shard sizes, one of a description
+of the call. A rank whose arguments are invalid sends its error message instead, so that every rank
+raises the same ValueError and no rank waits for a collective that never comes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from grpo_fast.errors import require, wrong
+from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.workspace import workspace_bytes
 
-TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")  # the names of such a mesh dimension
-TEXT_BYTES = 1024  # of a message, in a tensor
-FINE = b"+"
-REFUSED = b"-"
+# names of mesh dimensions that are tensor parallel
+TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")
+TEXT_BYTES = 1024  # length of the uint8 tensor that carries one message
+OK = b"+"
+ERROR = b"-"
 
 
 def is_sharded(x: object) -> bool:
-    # torch.distributed.tensor is slow to import, and only who has a DTensor has paid for it.
+    """Return True for a DTensor."""
+    # Importing torch.distributed.tensor is slow. This test needs no import, and whoever has a
+    # DTensor has imported the module.
     return hasattr(type(x), "full_tensor")
 
 
-def gathered(name: str, x: Any) -> Any:
-    """The whole of a parameter in shards (or copies) over one mesh dimension; a call of all ranks.
+def gather_parameter(name: str, x: Any) -> Any:
+    """Return the full tensor of a parameter sharded or replicated over one data-parallel mesh
+    dimension.
 
-    Its gradient is averaged over the ranks into the shards. Anything but a DTensor is returned as
-    it is; one over other meshes is refused.
+    The call is collective. Its backward averages the gradient over the ranks and scatters it into
+    the shards. Tensors that are no DTensor are returned unchanged; other placements raise a
+    ValueError.
     """
     if not is_sharded(x):
         return x
@@ -59,93 +64,105 @@ def gathered(name: str, x: Any) -> Any:
             "group=weight.device_mesh where the ranks share the rows of hidden and each holds rows "
             "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
         )
-        raise wrong(name, expected, f"{came}; {advice}")
-    return _gathered(x)
+        raise argument_error(name, expected, f"{came}; {advice}")
+    return _gather(x)
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
-    """The group of a call, or of the mesh of one dimension that names it; ValueError for others."""
+    """Return the process group of a `group=` argument, which may be a 1-D device mesh."""
     expected = "a process group or a mesh of one dimension"
-    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
-        came = f"a mesh of {group.ndim} dimensions; mesh['name'] is one of them"
+    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh; its module is slow to import
+        came = f"a mesh of {group.ndim} dimensions; pass one of them, mesh['name']"
         require(group.ndim == 1, "group", expected, came)
         group = group.get_group()
     came = str(group if isinstance(group, int | str) else type(group).__name__)
     if not isinstance(group, distributed.ProcessGroup):
-        raise wrong("group", f"{expected} that this process is in", came)
+        raise argument_error("group", f"{expected} that this process is in", came)
     return group
 
 
-def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
-    """A parameter's rows on this rank of the group; without a group the whole of it (`gathered`).
+def local_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
+    """Return this rank's rows of a parameter, or the full parameter if there is no group.
 
-    Raises ValueError for a DTensor that is not sharded by rows over the ranks of the group.
+    Raises a ValueError for a DTensor that is not sharded by rows over the ranks of the group.
     """
     if group is None or not is_sharded(x):
-        return gathered(name, x)
+        return gather_parameter(name, x)
     from torch.distributed.tensor import Shard
 
-    ranks = distributed.get_process_group_ranks
+    ranks_of = distributed.get_process_group_ranks
     mesh = x.device_mesh
     by_rows = tuple(x.placements) == (Shard(0),)
-    fits = by_rows and mesh.ndim == 1 and ranks(mesh.get_group()) == ranks(group)
-    expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks(group)} of group"
+    fits = by_rows and mesh.ndim == 1 and ranks_of(mesh.get_group()) == ranks_of(group)
+    expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks_of(group)} of group"
     came = f"{x.placements} over the ranks {mesh.mesh.tolist()}"
     require(fits, name, f"the rows of this rank, or {expected}", came)
     return x.to_local()
 
 
-class _Gathered(torch.autograd.Function):
-    """All-gather forward; mean over the ranks, scattered, backward."""
+class _Gather(torch.autograd.Function):
+    """All-gather in the forward pass; average and scatter the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
         ctx.mesh = x.device_mesh
         ctx.placements = x.placements
-        whole: Tensor = x.full_tensor()
-        return whole
+        full: Tensor = x.full_tensor()
+        return full
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
+        # Partial() marks a sum that is not reduced yet; redistribute then reduces and scatters in
+        # one collective.
         parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
         reduced = parts.redistribute(placements=ctx.placements)
-        return reduced / ctx.mesh.size()  # gloo has no mean
+        return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
 
 
-_gathered: Callable[[Any], Tensor] = _Gathered.apply
+_gather: Callable[[Any], Tensor] = _Gather.apply
 
 
 class Agreement:
-    """A block in which a call's arguments are checked, on every rank of a group (None: alone)."""
+    """A context in which the ranks of a group check the arguments of the same call.
+
+    If one rank raises inside the context, the other ranks raise the same error at their next
+    exchange.
+
+    Args:
+        group: a process group, a one-dimensional device mesh, or None for a call without other
+            ranks.
+    """
 
     def __init__(self, group: object) -> None:
         self.group = None if group is None else process_group(group)
-        self.is_open = self.group is not None  # the other ranks wait for a word of this one
+        self.is_open = self.group is not None  # other ranks wait for a message of this rank
 
     def __enter__(self) -> Agreement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.is_open and isinstance(error, Exception):
-            self._tell(REFUSED, str(error) or type(error).__name__)
+            self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """The shard of this weight's rows; None without a group.
+        """Return the description of this rank's part of the vocabulary, or None without a group.
 
-        Raises ValueError where nobody holds a row, or a rank has refused an argument.
+        The call is collective. Raises a ValueError if all shards are empty, or if another rank
+        raised.
         """
         if self.group is None:
             return None
         refuse("group", weight, "a group")
-        sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
+        sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
+        # The exchange has told every rank all sizes, so all ranks raise together.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
-    def ready(
+    def check_agreement(
         self,
         tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
         target_ids: Tensor,  # (T,) of the active rows
@@ -153,12 +170,24 @@ class Agreement:
         backend: str,
         numbers: str,
     ) -> None:
-        """Raise a ValueError where a rank has refused an argument, or makes another call."""
+        """Check that all ranks make the same call. Collective.
+
+        Args:
+            tensors: (hidden, weight, bias) of this rank.
+            target_ids: (T,), the active targets.
+            wanted: for each tensor, whether it needs a gradient.
+            backend: the backend of the call.
+            numbers: the other options as text; ranks compare its checksum.
+
+        Raises:
+            ValueError: a rank makes a different call, or raised before.
+        """
         if self.group is None:
             return
+        # 1. Describe this call by texts that must be equal on all ranks.
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
-        head_route(backend, weight, is_shard=True)  # which may not run here
+        head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
             "bias": "None" if bias is None else "a tensor",
@@ -167,38 +196,44 @@ class Agreement:
             "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }
-        told = [text.split("\n") for text in self._tell(FINE, "\n".join(facts.values()))]
+        # 2. Exchange them, and compare each rank with rank 0.
+        answers = [text.split("\n") for text in self._exchange(OK, "\n".join(facts.values()))]
         self.is_open = False
-        for rank, others in enumerate(told):
-            for name, first, other in zip(facts, told[0], others, strict=True):
+        for rank, others in enumerate(answers):
+            for name, first, other in zip(facts, answers[0], others, strict=True):
                 came = f"{first} on rank 0 and {other} on rank {rank}"
                 require(first == other, name, "the same on every rank of group", came)
 
-    def _tell(self, verdict: bytes, text: str) -> list[str]:
-        """Gather one line of each rank, in their order. Where one refuses, all raise its error."""
+    def _exchange(self, verdict: bytes, text: str) -> list[str]:
+        """Gather one message of each rank, in rank order. If any rank sent an error, raise it on
+        all ranks.
+        """
         assert self.group is not None
-        self.is_open = False  # where this fails nobody waits any more
+        self.is_open = False  # if the collective fails, no rank waits for another message
         ranks = distributed.get_world_size(self.group)
+        # NCCL only sends tensors on a GPU.
         is_cuda = distributed.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
+        # Messages have a fixed size, because all_gather needs equal shapes.
         line = (verdict + text.encode())[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         mine = torch.tensor(list(line), dtype=torch.uint8, device=device)
         everyone = [torch.empty_like(mine) for _ in range(ranks)]
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
-        texts = [x[1:].decode(errors="ignore") for x in lines]  # the cut may split a character
-        refusals = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == REFUSED}
-        if not refusals:
+        # truncation may have split a character
+        texts = [x[1:].decode(errors="ignore") for x in lines]
+        errors = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
+        if not errors:
             self.is_open = True
             return texts
-        rank, message = next(iter(refusals.items()))
-        is_common = len(refusals) == ranks and len(set(texts)) == 1
+        rank, message = next(iter(errors.items()))
+        is_common = len(errors) == ranks and len(set(texts)) == 1
         raise ValueError(message if is_common else f"{message} (on rank {rank} of group)")
 
 
-ALONE = Agreement(None)
+NO_GROUP = Agreement(None)
 
 
 def checksum(x: Tensor) -> int:
-    """A number that tells other ids, or another order of them, apart; wraps around."""
+    """Return a number that depends on the ids and their order. It wraps around at 64 bits."""
     return int((x * torch.arange(1, len(x) + 1, device=x.device)).sum())

@@ -1,19 +1,19 @@
-"""The arguments of the custom operators: the fields of a call that a graph carries."""
+"""Schemas of the custom operators: the arguments of a call that a torch.compile graph carries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 
-Argument = Any  # of an operator: a tensor, a number, a word, or a list of truth values
+Argument = Any  # of an operator: a tensor, number, string, or list of bools
 Row = Sequence[Argument]
 
-# The types of a schema by the names of the fields that a graph carries. `shard`, `inplace` and
-# `divergence` have none: a schema knows no process group, and autograd no operator that writes over
-# its input.
+# Schema types of the fields that a graph carries. `shard`, `inplace` and `divergence` are missing:
+# a schema has no type for process groups or teachers, and autograd does not support operators that
+# write over their input.
 TYPES = {
     "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
     "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
@@ -23,17 +23,19 @@ TYPES = {
     "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
     "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
     "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
-    "whole_entropy": "bool",
+    "entropy_over_vocabulary": "bool",
 }  # fmt: skip
-Carried = type[BatchInputs] | type[Options] | type[RowOptions]
+Arguments = type[BatchInputs] | type[Options] | type[RowOptions]
 
 
-def names_of(kind: Carried) -> list[str]:
-    """The fields that a graph carries, in the order of the operators' arguments."""
+def names_of(kind: Arguments) -> list[str]:
+    """Return the names of the fields that a graph carries, in the order of the operator's
+    arguments.
+    """
     return [name for name in kind._fields if name in TYPES]
 
 
-def schema_of(kind: Carried) -> str:
+def schema_of(kind: Arguments) -> str:
     return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
 
 
@@ -43,21 +45,27 @@ ROWS = schema_of(RowOptions)
 NUM_OPTIONS = len(names_of(Options))
 
 
-def carried(options: Options | RowOptions) -> tuple[Argument, ...]:
-    """Return the fields that a schema carries. Raise a ValueError if another field is set: the
-    public functions keep these calls out of graphs (`call.outside_of_graphs`).
+def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
+    """Return the fields that a graph carries, in the order of the operator's arguments.
+
+    Raises a ValueError if another field is not at its default. `call.public` keeps such calls out
+    of graphs.
     """
     for name, value in zip(options._fields, options, strict=True):
-        if name not in TYPES and value:  # a value that is carried may be a traced tensor
-            raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
+        # Test the name first: the value of a field in TYPES may be a traced tensor, which has no
+        # truth value.
+        if name not in TYPES and value:
+            raise argument_error(
+                name, "its default in a graph of torch.compile", type(value).__name__
+            )
     return tuple(getattr(options, name) for name in names_of(type(options)))
 
 
 def options_of(values: Row) -> Options:
-    """The inverse of `carried`."""
+    """Build Options from the result of `graph_fields`."""
     return Options(**dict(zip(names_of(Options), values, strict=True)))
 
 
 def row_options_of(values: Row) -> RowOptions:
-    """The inverse of `carried`."""
+    """Build RowOptions from the result of `graph_fields`."""
     return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))

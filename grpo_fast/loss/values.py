@@ -1,7 +1,9 @@
-"""Every refusal of a value: a ValueError that names the argument, what was expected and what came.
+"""Checks of argument values. A failed check raises a ValueError that names the argument.
 
-Values on the CPU, and all of them under `validate="full"`, are checked at once. On a GPU under
-"auto" the next call that finds a flag on the host raises; meanwhile ids and offsets are clamped.
+Values on the CPU are checked at once, and so are all values under `validate="full"`. With "auto",
+checks on a GPU do not wait for the device: their flags are copied to the host in the background,
+and the next call that finds a flag raises. Until then ids and offsets are clamped, so that no
+kernel reads out of bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import kernel_module
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
@@ -23,14 +25,20 @@ from grpo_fast.objective.aggregation import Total
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
 NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
-Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
+IGNORED_TARGET = -100
+IGNORED_HINT = (
+    "; -100 marks ignored labels in transformers: pass completion_mask=(target_ids != -100)"
+)
+Check = tuple[Tensor, str]  # 0-d bool that is set on an error, and the message
 
 
-# ---- when a value is looked at
+# ---- When a value is checked
 
 
 class _Pending(NamedTuple):
-    flags: Tensor  # (K,) bool on the host, valid once `ready`
+    """Checks of a GPU call whose flags are on their way to the host."""
+
+    flags: Tensor  # (K,) bool on the host, valid after `ready`
     ready: torch.cuda.Event
     messages: tuple[str, ...]
 
@@ -39,19 +47,19 @@ _pending: list[_Pending] = []
 _lock = threading.Lock()
 
 
-def told_late(x: Tensor, validate: str) -> bool:
-    """Whether bad values of x are reported by a later call, so that this one computes with them."""
+def is_checked_later(x: Tensor, validate: str) -> bool:
+    """Return True if errors in x are reported by a later call, so that this call must clamp x."""
     return x.is_cuda and validate == "auto"
 
 
 def raise_pending() -> None:
-    """Raise what earlier calls on a GPU found wrong, all that has arrived."""
+    """Raise a ValueError for the errors of earlier GPU calls whose flags have reached the host."""
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     arrived: list[_Pending] = []
     waiting: list[_Pending] = []
     with _lock:
-        for check in _pending:  # each is asked once: it may arrive at any time
+        for check in _pending:  # query once: the flag may arrive between two queries
             (arrived if check.ready.query() else waiting).append(check)
         _pending[:] = waiting
     messages = [
@@ -66,10 +74,12 @@ def raise_pending() -> None:
 
 
 def check_values(checks: list[Check], validate: str) -> None:
-    """A ValueError for the first flag that is set: at once, or when it has reached the host."""
+    """Raise a ValueError for the first flag that is set, or queue the flags of a GPU for a later
+    call.
+    """
     if not checks or is_capturing(checks[0][0]):
         return
-    if told_late(checks[0][0], validate):
+    if is_checked_later(checks[0][0], validate):
         flags, messages = zip(*checks, strict=True)
         host, ready = copy_to_host_async(torch.stack(flags))
         with _lock:
@@ -80,9 +90,17 @@ def check_values(checks: list[Check], validate: str) -> None:
             raise ValueError(message)
 
 
-def elements(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
-    """A check for bad elements of x: the message names the first and how many there are; on a GPU,
-    which is not waited for, it says `on_device`.
+def value_check(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
+    """Return a check that no element of x is bad.
+
+    On the CPU the message names the first bad value and the number of bad values. On a GPU reading
+    them would cost a sync, so the message describes them by `on_device`.
+
+    Args:
+        x: the values.
+        is_bad: the shape of x, bool. The elements that are not allowed.
+        expected: start of the message, up to the expected values.
+        on_device: description of bad values for a message about a GPU tensor.
     """
     flag = is_bad.any()
     if x.device.type != "cpu" or not flag:
@@ -97,11 +115,12 @@ def is_positive(x: Tensor) -> Tensor:
 
 
 def is_not_finite(x: Tensor) -> Tensor:
-    return ~(x.abs() < torch.inf)  # two launches less than ~torch.isfinite(x); NaN < inf is False
+    # two kernel launches fewer than ~torch.isfinite(x); NaN < inf is False
+    return ~(x.abs() < torch.inf)
 
 
-# By argument: what is expected, what it is otherwise, and where that is. An infinite ref_logp has
-# an infinite KL, whose gradient is finite.
+# For each argument: the expected values, a description of bad ones, and the test for bad ones.
+# old_logps may be -inf: its ratio is clamped. An infinite ref_logp would give an infinite KL.
 ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
 RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
@@ -113,128 +132,166 @@ RULES: ValueRules = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
-# Where the package computes the logps from logits, the others must be log-probabilities, too. A
-# caller of `grpo_loss` may have the log-densities of continuous actions, which may be positive.
-ROUNDING = 1e-2  # nats by which a log-probability in 16 bits may exceed 0
+# Logps that belong to logits are log-probabilities, at most 0. The rules of `grpo_loss` do not
+# bound them: it also accepts log-densities of continuous actions, which may be positive.
+ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {
     "old_logps": (_LOGPS, "positive numbers, or NaN", lambda x: ~(x <= ROUNDING)),
     "ref_logps": (f"finite {_LOGPS}", "positive numbers, NaN or inf",
                   lambda x: ~(x <= ROUNDING) | (x == -torch.inf)),
-    # NaN marks a token that the sampler did not score.
+    # NaN is allowed: it marks a token that the sampler did not score.
     "sampling_logps": (_LOGPS, "positive numbers", lambda x: x > ROUNDING),
 }  # fmt: skip
 
 
 def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
-    """Refuse tensors of numbers that break the rule of their name; anything else is passed over."""
+    """Check the given tensors by the rule of their name. Arguments without a rule, or that are no
+    tensors, pass.
+    """
     checks = []
     for name, x in tensors.items():
         if isinstance(x, Tensor) and name in rules:
             expected, otherwise, is_bad = rules[name]
-            checks.append(elements(x, is_bad(x), f"{name}: expected {expected}", otherwise))
+            checks.append(value_check(x, is_bad(x), f"{name}: expected {expected}", otherwise))
     check_values(checks, validate)
 
 
-# ---- one kind of value each
+# ---- Checks that return the value
 
 
-def total(name: str, value: Total | None, validate: str) -> Total | None:
-    """A number > 0; on the host wherever it can be read there without a sync."""
+def checked_total(name: str, value: Total | None, validate: str) -> Total | None:
+    """Check that a total is a number > 0, and return it. A CPU tensor becomes a float."""
     if not isinstance(value, Tensor):
         return value
     if value.is_cpu:
         number = float(value)
         if not 0 < number < math.inf:
-            raise wrong(name, "a number > 0", number)
+            raise argument_error(name, "a number > 0", number)
         return number
     check_values([(~is_positive(value), f"{name}: expected a number > 0")], validate)
     return value.double()
 
 
-def offsets(
+def checked_offsets(
     cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
 ) -> Tensor:
-    """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
+    """Check that offsets ascend from 0 to num_rows, and return them as (B+1,) int64.
 
-    It stays in [0, T] and never falls: lengths are >= 0, a search among the inner ones in [0, B).
+    On a GPU the result is clamped to be ascending and in [0, num_rows], so that lengths computed
+    from bad offsets are still >= 0.
+
+    Args:
+        cu: (B+1,), int64. The offsets.
+        num_rows: the last offset.
+        validate: "auto" or "full".
+        name: the argument's name, for the message.
+        end: the symbol of num_rows, for the message.
     """
     message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
-    return cu.clamp(0, num_rows).cummax(0).values if told_late(cu, validate) else cu
+    # cummax makes the offsets ascend, so that no length is negative.
+    return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
 
 
-def ids(
+def checked_ids(
     name: str, x: Tensor, end: int, validate: str, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """x inside [0, end); clamped where the flag comes late."""
+    """Check that ids are in [0, end), and return them, clamped on a GPU.
+
+    Args:
+        name: the argument's name, for the message.
+        x: (T,), int64. The ids.
+        end: upper bound, exclusive.
+        validate: "auto" or "full".
+        expected: the expected values, for the message.
+        kind: the word for the values, for the message.
+    """
     if not x.numel():
         return x
     low, high = x.aminmax()
     message = f"{name}: expected {expected}"
     if x.device.type == "cpu":
         message += f", got {kind} from {low.item()} to {high.item()}"
+        if name == "target_ids" and low == IGNORED_TARGET:
+            message += IGNORED_HINT
     check_values([((low < 0) | (high >= end), message)], validate)
-    return x.clamp(0, end - 1) if told_late(x, validate) else x
+    # The kernels index memory by these ids, so a bad one must not get through until the flag
+    # arrives.
+    return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
 
 
 def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
-    """Refuse a target whose logit is -inf: it has no finite loss."""
+    """Raise an error if a target has logit -inf, because its loss would be infinite."""
     if x.numel():
         check_values([(x.amin() == -torch.inf, message)], validate)
 
 
-# ---- a caller's `Support` as rows for the kernels
+# ---- Conversion of a `Support` into rows for the kernels
 
 
 def support_rows(
     support: Support,
-    active_index: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
-    target_ids: Tensor,  # (T,) int64 of the active ones
+    active_index: Tensor | None,  # (T,) int64, None: all
+    target_ids: Tensor,  # (T,) int64
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """The active rows that have a set, in memory of their own, or None; a GPU is waited for."""
-    # 1. Where the set of each active row begins, and how many ids it has.
+    """Return the active rows that have a set of ids, or None if no row has one.
+
+    The sizes of the sets must be known on the host, which costs a GPU sync.
+
+    Args:
+        support: one set for each target of the caller.
+        active_index: (T,), int64. Positions of the active targets; None: all targets are active.
+        target_ids: (T,), int64. The active targets.
+        vocab_size: V.
+        validate: "auto" or "full".
+    """
+    # 1. Find the start and the size of each active row's set.
     count = len(support.ids)
-    bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
+    bounds = checked_offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts = bounds[:-1]
     lengths = bounds.diff()
     if active_index is not None:
         starts = starts[active_index]
         lengths = lengths[active_index]
-    # 2. Split off the rows without a set, which have the whole vocabulary.
+    # 2. Separate the rows without a set, which use the full vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)
     if count == 0:
         return None
-    own = others = None
+    own_rows = other_rows = None
     if count < len(lengths):
-        both = (has_set, count), (~has_set, len(lengths) - count)
-        own, others = (torch.nonzero_static(x, size=n)[:, 0] for x, n in both)
-        starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
-    # 3. Copy the ids of the rows that are left, one row after another.
+        # nonzero() would cost a second sync; the sizes are already known.
+        own_rows = torch.nonzero_static(has_set, size=count)[:, 0]
+        other_rows = torch.nonzero_static(~has_set, size=len(lengths) - count)[:, 0]
+        starts = starts[own_rows]
+        lengths = lengths[own_rows]
+        target_ids = target_ids[own_rows]
+    # 3. Copy the ids of the remaining rows into one vector.
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = support.ids.to(torch.int64, copy=True)
-    if total < len(columns):  # what lies between the sets of the active rows is not looked at
+    if total < len(columns):  # skip the sets of inactive rows
         rows = rows_of(bounds, total)
         places = starts[rows] - bounds[rows] + torch.arange(total, device=columns.device)
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
-    columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
-    # 4. Find each target in its set.
+    columns = checked_ids("support.ids", columns, vocab_size, validate, expected=expected)
+    # 4. Find the position of each target in its set.
     target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, validate)
-    if told_late(places, validate):
+    if is_checked_later(places, validate):
         places = places.clamp(min=0)
-    return SupportRows(own, others, columns, bounds, places)
+    return SupportRows(own_rows, other_rows, columns, bounds, places)
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    # One transfer for both numbers, so one GPU sync.
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total
 
@@ -242,12 +299,12 @@ def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
 def _check_targets(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
     missing = (places < 0).any()
     twice = repeated >= 0
-    one = "support: expected every active target among its own ids"
-    other = "support.ids: expected no id twice in one row"
+    absent = "support: expected every active target among the ids of its set"
+    duplicate = "support.ids: expected no id twice in one row"
     if missing.device.type == "cpu" and missing:
         count = int((places < 0).sum())
         first = int(target_ids[places < 0][0])
-        one += f", got {count} that are not, the first of them target id {first}"
+        absent += f", got {count} that are not, the first of them target id {first}"
     if twice.device.type == "cpu" and twice:
-        other += f", got id {int(repeated)} twice"
-    check_values([(missing, one), (twice, other)], validate)
+        duplicate += f", got id {int(repeated)} twice"
+    check_values([(missing, absent), (twice, duplicate)], validate)

@@ -8,85 +8,103 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, kind_of, number, require, wrong
+from grpo_fast.errors import argument_error, choice, kind_of, nearest_name, number, require
 
-# Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
-# leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
+# Each mode takes (N, G) fp64 rewards, where NaN marks a completion without a reward. Such a
+# completion is left out of means, deviations and counts. Its own advantage is arbitrary here,
+# because `group_advantages` sets it to 0.
 
 
 def count(r: Tensor) -> Tensor:
-    """(N, 1) completions of each group that have a verdict."""
+    """Return the number of completions with a reward in each group, (N, 1)."""
     return (~r.isnan()).sum(-1, keepdim=True)
 
 
 def highest(r: Tensor) -> Tensor:
-    """(N, 1) the group's maximum."""
+    """Return the maximum of each group, (N, 1)."""
     return r.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """`a` with mean 0 and deviation 1 over its `known` entries (a mask of the same shape)."""
+    """Return `a` shifted and scaled to mean 0 and deviation 1 over the entries where `known` is
+    True.
+    """
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
-def rewards_as_they_are(r: Tensor) -> Tensor:
-    """A = r."""
+def raw_rewards(r: Tensor) -> Tensor:
+    """Compute A = r."""
     return r
 
 
 def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
-    """A = r - value, a number that the batch had no part in (REINFORCE, Williams 1992)."""
+    """Compute A = r - value, with a constant independent of the batch (REINFORCE, Williams
+    1992).
+    """
     return r - value
 
 
 def centered(r: Tensor) -> Tensor:
-    """A = r - mean (Dr. GRPO)."""
+    """Compute A = r - mean of the group (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
     return r - r.nanmean(-1, keepdim=True)
 
 
 def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """A = (r - mean) / (std + eps) (DeepSeekMath)."""
+    """Compute A = (r - mean) / (std + eps) of the group (DeepSeekMath,
+    https://arxiv.org/abs/2402.03300).
+
+    Args:
+        r: (N, G), the rewards.
+        eps: added to the deviation.
+        unbiased: divide the variance by G - 1, as torch does; otherwise by G, as numpy does.
+    """
     a = centered(r)
     variance = a.square().nansum(-1, keepdim=True) / (count(r) - int(unbiased)).clamp(min=1)
     return a / (variance.sqrt() + eps)
 
 
 def maximum(r: Tensor) -> Tensor:
-    """A = r - mean at the group's maximum, 0 elsewhere (CS336, the lecture's text)."""
+    """Compute A = r - mean at the group's maximum, 0 elsewhere (text of CS336)."""
     return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """A = r at the group's maximum, 0 elsewhere (CS336, the lecture's code)."""
+    """Compute A = r at the group's maximum, 0 elsewhere (code of CS336)."""
     return torch.where(r == highest(r), r, 0.0)
 
 
 def batch(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """A = (r - group mean) / (std of the whole batch + eps) (TRL's scale_rewards="batch")."""
+    """Compute A = (r - group mean) / (std of the batch + eps) (TRL's `scale_rewards="batch"`)."""
     known = r[~r.isnan()]
     return centered(r) / (known.std(correction=int(unbiased and known.numel() > 1)) + eps)
 
 
 def rloo(r: Tensor) -> Tensor:
-    """A = r - mean of the other completions of the group (2402.14740)."""
+    """Compute A = r - mean of the group's other completions (RLOO,
+    https://arxiv.org/abs/2402.14740).
+    """
     return centered(r) * (count(r) / (count(r) - 1).clamp(min=1))
 
 
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (r - mean of the others) / (their deviation + eps), undivided where that is 0 (NeMo)."""
-    own = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
-    others = torch.where(own, torch.nan, r[:, None, :])  # (N, G, G)
+    """Compute A = (r - mean of the others) / (std of the others + eps), as NeMo-RL does.
+
+    If the other rewards are all equal, or there is only one, A is not divided.
+    """
+    diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
+    # (N, G, G): row i has the group's rewards without that of completion i.
+    others = torch.where(diagonal, torch.nan, r[:, None, :])
     a = r - others.nanmean(-1)
-    left = others - others.nanmean(-1, keepdim=True)
+    deviations = others - others.nanmean(-1, keepdim=True)
     known = (~others.isnan()).sum(-1)
-    std = (left.square().nansum(-1) / (known - 1).clamp(min=1)).sqrt()
-    is_one = others.nan_to_num(torch.inf).amin(-1) == others.nan_to_num(-torch.inf).amax(-1)
-    return a / torch.where(is_one | (known < 2), 1.0, std + eps)
+    std = (deviations.square().nansum(-1) / (known - 1).clamp(min=1)).sqrt()
+    are_equal = others.nan_to_num(torch.inf).amin(-1) == others.nan_to_num(-torch.inf).amax(-1)
+    return a / torch.where(are_equal | (known < 2), 1.0, std + eps)
 
 
 def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (r - mean) / (mean + eps), of rewards >= 0 (MaxRL)."""
+    """Compute A = (r - mean) / (mean + eps) of rewards >= 0 (MaxRL)."""
     least = r.nan_to_num(nan=torch.inf).min().item()
     require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
     return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
@@ -99,44 +117,64 @@ def gdpo(
     each: str = "normalized",
     eps: float = 1e-4,
 ) -> Tensor:  # (N, G)
-    """A = Σ_k w_k·A_k over K rewards, whitened over the batch; A_k by mode `each` (2601.05242).
+    """Compute A = Σ_k w_k·A_k over K rewards, whitened over the batch (GDPO,
+    https://arxiv.org/abs/2601.05242).
 
     A reward that is NaN is left out of its completion's sum, as in TRL.
+
+    Args:
+        r: (K, N, G), the rewards.
+        weights: w_k; empty: all 1.
+        each: the mode that computes A_k from reward k.
+        eps: added to the deviation of the batch.
     """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
-    a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).nansum(0)
+    a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
+    # A completion counts in the statistics if at least one reward applies.
     known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
 
 
-def _moved(a: Tensor, r: Tensor) -> Tensor:
-    """The advantages of (N, G) rewards, exactly 0 in groups whose rewards are all equal."""
+def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
+    """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
+    # Rounding of the mean could leave a tiny value, which a division by eps would amplify.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """A = whiten(r - group mean) over the whole batch (2501.03262)."""
+    """Compute A = r - group mean, whitened over the batch (REINFORCE++,
+    https://arxiv.org/abs/2501.03262).
+    """
     a = centered(r)
     return whitened(a, ~a.isnan(), eps)
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """A = r - Σ l·r / Σ l: the length-weighted baseline (2505.23585). lengths: (N*G,) tokens."""
+    """Compute A = r - Σ l·r / Σ l, with completion lengths l (OPO,
+    https://arxiv.org/abs/2505.23585).
+
+    Args:
+        r: (N, G), the rewards.
+        lengths: (N*G,), tokens of each completion.
+    """
     weight = torch.where(r.isnan(), 0.0, lengths.to(r).reshape(r.shape))
     return r - (weight * r).nansum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def passk(r: Tensor) -> Tensor:
-    """A = best - second best for the best, 0 elsewhere (k = G in 2503.19595)."""
+    """Compute A = best - second best for the best, 0 elsewhere (https://arxiv.org/abs/2503.19595, k
+    = G).
+    """
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
+    # A single reward has no second best.
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
 
 
 MODES: dict[str, Callable[..., Tensor]] = {
-    "rewards": rewards_as_they_are,
+    "rewards": raw_rewards,
     "baseline": baseline,
     "centered": centered,
     "normalized": normalized,
@@ -153,14 +191,16 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {  # options that are numbers
+# numeric options: expected values, and the test
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps": ("a finite number >= 0", lambda x: x >= 0),
     "value": ("a finite number", lambda x: True),
     "clip_low": ("None or a number <= 0", lambda x: x <= 0),
     "clip_high": ("None or a number >= 0", lambda x: x >= 0),
 }
 
-# Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
+# Modes that do not compare within a group. A group of one completion, or of equal rewards, still
+# has a signal there.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
 
@@ -173,32 +213,48 @@ def group_advantages(
     clip_high: float | None = None,
     **options: Any,
 ) -> Tensor:  # (N*G,)
-    """Advantages of N groups of G completions each, laid out group by group.
+    """Compute group-relative advantages from rewards.
 
-    A group whose rewards are all equal gets exactly 0 (modes "rewards" and "baseline" know no
-    groups, and the whitening of "reinforce_pp_baseline" still moves nothing there). A reward that
-    is NaN marks a completion without a verdict: it is left out of its group's baseline and gets
-    advantage 0. Of mode "gdpo" a completion without a verdict has NaN for all K rewards.
+    A group with equal rewards gets exactly 0, except with the modes "rewards" and "baseline", which
+    do not compare within a group. A reward of NaN marks a completion without a reward: it is left
+    out of the group's statistics and gets advantage 0.
 
     Args:
-        rewards: (N*G,) float; for mode "gdpo" K of them, (K, N*G).
-        mode: a name of `MODES` (formulas: README.md beside this file).
-        group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
-            the others find a group of equal rewards in it.
-        clip_low, clip_high: bounds of the advantages, <= 0 and >= 0; None: none.
-        options: keywords of that mode's function (`value`, `eps`, `unbiased`, `lengths`; of "gdpo"
-            `weights` of its rewards and `each`, the mode of one).
+        rewards: (N*G,), float. Rewards, group by group: the G completions of a prompt are adjacent.
+            With mode "gdpo" (K, N*G), the values of K reward functions; a completion without a
+            reward has NaN in all K.
+        mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
+            "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
+            "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper
+            of each.
+        group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed with
+            the modes "rewards" and "baseline" only.
+        clip_low: lower bound of the advantages, a number <= 0. None: no bound.
+        clip_high: upper bound of the advantages, a number >= 0. None: no bound.
+        options: options of the mode: `eps` and `unbiased` (of "normalized", "batch" and others),
+            `value` (of "baseline"), `lengths` (of "opo"), `weights` and `each` (of "gdpo").
 
     Returns:
-        (N*G,) fp32 advantages.
+        Advantages, (N*G,), fp32.
 
     Raises:
-        ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite
-            rewards.
+        ValueError: an unknown mode or option, a wrong shape, infinite rewards, or a group size of 1
+            with a mode that compares within groups.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast import group_advantages
+        >>> rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+        >>> group_advantages(rewards, "centered", group_size=4)
+        tensor([ 0.7500, -0.2500, -0.2500, -0.2500,  0.0000,  0.0000,  0.0000,  0.0000])
     """
-    # 1. Check the shape, the group size, the values and the options of the mode.
+    # 1. Check the shape, the group size, the values and the options.
     choice("mode", mode, MODES)
-    dim, shape = (2, "(K, N*G), K rewards,") if mode == "gdpo" else (1, "(N*G,)")
+    dim = 1
+    shape = "(N*G,)"
+    if mode == "gdpo":
+        dim = 2
+        shape = "(K, N*G), K rewards,"
     fits = isinstance(rewards, Tensor) and rewards.dim() == dim and 0 not in rewards.shape[:-1]
     require(fits, "rewards", f"a tensor of shape {shape}", kind_of(rewards))
     is_count = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
@@ -206,7 +262,7 @@ def group_advantages(
     count = rewards.shape[-1]
     require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
     is_complex = rewards.is_complex()
-    expected = "finite values (NaN: there is no verdict)"
+    expected = "finite values, or NaN for a completion without a reward"
     fits = not is_complex and not torch.isinf(rewards).any()
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     check_group_size(mode, group_size)
@@ -218,47 +274,51 @@ def group_advantages(
         lengths = options.get("lengths")
         if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
             expected = f"a tensor of completion lengths (N*G,) = {tuple(rewards.shape)}"
-            raise wrong("lengths", expected, kind_of(lengths))
+            raise argument_error("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
     # 2. Compute in fp64, group by group.
     function = MODES[mode]
     grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
     missing = grouped.isnan().all(0) if mode == "gdpo" else grouped.isnan()
-    if missing.all():  # also of none: torch warns of a deviation over nothing
+    if missing.all():  # also for zero rewards, whose deviation would cause a torch warning
         return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
-        advantages = _moved(advantages, grouped)
-    # 3. Completions without a verdict get 0; bound the others, which must fit into fp32.
+        advantages = _zero_equal_groups(advantages, grouped)
+    # 3. Set completions without a reward to 0, apply the bounds, and check the range of fp32.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
         largest = f"{grouped.nan_to_num().abs().max().item():g}"
-        raise wrong("rewards", "advantages within fp32", f"rewards up to {largest}")
+        raise argument_error("rewards", "advantages within fp32", f"rewards up to {largest}")
     return advantages
 
 
 def check_group_size(mode: str, group_size: int) -> None:
-    """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
+    """Raise a ValueError for groups of one if the mode compares within groups."""
     fits = group_size > 1 or mode in WITHOUT_GROUPS
     expected = f"at least 2 of mode {mode!r}"
     require(fits, "group_size", expected, "1: all advantages would be 0")
 
 
 def check_options(mode: str, options: Mapping[str, Any]) -> None:
-    """A ValueError for an option that `mode` does not know, or a value that it cannot take."""
+    """Raise a ValueError for an option that the mode does not have, or for an invalid value."""
     known = {*(MODES[mode].__kwdefaults__ or {}), "clip_low", "clip_high"}
     known |= {"lengths"} if mode == "opo" else set()
     for name, value in options.items():
-        expected = f"one of {sorted(known)} of mode {mode!r}"
-        require(name in known, name, expected, repr(name))
+        if name not in known:
+            near = nearest_name(name, known)
+            hint = f"; nearest: {near}" if near else ""
+            expected = f"one of {sorted(known)} of mode {mode!r}"
+            raise argument_error(name, expected, repr(name) + hint)
         if name in NUMBERS and not (value is None and name.startswith("clip_")):
             number(name, value, *NUMBERS[name])
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
+            # A string is a sequence as well, so test the type.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

@@ -1,8 +1,8 @@
-"""Normalisers: the weight w_t of every token in loss = Σ_t w_t·ℓ_t, known before the forward pass.
+"""Aggregations: the weight w_t of every token in loss = Σ_t w_t·ℓ_t.
 
-Each is 1 / (total · own), with one total for the whole step and `own` either 1 or the completion's
-length. However a step is split, loss and gradient are the same when `num_items_in_batch` and
-`num_completions_in_batch` carry the totals of the whole step (`token_mean_local` excepted).
+The weights are known before the forward pass. If `num_items_in_batch` and
+`num_completions_in_batch` hold the totals of the whole optimizer step, loss and gradient do not
+depend on how the step is split into micro-batches and ranks ("token_mean_local" excepted).
 """
 
 from __future__ import annotations
@@ -13,40 +13,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Total = float | Tensor  # a number known on the host, or a 0-d tensor on a device
+Total = float | Tensor  # a number, or a 0-d tensor on a device
 
 
 class Counts(NamedTuple):
-    """The counts that a normaliser may divide by."""
+    """The counts that an aggregation may divide by."""
 
-    active: int  # this call's own active tokens, 1 where there are none
-    tokens: Total  # num_items_in_batch, else `active`
-    completions: Total  # num_completions_in_batch, else this call's B
+    active: int  # active tokens of this call, at least 1
+    tokens: Total  # num_items_in_batch; if None, `active`
+    completions: Total  # num_completions_in_batch; if None, the completions of this call
     max_length: int  # max_completion_length
     group_size: int
 
 
 class Aggregation(NamedTuple):
-    """w_t = 1 / (total · |o_b|) when `by_length` ("prompt_mean": the prompt's), else 1 / total."""
+    """One way to weight tokens.
+
+    Attributes:
+        total: the divisor of all weights.
+        by_length: if True, weights are also divided by the completion's length, or with
+            "prompt_mean" by the tokens of its prompt's completions.
+    """
 
     total: Callable[[Counts], Total]
     by_length: bool = False
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # 1 / (B·|o_b|): the mean over completions of the mean over tokens (DeepSeekMath)
+    # 1 / (B·|o_b|): mean over completions of the mean over tokens (DeepSeekMath)
     "sequence_mean": Aggregation(lambda counts: counts.completions, by_length=True),
-    # 1 / Σm of this call
+    # 1 / Σm: mean over the active tokens of this call (TRL)
     "token_mean_local": Aggregation(lambda counts: counts.active),
     # 1 / (B·max_completion_length): no length bias (Dr. GRPO)
     "fixed_length": Aggregation(lambda counts: counts.completions * counts.max_length),
-    # 1 / Σm of the whole step: every token weighs the same (DAPO)
+    # 1 / Σm of the whole step: every token has the same weight (DAPO)
     "token_mean_global": Aggregation(lambda counts: counts.tokens),
-    # 1 / (prompts·tokens of the prompt's completions): the mean over prompts (SkyRL)
+    # 1 / (prompts·tokens of the prompt's completions): mean over prompts (SkyRL)
     "prompt_mean": Aggregation(
         lambda counts: counts.completions / counts.group_size, by_length=True
     ),
-    # 1 / B: the mean over completions of the sum over tokens (LUSPO)
+    # 1 / B: mean over completions of the sum over tokens (LUSPO)
     "sequence_sum": Aggregation(lambda counts: counts.completions),
 }
 
@@ -61,17 +67,21 @@ def step_weights(
     num_completions_in_batch: Total | None = None,
     group_size: int | None = None,
 ) -> Tensor:  # (B,)
-    """The weight of every token of each completion, fp32.
+    """Compute the weight of the tokens of each completion.
 
     Args:
-        aggregation: a name of `AGGREGATIONS`.
-        lengths: active tokens of this call's completions, 0 allowed; `active`, their sum, is known
-            on the host.
-        max_completion_length: tokens, for `fixed_length`.
-        num_items_in_batch: active tokens of the whole optimizer step. For `prompt_mean` (B,), those
-            of each completion's prompt; None: its completions lie side by side in this call.
-        num_completions_in_batch: completions of the whole optimizer step.
-        group_size: G completions of a prompt, for `prompt_mean`.
+        aggregation: a key of `AGGREGATIONS`.
+        lengths: (B,), active tokens of this call's completions; 0 is allowed.
+        active: the sum of lengths, known on the host.
+        max_completion_length: maximum number of tokens, for "fixed_length".
+        num_items_in_batch: active tokens of the whole optimizer step; None: those of this call. For
+            "prompt_mean" (B,), the tokens of each completion's prompt; None: this call holds all
+            completions of each prompt, side by side.
+        num_completions_in_batch: completions of the whole optimizer step; None: those of this call.
+        group_size: completions per prompt, for "prompt_mean".
+
+    Returns:
+        Weights, (B,), fp32.
     """
     group = group_size or 1
     active = max(active, 1)
@@ -85,5 +95,5 @@ def step_weights(
     tokens = active if num_items_in_batch is None else num_items_in_batch
     total, by_length = AGGREGATIONS[aggregation]
     counts = Counts(active, tokens, completions, max_completion_length or 1, group)
-    own = lengths.clamp(min=1) if by_length else torch.ones_like(lengths)
-    return (1.0 / (own.double() * total(counts))).float()
+    divisors = lengths.clamp(min=1) if by_length else torch.ones_like(lengths)
+    return (1.0 / (divisors.double() * total(counts))).float()

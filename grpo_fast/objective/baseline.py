@@ -1,4 +1,4 @@
-"""The baseline that follows the run: `advantages: baseline` with `running: true`."""
+"""A running mean of rewards as the baseline: `advantages: baseline` with `running: true`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from grpo_fast.errors import conflict, number, require
 
 
 class RunningBaseline:
-    """The mean reward of the steps before: at first that of one step, then decay·(what it was) +
-    (1 − decay)·(the step's). A step's rewards have no part in their own baseline: a bias.
+    """Exponential moving average of the mean reward of previous steps.
+
+    Update: mean = decay·mean + (1 - decay)·(mean reward of the step). A step's rewards do not enter
+    its own baseline, which would bias the gradient.
 
     Args:
         value: the baseline of the first step.
-        decay: what is left of the past with each step.
+        decay: weight of the previous mean in an update.
     """
 
     def __init__(self, value: float = 0.0, decay: float = 0.9) -> None:
@@ -31,14 +33,14 @@ class RunningBaseline:
         return self.start if self.mean is None else self.mean
 
     def update(self, rewards: Tensor) -> None:
-        """Take in a step's (N,) rewards; NaN marks one without a verdict."""
+        """Add the rewards (N,) of a step; NaN marks a completion without a reward."""
         mean = float(rewards.double().nanmean())
         if math.isnan(mean):
             return
         self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
 
     def state_dict(self) -> dict[str, float | None]:
-        """The running mean, for a checkpoint."""
+        """Return the running mean, for a checkpoint."""
         return {"mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
@@ -46,9 +48,9 @@ class RunningBaseline:
 
 
 def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline | None:
-    """The baseline that `advantages` and `advantage_options` ask for; None: a constant, or none.
+    """Return the running baseline that a configuration selects, or None.
 
-    Without a `value` it is a running one: a constant of 0 would be none.
+    Mode "baseline" is running by default unless `value` sets a constant.
     """
     known, running = split_options(mode, options)
     if mode != "baseline" or not running.pop("running", "value" not in known):
@@ -57,19 +59,20 @@ def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline |
 
 
 def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `group_advantages`, and those of a running baseline.
+    """Split options into those of `group_advantages` and those of a running baseline.
 
     Raises:
-        ValueError: `running` that is no truth value, a `decay` outside [0, 1) or without it.
+        ValueError: `running` is not a bool, or `decay` is outside [0, 1) or given without a running
+            baseline.
     """
     names = ("running", "decay") if mode == "baseline" else ()
     known = {name: value for name, value in options.items() if name not in names}
-    own = {name: value for name, value in options.items() if name in names}
-    running = own.get("running", "value" not in known)
+    of_running = {name: value for name, value in options.items() if name in names}
+    running = of_running.get("running", "value" not in known)
     require(isinstance(running, bool), "running", "true or false", repr(running))
-    if "decay" in own:
-        number("decay", own["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
+    if "decay" in of_running:
+        number("decay", of_running["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
         if not running:
             why = "only a running baseline decays; set running: true"
-            raise conflict(f"decay={own['decay']!r}", "running=false", why)
-    return known, own
+            raise conflict(f"decay={of_running['decay']!r}", "running=false", why)
+    return known, of_running

@@ -1,4 +1,4 @@
-"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy, all (T,)."""
+"""Loss of per-token logps, and its derivatives dL/dlogp and dL/dentropy, computed by hand."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """The inputs of a token-level loss for every row, known before the forward pass."""
+    """Inputs of a token-level loss for every row, all known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
-    kl_weights: Tensor | None = None  # (T,), None: no KL
-    old_logps: Tensor | None = None  # (T,), None: the ratio is 1
-    ref_logps: Tensor | None = None  # (T,), None: no KL
+    kl_weights: Tensor | None = None  # (T,); None: no KL
+    old_logps: Tensor | None = None  # (T,); None: the ratio is 1
+    ref_logps: Tensor | None = None  # (T,); None: no KL
     grad_entropy: Tensor | None = None  # (T,)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
-        """The terms with every tensor changed."""
+        """Return the terms with `function` applied to every tensor."""
 
         def changed(x: Tensor | None) -> Tensor | None:
             return None if x is None else function(x)
@@ -38,16 +38,18 @@ class RowTerms(NamedTuple):
         )  # fmt: skip
 
     def rows(self, index: slice) -> RowTerms:
-        """The terms of some rows."""
+        """Return the terms of a slice of rows."""
         return self.map(lambda x: x[index])
 
 
 class TokenLoss(NamedTuple):
+    """A loss, its derivatives, and the terms that metrics report."""
+
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
-    grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
-    policy: Tensor  # (T,) what the policy term adds to the loss
-    kl: Tensor | None  # (T,) the KL before its weight, None without one
+    grad_entropy: Tensor | None  # (T,) dL/dentropy; None without an entropy bonus
+    policy: Tensor  # (T,) weighted policy term of the loss
+    kl: Tensor | None  # (T,) unweighted KL; None without one
     ratio: Ratio
     correction: Corrected
 
@@ -58,35 +60,37 @@ def token_loss(
     tokens: Tokens,
     config: LossConfig,
 ) -> TokenLoss:
-    """Loss and coefficients of T active tokens; no autograd, value and slope by hand."""
-    # 1. The ratio that the leaf reads, with the weights and masks of the corrections.
+    """Compute the loss of T active tokens and its derivatives, without autograd."""
+    # 1. Compute the ratio, and the weights and masks of the corrections.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
-    # 2. The leaf: loss and slope of every token.
-    loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
-    if objective.window == "geometric":
+    # 2. Compute loss and slope of every token.
+    loss, slope = objective.function(logps, ratio.log, tokens.advantages, *config.params)
+    if objective.ratio_kind == "geometric":
         mean = tokens.completion_mean(loss)
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
-    elif objective.window == "detached_mean":
-        # `importance_ratio` clamps the mean, and a clamp has no slope.
+    elif objective.ratio_kind == "detached_mean":
+        # The mean log ratio is clamped, and a clamped mean has slope 0.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
-    # 3. Weigh them, and lead the slope to the logps.
+    # 3. Weight the loss, and convert the slope to dL/dlogp.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
-    if objective.window == "geometric":
+    if objective.ratio_kind == "geometric":
         grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
     elif objective.slope_of == "log_ratio":
-        grad = ratio.route(weights * slope, tokens)
+        grad = ratio.slope_to_logps(weights * slope, tokens)
     else:
         grad = weights * slope
-    is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
-    grad, policy = (torch.where(is_lost, torch.nan, x) for x in (grad, weights * loss))
+    # Comparisons and masks in the loss functions turn NaN into finite values. Restore the NaN, so
+    # that a broken model is noticed.
+    is_nan = logps.isnan() | ratio.log.isnan()
+    grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
     # 4. Add the KL to the reference.
     total = policy
@@ -96,7 +100,7 @@ def token_loss(
         total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
         grad = torch.add(grad, kl_grad, alpha=config.beta)
 
-    # 5. Sum up, and add the entropy bonus.
+    # 5. Sum over tokens, and add the entropy bonus.
     loss = total.sum(dtype=torch.float64)
     grad_entropy = None
     if config.entropy_coef and entropy is not None:
@@ -106,17 +110,22 @@ def token_loss(
 
 
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
-    """The weights of a loss whose coefficients follow row by row from the logps; None of others."""
-    read = [x for x in config.corrections if x.is_read(tokens)]
-    if not config.is_token_local or (read and tokens.old_logps is None):
+    """Return the inputs of a token-level loss for every row.
+
+    Returns None if a row's gradient depends on other rows or, with corrections and no old_logps, on
+    the logps of the forward pass.
+    """
+    is_corrected = any(x.is_read(tokens) for x in config.corrections)
+    if not config.is_token_local or (is_corrected and tokens.old_logps is None):
         return None
     has_kl = config.uses_reference
     weights = tokens.token_weights
-    if read and tokens.old_logps is not None:
+    if is_corrected and tokens.old_logps is not None:
+        # These corrections read old and sampling logps only, so old_logps may replace logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
-    grad_entropy = (
-        -config.entropy_coef * entropy_share(None, tokens) if config.entropy_coef else None
-    )
+    grad_entropy = None
+    if config.entropy_coef:
+        grad_entropy = -config.entropy_coef * entropy_share(None, tokens)
     return RowTerms(
         tokens.advantages,
         weights,
@@ -128,29 +137,41 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
 
 
 def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """(losses, grad_logps), (T,) each, of a token-level loss from the logps and terms of its rows.
+    """Compute policy_weights·ℓ + kl_weights·KL of every row, and its derivative.
 
-    losses = policy_weights·ℓ + kl_weights·KL. Both are NaN where the logp is: a leaf's comparisons
-    and a weight of 0 would hide it.
+    Args:
+        logps: (T,), fp32.
+        terms: the inputs of these rows.
+        config: the objective.
+
+    Returns:
+        (losses, grad_logps), (T,) each. Both are NaN where the logp is NaN.
     """
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
     log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
     log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
-    loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *config.params)
+    loss, slope = OBJECTIVES[config.loss_type].function(
+        logps, log_ratio, advantages, *config.params
+    )
+    # where(): a loss of inf at a token of weight 0 must not become NaN.
     losses = torch.where(weights == 0, 0.0, weights * loss)
     grad = torch.where(weights == 0, 0.0, weights * slope)
     if kl_weights is not None and ref_logps is not None:
         kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
         if config.kl_times_ratio:
             ratio = torch.exp(log_ratio)
-            kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
+            kl_slope = (kl_slope + kl) * ratio
+            kl = kl * ratio
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
+    # Comparisons and zero weights hide a NaN logp. Restore it, so that a broken model is noticed.
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """(T,) bool: tokens at or above the batch's (1 - q) quantile of entropy; None: all are kept."""
+    """Return a mask (T,) of the tokens with the highest entropies, or None if all tokens
+    are kept.
+    """
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -159,7 +180,7 @@ def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | No
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """The interpolated quantile of (T,), for any T (torch.quantile stops at 16M elements)."""
+    """Return the interpolated quantile of x (T,). torch.quantile is limited to 16M elements."""
     ordered = x.sort().values
     position = q * (x.numel() - 1)
     low = math.floor(position)
@@ -169,31 +190,37 @@ def quantile(x: Tensor, q: float) -> Tensor:
 def policy_weights(
     correction: Corrected, keep_entropy: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Tensor:
-    """(T,) weight of the policy term: w_t × entropy mask × corrections."""
+    """Return the weight (T,) of the policy term: aggregation × entropy mask × corrections."""
     weights = tokens.token_weights
     if keep_entropy is not None:
         weights = torch.where(keep_entropy, weights, 0.0)
-    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].window != "sum")
+    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].ratio_kind != "sum")
 
 
 def weighted_kl(
     logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """(T,) KL as it enters the loss, before its weight; (T,) its gradient with its weight."""
+    """Return the KL of each token without its weight, and its derivative with the weight, (T,)
+    each.
+    """
     assert tokens.ref_logps is not None
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    has_own = OBJECTIVES[config.loss_type].window == "ratio"
-    r = torch.exp(ratio.log if has_own else ratio.raw.clamp(max=LOG_RATIO_MAX))
+    # The other kinds have no differentiable ratio per token or completion; use the token's.
+    has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
+    r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r
-    through_ratio = ratio.route(tokens.token_weights * kl, tokens)
+    through_ratio = ratio.slope_to_logps(tokens.token_weights * kl, tokens)
     return kl, tokens.token_weights * r * slope + through_ratio
 
 
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
-    """(T,) weight of each token's entropy in its mean: 1/N, over those the mask keeps."""
+    """Return the weight (T,) of each token's entropy in the mean over the kept tokens."""
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
     share = tokens.entropy_weight
-    share = 1.0 / kept.sum().clamp(min=1) if share is None else share
-    return kept * (share if tokens.unit is None else share * tokens.unit)
+    if share is None:
+        share = 1.0 / kept.sum().clamp(min=1)
+    if tokens.unit is not None:
+        share = share * tokens.unit
+    return kept * share

@@ -1,4 +1,4 @@
-"""`LossConfig`: every option of the loss, validated once, in one frozen dataclass."""
+"""`LossConfig`: all options of the loss in one frozen dataclass that validates them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Options that only some losses read: given to another one they would be ignored, so they are
-# refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
-# `replace` keeps one that was filled in.
-OWN_OPTIONS = (
+# Options that only some losses read. With a different loss they would be ignored silently, so a
+# changed value is an error. The clip range is exempt: users keep one range while they try several
+# losses, and `replace` keeps an epsilon_high that was filled in.
+LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
 )  # fmt: skip
 
 
-def reads(objective: Objective, option: str) -> bool:
-    """Whether one of OWN_OPTIONS does something for this objective or its KL."""
+def reads_option(objective: Objective, option: str) -> bool:
+    """Return True if one of LOSS_SPECIFIC_OPTIONS has an effect with this objective."""
     if option.startswith("kl_"):
         return objective.reference
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
@@ -57,48 +57,86 @@ def reads(objective: Objective, option: str) -> bool:
 @names_nearest
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """The options of `grpo_loss`, `linear_grpo_loss`, `logits_grpo_loss` (formulas: README.md).
+    """All options of `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss`.
+
+    The losses page has the formulas. A config is immutable; `replace` returns a changed copy.
 
     Objective
-        loss_type: a name of `grpo_fast.objective.losses.OBJECTIVES`.
-        epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`;
-            `epsilon_high=None` means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper
-            bound (default 5.0) unless `cispo_bound="offset"`; for `gmpo` both are in log space; for
-            `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2), or None; of the `grpo` family.
-        importance_sampling_level: "token", or one ratio per completion: the exponential of the mean
-            log ratio ("sequence", GSPO) or of their sum ("sequence_sum"). `gspo` takes "token", the
-            default, for "sequence".
-        aggregation: how tokens are averaged; None takes the loss type's own.
-        max_completion_length: tokens; required by `aggregation="fixed_length"`.
-        group_size: completions of a prompt, side by side; required by `aggregation="prompt_mean"`.
+        loss_type: str. The loss: "reinforce", "unclipped", "grpo", "bnpo", "dr_grpo", "dapo",
+            "luspo", "dual_clip", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo", "dppo_tv",
+            "dppo_kl", "kimi" or "dro".
+        epsilon_low: float. Lower clip bound: the ratio is clipped at 1 - epsilon_low. "gmpo" clips
+            the log ratio at -epsilon_low; for "dppo_tv" and "dppo_kl" it is a divergence.
+        epsilon_high: float. Upper clip bound: the ratio is clipped at 1 + epsilon_high. None:
+            epsilon_low. For "cispo" it is the upper bound of the ratio itself, 5.0 by default.
+        importance_sampling_level: str. "token" uses one ratio per token. "sequence" uses one per
+            completion, the exponential of the mean log ratio (GSPO), and "sequence_sum" the
+            exponential of their sum. With loss_type "gspo" the default is "sequence".
+        aggregation: str. How tokens are averaged: "sequence_mean", "token_mean_local",
+            "token_mean_global", "fixed_length", "sequence_sum" or "prompt_mean". None: the default
+            of the loss type.
+        max_completion_length: int. Tokens of the longest allowed completion. Required by
+            aggregation "fixed_length".
+        group_size: int. Completions per prompt. Required by aggregation "prompt_mean"; the
+            completions of a prompt must be adjacent.
+
     KL to the reference
-        beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
-            `ref_logps` is required when beta != 0. The losses refuse "exact" and
-            "exact_reference_first": a trainer adds `linear_divergence` to them.
-        kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
-        kl_clamp, kl_input_clamp: the KL's value, and the d = ref_logp - logp it is taken of, stay
-            in ± this; beyond it a token has no gradient (with k3+ and k1+ that of k2). None: no
-            clamp.
-        For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
-        reference.
+        beta: float. Weight of the KL to the reference policy; `ref_logps` are required unless it is
+            0. For "kimi" and "dro" it is the weight of the squared log ratio, and there is no
+            reference.
+        kl_estimator: str. "k1", "abs", "k2", "k3", "k3+" or "k1+". "exact" and
+            "exact_reference_first" are for trainers that add `linear_divergence` to the loss; the
+            loss functions reject them.
+        kl_times_ratio: bool. Multiply the KL by the importance ratio, with gradients through both
+            (TRL's `use_bias_correction_kl`).
+        kl_clamp: float. Clamp the KL of a token to ±kl_clamp. None: no clamp. A clamped token has
+            no KL gradient, except with "k3+" and "k1+".
+        kl_input_clamp: float. Clamp ref_logp - logp to ±kl_input_clamp before the estimator. None:
+            no clamp.
+
     Logits
-        logit_scale, softcap, temperature: `z = softcap * tanh(logit_scale * raw / softcap) /
-            temperature`; temperature may be a float tensor with one value per token (the layout of
-            `target_ids`).
+        temperature: float or float tensor. Sampling temperature; a tensor has the shape of
+            target_ids. z = softcap * tanh(logit_scale * raw / softcap) / temperature.
+        softcap: float. Bound of the logits (`final_logit_softcapping` of Gemma). None: no bound.
+        logit_scale: float. Factor of the logits (`logit_scale` of Cohere).
+
     Filters and corrections
-        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy.
-        corrections: how `sampling_logps`, when given, weigh and mask the policy loss: one
-            `Correction` or several, as objects or as their fields; () for none.
+        top_entropy_quantile: float. Keep this fraction of the tokens, those with the highest
+            entropy. 1.0: all.
+        corrections: `Correction`, or a list of them. How `sampling_logps` weight and mask the
+            policy loss. Dictionaries of a Correction's fields also work. () for none.
+
     Entropy
-        entropy_coef: weight of the entropy bonus; compute_entropy: return entropy without one.
-        entropy_over: beside a support every entropy is over the ids that the sampler kept
-            ("support"), so that a bonus spreads mass among those alone; or over the "vocabulary",
-            whose bonus also pulls at ids that could not be drawn, at the price of the dense head.
+        entropy_coef: float. Weight of an entropy bonus, which is subtracted from the loss.
+        compute_entropy: bool. Return entropies without a bonus.
+        entropy_over: str. With a `support`, "support" computes entropies over the sampled ids'
+            sets, and "vocabulary" over all ids, which costs the full matrix product.
+
+    Options of single losses
+        delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
+            None: no bound.
+        dual_clip_c: float. For A < 0 the loss of "dual_clip" is at most -dual_clip_c·A.
+        cispo_bound: str. "raw" clips the ratio of "cispo" at epsilon_high, "offset" to [1 -
+            epsilon_low, 1 + epsilon_high].
+        sapo_temperature_pos: float. τ of "sapo" for A > 0.
+        sapo_temperature_neg: float. τ of "sapo" for A <= 0.
+        vespo_k_pos: float. k of "vespo" for A >= 0.
+        vespo_lambda_pos: float. λ of "vespo" for A >= 0.
+        vespo_k_neg: float. k of "vespo" for A < 0.
+        vespo_lambda_neg: float. λ of "vespo" for A < 0.
 
     Raises:
-        ValueError: an option out of range, two that exclude each other, or one changed from its
-            default that this loss type does not read (`OWN_OPTIONS`); the message names the field.
+        ValueError: an option is out of range, two options exclude each other, or the loss type does
+            not read an option that was changed. The message names the option.
+        TypeError: a keyword is unknown. The message names the nearest option.
+
+    Example:
+        >>> from grpo_fast import LossConfig
+        >>> config = LossConfig(loss_type="grpo", epsilon_high=0.28, beta=0.04)
+        >>> config.aggregation
+        'sequence_mean'
+        >>> config.replace(beta=0.0).uses_reference
+        False
     """
 
     loss_type: str = "dapo"
@@ -132,7 +170,7 @@ class LossConfig:
     entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
-        """By value; a temperature tensor is equal to itself, as its hash says."""
+        """Compare by value. A temperature tensor equals only itself, consistent with its hash."""
         if not isinstance(other, LossConfig):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
@@ -145,10 +183,12 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
+        # The dataclass is frozen, so fields are set through object.
         object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
+        # The key carries the config through torch.compile, whose graphs accept strings.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -157,18 +197,22 @@ class LossConfig:
 
     @property
     def key(self) -> str:
-        """The config as a string; a temperature tensor travels beside it."""
+        """The config as a JSON string, without a temperature tensor."""
         key: str = self.__dict__["_key"]
         return key
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> LossConfig:
-        """The config whose `key` this is: custom operators carry it through torch.compile."""
+        """Return the config with this `key`. Custom operators carry the key through
+        torch.compile.
+        """
         return LossConfig(**json.loads(key))
 
     def _fill_defaults(self) -> None:
-        """Resolve the defaults that depend on the loss type: a config prints what it does."""
+        """Fill in the defaults that depend on the loss type, so that repr shows the actual
+        values.
+        """
         objective = OBJECTIVES[self.loss_type]
         if self.epsilon_high is None:
             raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
@@ -198,10 +242,12 @@ class LossConfig:
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
         loss = f"loss_type={self.loss_type!r}"
+        # 1. The level of the ratio.
         level = self.importance_sampling_level
         if level not in objective.levels:
             why = f"choose one of {list(objective.levels)}"
             raise conflict(f"importance_sampling_level={level!r}", loss, why)
+        # 2. Numbers that an aggregation needs.
         for name, aggregation in (
             ("max_completion_length", "fixed_length"),
             ("group_size", "prompt_mean"),
@@ -209,36 +255,39 @@ class LossConfig:
             if self.aggregation == aggregation and getattr(self, name) is None:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
+        # 3. Options of KL estimators with an exact KL.
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value = getattr(self, name)
             default = getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        for name in OWN_OPTIONS:
+        # 4. Options that this loss does not read.
+        for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
-            if value != default and not reads(objective, name):
-                readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads(x, name))
+            if value != default and not reads_option(objective, name):
+                readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads_option(x, name))
                 why = (
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
+        # 5. Corrections that would apply the ratio twice.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
-        if of_current and objective.window == "sum":
+        if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"
             raise conflict(f"corrections.ratio={of_current[0].ratio!r}", loss, why)
 
     @property
     def params(self) -> tuple[float, ...]:
-        """The leaf's hyperparameters, in the leaf's order."""
+        """The hyperparameters of the loss function, in the order of its arguments."""
         offset = self.cispo_bound == "offset"
         high = self.high_bound
         derived = {
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
             "ratio_max": 1.0 + high if offset else high,
-            # TRL bounds λ below by 1e-4, so that φ still falls off.
+            # Lower bound of TRL: with λ = 0, φ would grow without limit.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }
@@ -247,41 +296,48 @@ class LossConfig:
 
     @property
     def high_bound(self) -> float:
-        """`epsilon_high`, which every config has: its default is filled in."""
+        """`epsilon_high`, typed as float: a config has always filled it in."""
         assert self.epsilon_high is not None
         return self.epsilon_high
 
     @property
     def kl_limits(self) -> tuple[float, float]:
-        """The estimator's clamps, in its order."""
-        clamps = (self.kl_clamp, self.kl_input_clamp)
-        return tuple(float("inf") if x is None else float(x) for x in clamps)  # type: ignore[return-value]
+        """(kl_clamp, kl_input_clamp), the last arguments of a KL estimator; inf for None."""
+        value = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
+        reach = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
+        return value, reach
 
     @property
     def uses_reference(self) -> bool:
-        """True when there is a KL to a reference: the losses read `ref_logps`."""
+        """True if the loss has a KL to a reference, so that `ref_logps` are required."""
         return self.beta != 0 and OBJECTIVES[self.loss_type].reference
 
     @property
     def needs_entropy(self) -> bool:
-        """True when the entropy of every row is computed."""
+        """True if the entropy of every row is computed."""
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
-    def whole_entropy(self) -> bool:
-        """True when entropies are over the whole vocabulary, also beside a support."""
+    def entropy_over_vocabulary(self) -> bool:
+        """True if entropies are computed over the full vocabulary, even with a support."""
         return self.needs_entropy and self.entropy_over == "vocabulary"
 
     @property
     def is_token_local(self) -> bool:
-        """True when dL/dlogp of a row follows from that row alone: one pass is enough."""
+        """True if dL/dlogp of a row depends on that row only, so that one pass is enough."""
         return (
-            OBJECTIVES[self.loss_type].window == "ratio"
+            OBJECTIVES[self.loss_type].ratio_kind == "ratio"
             and self.importance_sampling_level == "token"
             and self.top_entropy_quantile == 1
             and all(x.ratio == "old/sampling" for x in self.corrections)
         )
 
     def replace(self, **changes: Any) -> LossConfig:
-        """A copy with some fields changed; defaults that were resolved stay as they are."""
+        """Return a copy with some fields changed.
+
+        Defaults that depend on the loss type were filled in at construction and are kept.
+
+        Args:
+            changes: the fields to change.
+        """
         return dataclasses.replace(self, **changes)

@@ -1,4 +1,4 @@
-"""Corrections: weights and masks for tokens that another policy sampled; one weighs at most."""
+"""Corrections of the policy loss for tokens sampled by a different policy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import choice, conflict, names_nearest, number, require, wrong
+from grpo_fast.errors import argument_error, choice, conflict, names_nearest, number, require
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
-# What a ratio's log is pooled by: (T,) of the tokens → (T,).
+# How log ratios (T,) are pooled: the level's name and a function (T,) → (T,).
 LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "token": lambda tokens, x: x,
     "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
@@ -31,22 +31,36 @@ WORDS: dict[str, tuple[str, ...]] = {
 @names_nearest
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """One correction of the policy term by a ratio of probabilities.
+    """One correction of the policy loss by a ratio of probabilities.
 
-    Attributes:
-        kind: "truncate" weighs by the ratio, moved into the bounds; "mask" weighs by the ratio, 0
-            outside of them (IcePop); "reject" weighs 1 inside and 0 outside.
-        low, high: bounds of the ratio, 0 <= low < high; None: none on that side. They need not
-            contain 1.
-        level: "token", or one ratio per completion: the "product" of its tokens' or their
-            "geometric" mean. "worst_token", of "reject", drops a completion for one token outside.
-        ratio: of the old policy, or of the current one without its gradient, to the sampler;
-            "current/behaviour" divides by the old policy where there are no `sampling_logps`.
-        advantages: "negative": a token whose advantage is >= 0 is always kept (DeepSeek-V3.2).
+    Corrections account for the difference between the sampler and the policy that is trained:
+    importance weights (truncated or masked), and rejection of tokens or completions. At most one
+    correction of a config may weight; the others must reject.
+
+    Args:
+        kind: "truncate" weights by the ratio, clamped to the bounds. "mask" weights by the ratio
+            inside the bounds and by 0 outside (IcePop). "reject" weights by 1 inside and by 0
+            outside.
+        low: lower bound of the ratio, a number >= 0. None: no bound.
+        high: upper bound of the ratio, a number > low. None: no bound.
+        level: "token" uses each token's ratio. "product" and "geometric" use one ratio per
+            completion: the product or the geometric mean of its tokens' ratios. "worst_token" (of
+            "reject") drops a completion if one token is outside.
+        ratio: "old/sampling", "current/sampling" or "current/behaviour". "current" is the policy of
+            the forward pass, without its gradient; "behaviour" is the sampler, or the old policy if
+            there are no `sampling_logps`.
+        advantages: "all", or "negative" (of "reject"), which never drops a token with advantage >=
+            0 (DeepSeek-V3.2).
 
     Raises:
-        ValueError: an unknown word, bounds in the wrong order, a level or `advantages` that the
-            kind cannot have; the message names the field.
+        ValueError: an unknown choice, bounds in the wrong order, or a level or `advantages` that
+            the kind does not support. The message names the field.
+
+    Example:
+        >>> from grpo_fast import Correction, LossConfig
+        >>> config = LossConfig(corrections=Correction("mask", low=0.5, high=2.0))
+        >>> config.corrections[0].kind
+        'mask'
     """
 
     kind: str = "truncate"
@@ -75,21 +89,28 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
+        """True if the correction multiplies by the ratio."""
         return self.kind != "reject"
 
     def is_read(self, tokens: Tokens) -> bool:
-        """False without the sampler's logps, unless the old policy may stand for them."""
+        """Return True if the correction has an effect, which needs sampling_logps or ratio
+        "current/behaviour".
+        """
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
     def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
-        """(T,) at its level; 0 at a NaN sampling_logp: a token that the sampler did not score."""
+        """Return the log ratio at the correction's level, (T,).
+
+        It is 0 where sampling_logps are NaN, which marks a token that the sampler did not score.
+        """
         above = old_logps if self.ratio == "old/sampling" else logps
         below = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
         return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+        """Return a mask (T,) of the tokens whose ratio is inside the bounds."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
-        if self.low:  # 0 has no log, and bounds nothing
+        if self.low:  # a low of 0 has no logarithm, and excludes nothing
             kept = log_ratio >= math.log(self.low)
         if self.high is not None:
             kept = kept & (log_ratio <= math.log(self.high))
@@ -98,6 +119,8 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
+        """Return the factor (T,) of each token's policy loss."""
+        # clamp: exp of a large log ratio would be inf, and inf·0 NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -109,17 +132,22 @@ DEFAULT = (Correction("truncate", high=3.0),)
 
 
 def corrections_of(value: object) -> tuple[Correction, ...]:
-    """One correction or several, as objects or as their fields, as the tuple that a config holds.
+    """Return corrections as the tuple that a config stores.
+
+    Args:
+        value: a Correction or a dictionary of its fields, a list of these, or None.
 
     Raises:
-        ValueError: something else, or two that weigh.
+        ValueError: the value is something else, or two corrections weight.
     """
     if value is None:
         return ()
+    # 1. Accept one correction, or several.
     listed = (value,) if isinstance(value, (Correction, Mapping)) else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
-        raise wrong("corrections", "Corrections or their fields", repr(value))
+        raise argument_error("corrections", "Corrections or their fields", repr(value))
     names = {f.name for f in dataclasses.fields(Correction)}
+    # 2. Build Corrections from dictionaries of their fields.
     corrections: list[Correction] = []
     for x in listed:
         if isinstance(x, Correction):
@@ -127,7 +155,8 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
         elif isinstance(x, Mapping) and set(x) <= names:
             corrections.append(Correction(**x))
         else:
-            raise wrong("corrections", f"a Correction or its {sorted(names)}", repr(x))
+            raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
+    # 3. Two importance weights would correct twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

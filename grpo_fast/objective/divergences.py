@@ -1,16 +1,16 @@
-"""Divergences between a student's distribution p and a teacher's q, logit by logit.
+"""Divergences between a student's distribution p and a teacher's q, as functions of one logit.
 
-With z the student's logits and D = Σ_j value_j, a leaf gives value_j and slope_j = p_j·∂D/∂p_j of
-one logit. All else is shared: dD/dz_j = slope_j - p_j·Σ_k slope_k. Leaves are written in the
-vocabulary of `losses.py` and take
+With the student's logits z and D = Σ_j value_j, each function returns value_j and slope_j =
+p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k. The functions use the
+vocabulary of `losses.py`, because Triton and C++ compile the same source. Arguments:
 
     p, q    probabilities
     d       log p - log q, 0 where both are -inf
-    near    e^-|d| - 1, by which q - p = (d >= 0 ? p : -q)·near cancels nothing
+    near    e^-|d| - 1; q - p = (d >= 0 ? p : -q)·near has no cancellation
     beta    the teacher's share in the mixture of "jsd"
 
-Every value is the Bregman form of its divergence: Σ(q - p) = 0 is added, so that no term is
-negative, and logits that agree lose no digits. A value of |d| < 0.5 comes from e^x - 1 - x.
+Every value is the Bregman form of its divergence: it includes Σ(q - p) = 0, so that no term is
+negative and nearly equal logits lose no digits. Values for |d| < 0.5 are computed by e^x - 1 - x.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from grpo_fast.objective.kl import expm1_minus
 
 
 def log1p(x):
-    """log(1 + x) without cancellation."""
+    """Compute log(1 + x) without cancellation."""
     return tl.log1p(x)
 
 
 def forward_kl(p, q, d, near, beta):
-    """KL(q ‖ p) = Σ q·(log q - log p)."""
+    """Compute KL(q ‖ p) = Σ q·(log q - log p)."""
     gap = tl.where(d >= 0, p, -q) * near
     close = q * expm1_minus(tl.clamp(d, -0.5, 0.5))
     return tl.where(tl.abs(d) < 0.5, close, tl.where(q == 0, 0.0, -q * d) - gap), -gap
 
 
 def reverse_kl(p, q, d, near, beta):
-    """KL(p ‖ q) = Σ p·(log p - log q)."""
+    """Compute KL(p ‖ q) = Σ p·(log p - log q)."""
     gap = tl.where(d >= 0, p, -q) * near
     slope = tl.where(p == 0, 0.0, p * d)
     close = p * expm1_minus(tl.clamp(-d, -0.5, 0.5))
@@ -43,15 +43,17 @@ def reverse_kl(p, q, d, near, beta):
 
 
 def jsd(p, q, d, near, beta):
-    """β·KL(q ‖ m) + (1 - β)·KL(p ‖ m) with m = (1 - β)·p + β·q (2306.13649)."""
+    """Compute β·KL(q ‖ m) + (1 - β)·KL(p ‖ m) with m = (1 - β)·p + β·q
+    (https://arxiv.org/abs/2306.13649).
+    """
     larger = -log1p(tl.where(d >= 0, beta * near, (1.0 - beta) * near))
     above = larger + tl.clamp(d, -1e38, 0.0)  # log p - log m
     below = larger - tl.clamp(d, 0.0, 1e38)  # log q - log m
     slope = (1.0 - beta) * tl.where(p == 0, 0.0, p * above)
-    far = slope + beta * tl.where(q == 0, 0.0, q * below)
+    direct = slope + beta * tl.where(q == 0, 0.0, q * below)
     close = (1.0 - beta) * p * expm1_minus(tl.clamp(-above, -0.5, 0.5))
     close = close + beta * q * expm1_minus(tl.clamp(-below, -0.5, 0.5))
-    return tl.where(tl.abs(d) < 0.5, close, far), slope
+    return tl.where(tl.abs(d) < 0.5, close, direct), slope
 
 
 DIVERGENCES: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {

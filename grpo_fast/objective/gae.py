@@ -1,4 +1,4 @@
-"""Advantages of single tokens, from rewards and values of a critic."""
+"""Per-token advantages: generalised advantage estimation, and group-normalised process rewards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,35 @@ def gae(
     mask: Tensor | None = None,  # (B, L)
     following: Tensor | None = None,  # (B,)
 ) -> Tensor:  # (B, L)
-    """Generalised advantage estimation for per-token advantages (1506.02438).
+    """Compute per-token advantages by generalised advantage estimation
+    (https://arxiv.org/abs/1506.02438).
 
-    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = `following` after the completion's
-    last token. A step leads from one token that counts to the next: a gap of the mask between them
-    (what a tool wrote) is skipped. The sum over k takes log2(L) doublings over whole tensors, in
-    fp64. With values of 0 and lam = 1 these are discounted returns.
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), where V after the completion's last token is
+    `following`. Tokens outside the mask are skipped, for example the output of a tool between two
+    turns: the next token is then the next one inside the mask. The sum over k takes log2(L)
+    doubling steps over whole tensors, in fp64. With values of 0 and lam = 1 the result is the
+    discounted return.
 
     Args:
-        rewards, values: (B, L) per token; where the mask is 0 they do not count.
-        gamma, lam: discount and trace decay, in [0, 1]; lam may be (B,), one per completion.
-        mask: (B, L), 1 where a token counts.
-        following: (B,), the value of the state after each completion's last token; None: 0, as
-            after a completion that has ended.
+        rewards: (B, L), float. Reward of each token.
+        values: (B, L), float. Value of the state before each token.
+        gamma: discount factor in [0, 1].
+        lam: trace decay in [0, 1], a number, or (B,) for one per completion.
+        mask: (B, L), 1 for tokens that count. None: all tokens count.
+        following: (B,), value of the state after each completion's last token. None: 0, for
+            completions that ended.
+
+    Returns:
+        Advantages, (B, L), fp32; 0 outside the mask.
 
     Raises:
-        ValueError: shapes that differ; gamma or lam outside [0, 1].
+        ValueError: shapes differ, or gamma or lam is outside [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast.objective.gae import gae
+        >>> gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3), lam=1.0)
+        tensor([[1., 1., 1.]])
     """
     # 1. Check shapes and ranges.
     fits = isinstance(rewards, Tensor) and rewards.dim() == 2
@@ -54,18 +67,18 @@ def gae(
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam
-    # 2. Put the tokens that count side by side, and find the value after each.
+    # 2. Move the tokens inside the mask to the front, and find the value after each.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
-    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)  # those that count, side by side
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
     after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    # 3. Sum the discounted errors in doublings, and put them back in their places.
+    # 3. Sum the discounted errors by doubling, and move them back to their positions.
     advantages = r + gamma * after - v
     reach = 1
-    while reach < length:  # A_t so far holds the terms k < reach; decay = (γλ)^reach
+    while reach < length:  # invariant: A_t holds the terms k < reach, and decay = (γλ)^reach
         later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
         advantages = advantages + decay * later
         reach = 2 * reach
@@ -74,7 +87,9 @@ def gae(
 
 
 def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
-    """λ = 1 - 1/(alpha·length): a reward reaches long completions' start (VAPO, 2504.05118)."""
+    """Return λ = 1 - 1/(alpha·length), larger for longer completions (VAPO,
+    https://arxiv.org/abs/2504.05118).
+    """
     return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
 
 
@@ -84,24 +99,35 @@ def process_advantages(
     group_size: int,
     eps: float = 1e-4,
 ) -> Tensor:  # (N*G, L)
-    """Advantages per token of groups whose rewards are per token, without a critic.
+    """Compute per-token advantages from per-token rewards, without a critic.
 
-    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward is normalised by the mean
-    and deviation of all of its group, and a token's advantage is the sum of those at and behind it.
+    This is process supervision as in DeepSeekMath (https://arxiv.org/abs/2402.03300, section
+    4.1.3): rewards are normalised by mean and deviation over all rewards of the group, and a
+    token's advantage is the sum of the normalised rewards at and after it.
 
     Args:
-        rewards: (N*G, L) group by group; NaN where a token has no reward of its own, as at the
-            padding. A completion of NaNs gets advantage 0.
-        group_size: G; must divide the number of completions.
+        rewards: (N*G, L), float, group by group. NaN where a token has no reward, for example at
+            padding. A completion with NaN only gets advantage 0.
+        group_size: G, completions per prompt. Must divide the number of completions.
+        eps: added to the deviation.
+
+    Returns:
+        Advantages, (N*G, L), fp32.
 
     Raises:
-        ValueError: another shape, infinite rewards, a group_size that is no divisor.
+        ValueError: a wrong shape, infinite rewards, or a group_size that does not divide.
+
+    Example:
+        >>> import torch
+        >>> from grpo_fast.objective.gae import process_advantages
+        >>> process_advantages(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), group_size=2).shape
+        torch.Size([2, 2])
     """
     fits = isinstance(rewards, Tensor) and rewards.dim() == 2 and not rewards.isinf().any()
     require(fits, "rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
     fits = group_size >= 1 and len(rewards) % group_size == 0
     require(fits, "group_size", f"a divisor of {len(rewards)} completions", group_size)
-    # One row for all rewards of a group: the mean of the group's, not the mean of means.
+    # One row per group, so that the mean is over all rewards of the group and not a mean of means.
     grouped = rewards.double().reshape(len(rewards) // group_size, -1)
     steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
     return steps.flip(-1).cumsum(-1).flip(-1).float()

@@ -1,7 +1,9 @@
-"""KL estimators between the policy and a reference: value and slope of each, side by side.
+"""KL estimators between the policy and a reference, from the logps of the sampled tokens.
 
-With d = ref_logp - logp, each function returns `(value, slope)`, slope = d value / d logp, in the
-vocabulary of `losses.py`; kernels/gpu/math.py has Triton's `expm1` and `expm1_minus`.
+With d = ref_logp - logp, each function returns (value, slope), where slope = d value / d logp. The
+functions use the vocabulary of `losses.py`, because Triton and C++ compile the same source;
+kernels/gpu/math.py has Triton's `expm1` and `expm1_minus`.
+
 Source: http://joschu.net/blog/kl-approx.html
 """
 
@@ -11,37 +13,41 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Beyond this difference k3 goes on as its tangent: finite, and the gradient still pulls back.
+# Above this d, k3 continues as its tangent: the value stays finite, and the gradient still pulls
+# towards the reference.
 K3_GUARD = 20.0
 INF = float("inf")
 
 
 def expm1(x):
-    """e^x - 1 without cancellation."""
+    """Compute e^x - 1 without cancellation."""
     return tl.expm1(x)
 
 
 def expm1_minus(x):
-    """e^x - 1 - x without cancellation (its leading term is x²/2), in fp64 and back."""
-    wide = x.double()
-    return (tl.expm1(wide) - wide).to(x.dtype)
+    """Compute e^x - 1 - x in fp64, because its leading term x²/2 cancels in fp32."""
+    x64 = x.double()
+    return (tl.expm1(x64) - x64).to(x.dtype)
 
 
-# An estimator's further arguments are the clamps of a config (`kl_limits`): of its value, and of d.
+# The last arguments of an estimator are `LossConfig.kl_limits`: the bound `most` of the value, and
+# the bound `reach` of d.
 def clamped(value, slope, d, most, reach):
-    """The value in [-most, most], and a slope of 0 where that or |d| > reach cut it off."""
+    """Clamp a value to ±most, and set the slope to 0 where the value or d is out of bounds."""
     inside = (tl.abs(value) <= most) & (tl.abs(d) <= reach)
     return tl.clamp(value, -most, most), tl.where(inside, slope, 0.0)
 
 
 def k1(d, most=INF, reach=INF):
+    """Compute -d: unbiased, high variance."""
     near = tl.clamp(d, -reach, reach)
-    # Not 1.0: this slope has the shape of d, and its NaN.
+    # Not 1.0: the slope must have the shape of d, and be NaN where d is.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
     return value, slope
 
 
 def absolute(d, most=INF, reach=INF):
+    """Compute |d|."""
     near = tl.clamp(d, -reach, reach)
     side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
     value, slope = clamped(tl.abs(near), side, d, most, reach)
@@ -49,20 +55,25 @@ def absolute(d, most=INF, reach=INF):
 
 
 def k2(d, most=INF, reach=INF):
+    """Compute d²/2, whose gradient is an unbiased estimate of the KL's gradient."""
     near = tl.clamp(d, -reach, reach)
     value, slope = clamped(0.5 * near * near, -near, d, most, reach)
     return value, slope
 
 
 def k3(d, most=INF, reach=INF):
-    taken = tl.clamp(d, -reach, reach)
-    near = tl.clamp(taken, -1e30, 20.0)
-    bent = -expm1(near)
-    value, slope = clamped(expm1_minus(near) - bent * (taken - near), bent, d, most, reach)
+    """Compute e^d - d - 1: unbiased and never negative. Linear above d = 20."""
+    inside = tl.clamp(d, -reach, reach)
+    near = tl.clamp(inside, -1e30, 20.0)
+    slope_near = -expm1(near)
+    value, slope = clamped(
+        expm1_minus(near) - slope_near * (inside - near), slope_near, d, most, reach
+    )
     return value, slope
 
 
-# Straight through: the clamps are the value's, the gradient is that of k2 everywhere (as verl's).
+# Straight-through estimators: the value of k3 or k1, the gradient of k2. The clamps apply to the
+# value only, as in verl.
 def k3_straight_through(d, most=INF, reach=INF):
     value, unused = k3(d, most, reach)
     return value, -d
@@ -73,8 +84,8 @@ def k1_straight_through(d, most=INF, reach=INF):
     return value, -d
 
 
-# No estimators: over the whole vocabulary, from both models' rows (objective/divergences.py); with
-# the policy first, as in the lecture, or with the reference first.
+# Not estimators: exact KLs over the full vocabulary, which `linear_divergence` computes. "exact" is
+# KL(policy ‖ reference), "exact_reference_first" is KL(reference ‖ policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
 KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {

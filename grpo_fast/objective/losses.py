@@ -1,10 +1,13 @@
-"""THE table: one small function per loss type, value and slope side by side.
+"""The loss functions, one small function per loss type, with value and slope.
 
-A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss,
-slope)`, the loss of one token and its derivative. It is written in the vocabulary `+ - * / < <= >
-== & exp log abs where clamp` of the module global `tl`, which is torch here: the readable
-reference. `bind` gives the same code object another `tl`, so Triton compiles this very source
-(kernels/gpu/rows.py). Adding a loss is one leaf and one line of `OBJECTIVES`.
+A function takes fp32 scalars or tensors `(logp, log_ratio, advantage, *params)`. It returns the
+loss of one token, and the derivative of the loss to log_ratio or to logp (`Objective.slope_of`).
+The code uses only the operations `+ - * / < <= > >= == & exp log abs where clamp` of the module
+global `tl`. Here `tl` is torch, which makes this file the readable reference; `bind` gives the same
+code object a different `tl`, so that Triton compiles this source (kernels/gpu/rows.py) and C++ is
+printed from it (kernels/cpu/leaves.py).
+
+To add a loss, write one function and one line of `OBJECTIVES`.
 """
 
 from __future__ import annotations
@@ -15,31 +18,33 @@ from typing import Any, NamedTuple
 
 import torch as tl
 
-# Log ratios are clamped to this before exp, in value only: the gradient still restores.
+# Log ratios are clamped to this value before exp. The slope ignores the clamp, so that the gradient
+# still pulls the policy back.
 LOG_RATIO_MAX = 20.0
-# The same for the mean log ratio of gspo_token (2507.18071), whose gradient ends there.
+# Bound of the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071). Beyond it the slope
+# is 0.
 MEAN_LOG_RATIO_MAX = 10.0
 
-# (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or values of Triton.
-Leaf = Callable[..., Any]
+# (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or Triton values.
+TokenFunction = Callable[..., Any]
 LEVELS = ("token", "sequence", "sequence_sum")
 
 
 def reinforce(logp, log_ratio, advantage):
-    """-A·lp (Williams 1992; "naive" in CS336)."""
+    """Compute -A·lp (REINFORCE, Williams 1992; "naive" in CS336)."""
     return -advantage * logp, -advantage
 
 
 def unclipped(logp, log_ratio, advantage):
-    """-r·A (CS336)."""
+    """Compute -r·A (CS336)."""
     loss = -tl.exp(log_ratio) * advantage
     return loss, loss
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A).
+    """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A) (PPO; δ: INTELLECT-2).
 
-    At a tie the unclipped branch keeps its gradient: it flows wherever the factor is the ratio.
+    At a tie the unclipped branch is chosen, which keeps its gradient.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -49,7 +54,9 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
 
 
 def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c):
-    """PPO clip, and for A < 0 the loss is at most -c·A (1912.09729)."""
+    """Compute the PPO clip, limited to at most -c·A for A < 0
+    (https://arxiv.org/abs/1912.09729).
+    """
     ratio = tl.exp(log_ratio)
     clipped = tl.clamp(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
     chosen = tl.where(ratio * advantage <= clipped * advantage, ratio, clipped)
@@ -58,23 +65,25 @@ def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c
 
 
 def cispo(logp, log_ratio, advantage, ratio_min, ratio_max):
-    """-sg(clamp(r))·A·lp (MiniMax-M1, 2506.13585)."""
+    """Compute -sg(clamp(r))·A·lp (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
     slope = -tl.clamp(tl.exp(log_ratio), ratio_min, ratio_max) * advantage
     return slope * logp, slope
 
 
 def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
-    """-A·σ(τ(r-1))·4/τ (2511.20347)."""
+    """Compute -A·σ(τ(r-1))·4/τ (SAPO, https://arxiv.org/abs/2511.20347)."""
     ratio = tl.exp(log_ratio)
     tau = tl.where(advantage > 0, temperature_pos, temperature_neg)
     exponent = tau * (ratio - 1.0)
     gate = 1.0 / (1.0 + tl.exp(-exponent))
-    closed = 1.0 / (1.0 + tl.exp(exponent))  # 1 - gate, which would cancel at large ratios
+    closed = 1.0 / (1.0 + tl.exp(exponent))  # equals 1 - gate, without cancellation at large ratios
     return -4.0 / tau * gate * advantage, -4.0 * gate * closed * ratio * advantage
 
 
 def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
-    """-φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)); log_ratio is the sequence's log weight w (TRL)."""
+    """Compute -φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), where w = log_ratio is the log of the
+    completion's weight (TRL).
+    """
     k = tl.where(advantage < 0, k_neg, k_pos)
     lam = tl.where(advantage < 0, lambda_neg, lambda_pos)
     slope = -tl.exp(lam + k * log_ratio - lam * tl.exp(log_ratio)) * advantage
@@ -82,7 +91,10 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """The one-sided clipped log ratio; `coefficients.py` takes -A·exp(its mean) (2507.20673)."""
+    """Clip the log ratio on the side that A pushes to (GMPO, https://arxiv.org/abs/2507.20673).
+
+    `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from it.
+    """
     clipped = tl.where(
         advantage < 0,
         tl.where(log_ratio < -epsilon_low, -epsilon_low, log_ratio),
@@ -92,7 +104,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """-A·sg(min(r, 20))·lp while p - p_old stays in the trust region on A's side (verl)."""
+    """Compute -A·sg(min(r, 20))·lp while p - p_old is inside the trust region on the side of A
+    (verl).
+    """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
     inside = tl.where(advantage > 0, moved <= epsilon_high, moved >= -epsilon_low)
@@ -101,50 +115,50 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """As dppo_tv, with the binary KL of (p_old, p) as the distance (verl)."""
+    """Compute the loss of dppo_tv with the binary KL of (p_old, p) as the distance (verl)."""
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
     divergence = -p_old * log_ratio + (1.0 - p_old) * tl.log(
         (1.0 - p_old + 1e-8) / (1.0 - p + 1e-8)
     )
-    left = tl.where(
+    outside = tl.where(
         advantage > 0,
         (divergence > epsilon_high) & (p > p_old),
         (divergence > epsilon_low) & (p < p_old),
     )
-    slope = tl.where(left, 0.0, -advantage * tl.where(ratio < 20.0, ratio, 20.0))
+    slope = tl.where(outside, 0.0, -advantage * tl.where(ratio < 20.0, ratio, 20.0))
     return slope * logp, slope
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """-(lp·A - ½·β·lr²) (Kimi k1.5; DRO)."""
+    """Compute -(lp·A - β/2·lr²) with lr = log_ratio (Kimi k1.5; DRO)."""
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 
 class Objective(NamedTuple):
-    """How one loss type is put together.
+    """Definition of one loss type.
 
     Attributes:
-        leaf: its function above.
-        params: names of the leaf's hyperparameters, resolved by `LossConfig.params`.
-        aggregation: default normaliser (`grpo_fast.objective.aggregation.AGGREGATIONS`).
-        window: what `log_ratio` is: "ratio" (the token's, or its completion's mean or sum at the
-            levels of sequences), "detached_mean" (gspo_token), "sum" (vespo's log weight),
-            "geometric" (gmpo).
-        slope_of: "log_ratio" when the slope reaches logp through the ratio, "logp" when directly.
-        levels: the importance_sampling_level values it has a meaning for.
-        clips: metrics of clipping: "ppo", "cispo", "vespo" or None.
-        reference: whether beta weighs a KL to `ref_logps`.
-        raw_epsilon_high: default of epsilon_high where the loss reads it as a raw bound of the
-            ratio.
-        follows_advantage: whether the leaf's slope is 0 where the advantage is.
+        function: the loss function of one token.
+        params: names of its hyperparameters, which `LossConfig.params` resolves.
+        aggregation: the default aggregation.
+        ratio_kind: the meaning of the function's log_ratio. "ratio": log ratio of the token, or of
+            its completion at sequence level. "detached_mean": mean of the completion without
+            gradient (gspo_token). "sum": log weight of the completion (vespo). "geometric": of the
+            token, and the function's results are averaged (gmpo).
+        slope_of: variable of the function's slope: "log_ratio" or "logp".
+        levels: the importance_sampling_level values that the loss supports.
+        clips: the clip metrics to report: "ppo", "cispo", "vespo" or None.
+        reference: True if beta weights a KL to `ref_logps`.
+        raw_epsilon_high: default of epsilon_high for a loss that uses it as the bound of the ratio.
+        follows_advantage: True if the slope is 0 where the advantage is 0.
     """
 
-    leaf: Leaf
+    function: TokenFunction
     params: tuple[str, ...] = ()
     aggregation: str = "sequence_mean"
-    window: str = "ratio"
+    ratio_kind: str = "ratio"
     slope_of: str = "log_ratio"
     levels: tuple[str, ...] = LEVELS
     clips: str | None = None
@@ -180,9 +194,11 @@ OBJECTIVES: dict[str, Objective] = {
     "vespo": Objective(
         vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
     ),
-    "gmpo": Objective(gmpo, CLIP, window="geometric", levels=("token",), follows_advantage=False),
+    "gmpo": Objective(
+        gmpo, CLIP, ratio_kind="geometric", levels=("token",), follows_advantage=False
+    ),
     "gspo": PPO._replace(levels=("sequence",)),
-    "gspo_token": PPO._replace(window="detached_mean", slope_of="logp", levels=("token",)),
+    "gspo_token": PPO._replace(ratio_kind="detached_mean", slope_of="logp", levels=("token",)),
     "dppo_tv": Objective(dppo_tv, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),
     "dppo_kl": Objective(dppo_kl, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),
     "kimi": KIMI,
@@ -190,27 +206,29 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def unchanged(function: Leaf) -> Leaf:
+def unchanged(function: TokenFunction) -> TokenFunction:
     return function
 
 
 def bind(
-    leaf: Leaf,
+    function: TokenFunction,
     tl: object,
-    wrap: Callable[[Leaf], Leaf] = unchanged,
+    wrap: Callable[[TokenFunction], TokenFunction] = unchanged,
     words: Mapping[str, object] | None = None,
-) -> Leaf:
-    """The same leaf with another module behind `tl`, its helpers too.
+) -> TokenFunction:
+    """Return a copy of a loss function and of its helpers with a different module as `tl`.
 
     Args:
-        leaf: a leaf of this module or of `kl.py`.
-        tl: the module that gives exp, where, … (for example `triton.language`).
-        wrap: applied to the leaf and to each helper it calls (for example `triton.jit`).
-        words: helpers by name that replace the torch ones (for example `expm1`).
+        function: a function of this module, `kl.py` or `divergences.py`.
+        tl: the module that provides exp, where and the other operations, for example
+            `triton.language`.
+        wrap: applied to the function and to each helper, for example `triton.jit`.
+        words: replacements of helpers by name, for example `expm1`.
     """
-    scope = {**leaf.__globals__, "tl": tl, **(words or {})}
-    for name in leaf.__code__.co_names:
+    scope = {**function.__globals__, "tl": tl, **(words or {})}
+    for name in function.__code__.co_names:
         helper = scope.get(name)
-        if isinstance(helper, types.FunctionType) and helper.__module__ == leaf.__module__:
+        if isinstance(helper, types.FunctionType) and helper.__module__ == function.__module__:
             scope[name] = bind(helper, tl, wrap, words)
-    return wrap(types.FunctionType(leaf.__code__, scope, leaf.__name__, leaf.__defaults__))
+    code = function.__code__
+    return wrap(types.FunctionType(code, scope, function.__name__, function.__defaults__))

@@ -1,4 +1,4 @@
-"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them."""
+"""Metrics of a loss call by TRL's names. They are computed from its logps when they are read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ def token_metrics(
     config: LossConfig,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens; min and max over completions.
+    """Compute the metrics of a call.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to.
+    Means are over the active tokens, minima and maxima of clip ratios over completions.
+    "skipped_rows" counts the rows that receive no gradient.
+
+    Args:
+        logps: (T,), of the active tokens.
+        entropy: (T,), or None.
+        tokens: the other inputs of the active tokens.
+        config: the objective.
+        num_rows: N, all rows of the call.
     """
-    # 1. Compute the loss once more, from the logps of the call.
+    # 1. Compute the loss again from the logps of the call, so that the call pays nothing for unread
+    # metrics.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -34,8 +43,8 @@ def token_metrics(
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
 
-    # 2. What every loss reports.
-    is_pooled = objective.window in ("sum", "geometric")
+    # 2. Metrics of every loss.
+    is_pooled = objective.ratio_kind in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
         "policy_loss": result.policy.sum(dtype=torch.float64).float(),
@@ -44,7 +53,7 @@ def token_metrics(
         "active_tokens": logps.new_full((), float(logps.numel())),
         "skipped_rows": num_rows - active.sum().float(),
     }
-    # 3. What depends on the entropy, the KL, the loss type and the corrections.
+    # 3. Metrics of the entropy, the KL, the loss type and the corrections.
     if entropy is not None:
         metrics["entropy"] = mean(entropy)
     if result.kl is not None and tokens.ref_logps is not None:
@@ -57,7 +66,7 @@ def token_metrics(
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
     elif objective.clips == "vespo":
         signs = torch.where(tokens.advantages < 0, -1.0, 1.0)
-        _, slope = objective.leaf(logps, ratio.log, signs, *config.params)
+        _, slope = objective.function(logps, ratio.log, signs, *config.params)
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
         metrics |= sampling_metrics(old_logps, correction.weights, tokens)
@@ -67,10 +76,10 @@ def token_metrics(
 
 
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
-    """The metrics that a call with these inputs returns, in their order."""
+    """Return the names of the metrics of a call, in the order of `token_metrics`."""
     objective = OBJECTIVES[config.loss_type]
-    # In the order of `token_metrics`: a graph of torch.compile returns values alone, and another
-    # order would give them each other's names.
+    # A torch.compile graph returns the values without names, so a different order here would swap
+    # the names.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
@@ -93,7 +102,7 @@ CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Shares of the tokens that are dropped, and whose ratio is moved; (Σw)²/(n·Σw²) of weights."""
+    """Return the share of dropped tokens, the share of clamped ratios, and (Σw)²/(n·Σw²)."""
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)
@@ -103,11 +112,12 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
 
 
 def mean(x: Tensor) -> Tensor:
+    """Return the mean in fp32 from an fp64 sum, 0 for an empty tensor."""
     return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
 
 
 def extents(name: str, x: Tensor) -> dict[str, Tensor]:
-    """EXTENTS of (T,), 0 when there is nothing."""
+    """Return mean, min and max of x (T,); zeros for an empty tensor."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
     return {
         f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
@@ -117,7 +127,7 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """How far the sampler's logps are from the old policy's, and the ratios that correct it."""
+    """Return the difference between sampling_logps and old_logps, and the importance weights."""
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
     metrics = extents("sampling/sampling_logp_difference", gap)
@@ -128,7 +138,9 @@ def sampling_metrics(
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
-    """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
+    """Return the fraction of tokens outside the clip range on the side that their advantage pushes
+    to.
+    """
     low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
     high = (r > 1 + config.high_bound) & (tokens.advantages > 0)
     metrics = {}
@@ -139,7 +151,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        # An empty completion is no minimum.
+        # An empty completion has a mean of 0, which must not become the minimum.
         filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()

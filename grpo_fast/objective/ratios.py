@@ -1,4 +1,4 @@
-"""The ratios of an objective, policy over old policy over sampler, clamped: exp cannot overflow."""
+"""Importance ratios and corrections of an objective, clamped so that exp cannot overflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
-# A level with one ratio per completion: how it pools log ratios, and the slopes that come back.
+# For levels with one ratio per completion: how log ratios are pooled. Slopes are pooled in the same
+# way on their way back.
 POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "sequence": Tokens.completion_mean,
     "sequence_sum": Tokens.completion_sum,
@@ -23,24 +24,37 @@ POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
 
 
 class Ratio(NamedTuple):
-    """The importance ratio of the tokens, and how a slope by its log reaches the logps."""
+    """The importance ratios of the tokens."""
 
     raw: Tensor  # (T,) logp - old_logp
-    log: Tensor  # (T,) the log ratio the objective reads
-    # (T,) → (B,): how a completion's log ratio is made of its tokens'; None: each has its own
+    log: Tensor  # (T,) log ratio that the loss function receives
+    # (T,) → (B,): pools a completion's log ratios; None: one ratio per token
     pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
-    def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """dL/d(log ratio) → dL/dlogp: itself, or its completion's sum through the mean or sum."""
+    def slope_to_logps(self, slope: Tensor, tokens: Tokens) -> Tensor:
+        """Convert dL/d(log ratio) into dL/dlogp: through the mean or sum of the completion if there
+        is one.
+        """
         return slope if self.pool is None else tokens.to_tokens(self.pool(tokens, slope))
 
 
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
+    """Compute the ratio between current and old policy that the objective's loss function receives.
+
+    Args:
+        logps: (T,), current policy.
+        old_logps: (T,), old policy.
+        sampling: (T,), weights of the corrections, or None; only vespo multiplies them into its
+            ratio.
+        tokens: the other inputs of the tokens.
+        config: the objective.
+    """
     raw = logps - old_logps
-    window = OBJECTIVES[config.loss_type].window
-    if window == "sum":
+    kind = OBJECTIVES[config.loss_type].ratio_kind
+    if kind == "sum":
+        # Clamps and their order are those of TRL's get_gamma_weights.
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
@@ -48,7 +62,8 @@ def importance_ratio(
             pooled = tokens.completion_sum if per_token else tokens.completion_mean
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
-    if window == "detached_mean":
+    if kind == "detached_mean":
+        # The mean has no gradient; the slope goes to the token's own logp.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)
@@ -58,20 +73,21 @@ def importance_ratio(
 
 
 class Corrected(NamedTuple):
-    """Weights and masks of the policy term, by the config's corrections."""
+    """Weights and masks of the policy term."""
 
-    weights: Tensor | None = None  # (T,) None: 1
-    kept: Tensor | None = None  # (T,) bool, None: all
-    clipped: Tensor | None = None  # (T,) bool: whose ratio a bound of "truncate" moved
+    weights: Tensor | None = None  # (T,); None: 1
+    kept: Tensor | None = None  # (T,) bool; None: all
+    clipped: Tensor | None = None  # (T,) bool: ratios that "truncate" clamped
 
     def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
+        """Multiply weights (T,) by the corrections; with `weigh=False` apply the masks only."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         return weights * self.weights if weigh and self.weights is not None else weights
 
 
 def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Corrected:
-    """The config's corrections of these tokens; no gradient flows through them."""
+    """Compute the weights and masks of the config's corrections, without gradient."""
     result = Corrected()
     for correction in config.corrections:
         if not correction.is_read(tokens):

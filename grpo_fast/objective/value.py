@@ -1,4 +1,4 @@
-"""The loss of a value function, per token: plain, clipped around the old values, or Huber's."""
+"""Per-token losses of a value function: plain, clipped around the old values, or Huber."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def value_losses(
     epsilon: float = 0.2,
     delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (R,), (R,) bool
-    """Loss of every value V for its return R, and where the clipped one counts.
+    """Compute the loss of every value V for its return R.
 
     Equals, by `kind`::
 
@@ -25,7 +25,19 @@ def value_losses(
         clipped    max((V − R)², (V_old + clamp(V − V_old, −epsilon, epsilon) − R)²)/2
         huber      (V − R)²/2 up to |V − R| = delta, delta·(|V − R| − delta/2) beyond
 
-    A clipped loss that counts has no gradient: the value has already moved far enough.
+    Where the clipped branch is chosen, the gradient is 0, because the value has already moved by
+    epsilon.
+
+    Args:
+        values: (R,), with gradient.
+        old_values: (R,), values at sampling time.
+        returns: (R,), the targets.
+        kind: "clipped", "plain" or "huber".
+        epsilon: clip range of "clipped".
+        delta: threshold of "huber".
+
+    Returns:
+        The losses (R,), and a mask (R,) of the values whose clipped branch is chosen.
     """
     error = values - returns
     nowhere = torch.zeros_like(error, dtype=torch.bool)
@@ -42,14 +54,14 @@ def value_losses(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d
-    """1 − Var(returns − values)/Var(returns): 1 explains all, 0 no more than a constant does.
+    """Return 1 − Var(returns − values)/Var(returns), 0-d.
 
-    NaN where the returns do not vary, or are none.
+    1 is a perfect critic, and 0 is no better than a constant. NaN if the returns do not vary.
     """
-    if returns.numel() == 0:  # torch warns of a variance over nothing
+    if returns.numel() == 0:  # torch warns about the variance of an empty tensor
         return returns.new_full((), torch.nan, dtype=torch.float64)
     returns = returns.double()
     values = values.double()
     spread = returns.var(correction=0)
-    left = (returns - values).var(correction=0)
-    return torch.where(spread > 0, 1 - left / spread, torch.nan)
+    unexplained = (returns - values).var(correction=0)
+    return torch.where(spread > 0, 1 - unexplained / spread, torch.nan)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast.data import Example, Prompt
-from grpo_fast.errors import wrong
+from grpo_fast.errors import argument_error
 from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
@@ -78,7 +78,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
         if reward.is_unsure and any("answers" in e.fields for e in examples):
             words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
             came = "a column 'answers', which TRL passes under this name"
-            raise wrong(f"rewards: {reward.name}", f"to be written as {words}", came)
+            raise argument_error(f"rewards: {reward.name}", f"to be written as {words}", came)
         given, gold = GIVEN[reward.convention], GOLD[reward.convention]
         for name in [name for name in reward.needs if name == gold or name not in given]:
             is_own = name == "answers" and reward.convention == OURS  # read, not the row's
@@ -91,7 +91,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 field = "an answer" if name == gold else f"a field {name!r}"
                 came = f"{has.count(False)} of {len(examples)} without"
                 first = str(examples[has.index(False)].prompt)[:60]
-                raise wrong(
+                raise argument_error(
                     f"rewards: {reward.name} asks for {name}", f"{field} in every {split} example",
                     f"{came}, first {first!r}",
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal LM class that the installed transformers has, from one generic
+"""Tiny random models of every causal LM class of the installed transformers, from one generic
 configuration.
 """
 
@@ -10,9 +10,9 @@ import torch
 
 from tests import tiny
 
-# A window that every prompt of the sweep outgrows.
+# A window shorter than every prompt of the sweep.
 WINDOW = 16
-LARGEST = 20_000_000  # parameters; a class that stays larger keeps its size in a field not listed
+LARGEST = 20_000_000  # parameters; a larger class has its size in a field that is not listed here
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
     **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),
@@ -40,13 +40,13 @@ SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
-    # Positions from which a model computes differently; sequences of the sweep pass them.
+    # Positions from which a model computes differently. Sequences of the sweep are longer.
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
     "original_max_position_embeddings": 64,
     "hidden_size_per_layer_input": 8,
     "rotary_dim": 4,
     "query_pre_attn_scalar": 16,
-    # As wrong as a mask can be, it has to show: windows that the sequences outgrow.
+    # Windows shorter than the sequences, so that a wrong mask is visible.
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("keep_window_size", "local_attention_window_len"), WINDOW),
@@ -61,9 +61,9 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-# What the generic sizes do not fit.
+# Fields for families that the generic sizes do not fit.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-# Latent attention: queries and keys of 16, values of 8.
+# Latent attention: queries and keys of width 16, values of width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
@@ -82,27 +82,28 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-# For tests of their own: those of `tests.tiny`, and what makes others worth one.
+# Models for other tests: those of `tests.tiny`, and families with a special property.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),
-    # both layer types with their own RoPE, q and k norms
+    # Both layer types with different RoPE, q and k norms.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {},  # every other layer without RoPE
     "phi3": {},  # fused projections
-    "deepseek_v3": {},  # latent attention: values shorter than keys; experts behind a dense layer
-    "olmo2": {},  # norms behind the sublayers
-    "qwen3_moe": {},  # dropless: a token's experts depend on that token alone
+    "deepseek_v3": {},  # latent attention: values narrower than keys; experts after a dense layer
+    "olmo2": {},  # norms after the sublayers
+    "qwen3_moe": {},  # dropless routing: the experts of a token depend on that token only
 }
 
 
 def causal_lms() -> list[str]:
-    """The model types that `AutoModelForCausalLM` knows, in order."""
+    """Return the model types that `AutoModelForCausalLM` supports, in order."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-# RoPE types whose angles or attention change with the position. The test of a family takes each.
+# RoPE types whose angles or attention change with the position. Each family is tested with all of
+# them.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "llama3": {
@@ -124,7 +125,9 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
 
 
 def _small_rope(known: dict[str, Any], rope: str | None) -> dict[str, Any]:
-    """Return RoPE parameters with small limits; those of several layer types are nested."""
+    """Return RoPE parameters with small limits, nested by layer type where the family has
+    several.
+    """
     if any(isinstance(part, dict) for part in known.values()):
         return {name: part and _small_rope(part, rope) for name, part in known.items()}
     small = {**known, **ROPES.get(rope or "", {})}
@@ -150,9 +153,10 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
 
 
 def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A random causal LM of this type, in evaluation mode, in which a wrong mask shows.
+    """Return a random causal LM of this type, in evaluation mode, whose weights make a wrong mask
+    visible.
 
-    Raises whatever the class raises where the generic sizes do not fit it.
+    Raises the class's own error where the generic sizes do not fit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -170,9 +174,10 @@ def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def small_model(kind: str) -> Any:
-    """One of MODELS, of two layers, with a window shorter than most sequences."""
+    """Return one of MODELS with two layers and a window shorter than most sequences."""
     if kind in tiny.FAMILIES:
         return tiny.tiny_model(kind)
     model = family_model(kind, num_hidden_layers=2, sliding_window=6, **MODELS[kind])
-    model.set_experts_implementation("eager")  # torch's grouped product has no fp64
+    # torch's grouped matrix product does not support fp64
+    model.set_experts_implementation("eager")
     return model

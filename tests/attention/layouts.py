@@ -8,40 +8,48 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
-# By the name of its provider: (q, k, v, layout, rule) → output.
+# For each provider name: (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}
 
 
 def two_levels(
     lengths: Sequence[int], sharing: Sequence[int] = (), device: str = "cpu"
 ) -> TreeLayout:
-    """`sharing`: how many of the segments behind the prompts continue each of the first ones."""
+    """Build a layout of two levels; `sharing` is the number of completions of each prompt."""
     parents = [-1] * len(sharing) + [p for p, count in enumerate(sharing) for _ in range(count)]
     parents += [-1] * (len(lengths) - len(parents))
     return TreeLayout.of(lengths, device, parents=parents)
 
 
 def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
-    """`shape`: the parents where one of them is a root (-1), otherwise as in `two_levels`."""
+    """Build a layout from parents if one of them is a root (-1), otherwise as `two_levels`."""
     return TreeLayout.of(lengths, parents=shape) if -1 in shape else two_levels(lengths, shape)
 
 
 def inputs(
     layout: TreeLayout, heads: tuple[int, int] = (4, 2), dim: int = 8, dtype=torch.float64
 ) -> list[Tensor]:
-    """q, k, v and the gradient of the output, on the CPU; `heads` of queries and of keys."""
+    """Return q, k, v and the gradient of the output on the CPU; `heads` is (query heads, key
+    heads).
+    """
     generator = torch.Generator().manual_seed(3)
     shapes = [(layout.total, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 
 
 def results(
-    attention: Callable, given: Sequence[Tensor], layout: TreeLayout, rule: Rule, dtype=None
+    attention: Callable,
+    given: Sequence[Tensor],
+    layout: TreeLayout,
+    params: AttentionParams,
+    dtype=None,
 ) -> list[Tensor]:
-    """Output, dq, dk and dv of `inputs`, computed in `dtype` (theirs if None)."""
+    """Return output, dq, dk and dv of `inputs`, computed in `dtype` (None: the dtype of the
+    inputs).
+    """
     *qkv, grad = (x.to(dtype or x.dtype) for x in given)
     leaves = [x.detach().requires_grad_() for x in qkv]
-    out = attention(*leaves, layout, rule)
+    out = attention(*leaves, layout, params)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -1,12 +1,14 @@
-"""`python -m tests.attention.sweep`: packed rows and our own sampling loop against transformers'
-padded eager attention, for every causal LM class that a generic tiny configuration builds.
-Sequences pass every limit of the configuration, with each type of RoPE.
+"""`python -m tests.attention.sweep`: packed rows and our sampling loop against transformers' padded
+eager attention.
+
+Runs for every causal LM class that a generic tiny configuration builds. Sequences exceed every
+limit of the configuration, with each type of RoPE.
 
     --only NAME     this family; may be repeated
-    --write         put the table into grpo_fast/attention/README.md
+    --write         write the table to grpo_fast/attention/README.md
 
-Each family ends in one class: right · slower path (its rollouts run by transformers' generate) ·
-refused (with the reason, before any training) · wrong. Ends with status 1 where a family is wrong.
+Each family ends in one class: right, slower path (transformers' generate runs its rollouts),
+refused (with the reason, before any training), or wrong. The exit status is 1 if a family is wrong.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
-TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths
-# Ragged, most prompts and completions longer than the window, groups with nothing to share; before
-# and past every limit of `families.SIZES`: 16, 24, 64 and 256.
+TOLERANCE = 2e-3  # nats in fp32; a wrong mask differs by tenths
+# Ragged lengths. Most prompts and completions exceed the window, some groups share nothing, and
+# lengths are before and after every limit of `families.SIZES`: 16, 24, 64 and 256.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -58,7 +60,7 @@ class Verdict(NamedTuple):
 
 
 def groups_of(model: Any) -> list[Group]:
-    """Return random groups of LENGTHS, without those that are longer than a table of positions."""
+    """Return random groups of LENGTHS that fit into the model's table of positions."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     room = trial.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
@@ -72,7 +74,9 @@ def groups_of(model: Any) -> list[Group]:
 
 @torch.no_grad()
 def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
-    """(R,) logps of the completion tokens by transformers' eager attention, padded on the right."""
+    """Return logps of the completion tokens, (R,), by transformers' eager attention with right
+    padding.
+    """
     model.set_attn_implementation("eager")
     pairs = [(prompt, c) for prompt, completions in groups for c in completions]
     longest = max(len(p) + len(c) for p, c in pairs)
@@ -88,16 +92,16 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
 
 
 def judge(family: str, **changes: Any) -> Verdict:
-    """Build this family, take it through the trainer's checks, and compare the results."""
+    """Build a family, run the trainer's checks, and compare the results."""
     try:
         model = family_model(family, **changes)
         groups = groups_of(model)
         truth = padded_logps(model, groups)
-    except Exception as error:  # transformers' own, about a configuration that is ours
+    except Exception as error:  # warnings of transformers about our configuration
         return Verdict(family, NOT_BUILT, _line(error))
     try:
         policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
-        policy.eos_ids = frozenset()  # every completion outgrows the window
+        policy.eos_ids = frozenset()  # every completion is longer than the window
         self_check(policy)
     except Exception as error:
         return Verdict(family, REFUSED, _line(error))
@@ -110,7 +114,7 @@ def judge(family: str, **changes: Any) -> Verdict:
 
 
 def judge_ropes(family: str) -> Verdict:
-    """Judge a family with its RoPE and, where it computes by our code, with each of ROPES."""
+    """Judge a family with its RoPE, and with each of ROPES if our code computes it."""
     verdict = judge(family)
     if verdict.kind in (RIGHT, SLOWER):
         for rope in ROPES:
@@ -122,7 +126,9 @@ def judge_ropes(family: str) -> Verdict:
 
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
-    """The largest differences in nats: packed rows with and without shared prompts, the sampler."""
+    """Return the largest differences in nats: packed rows with and without shared prompts, and the
+    sampler.
+    """
     found = {}
     for name, shared in (("shared", True), ("unshared", False)):
         logps = policy.logps(pack_groups(groups, shared=shared))
@@ -144,7 +150,7 @@ def _line(error: Exception) -> str:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """One row for each class and reason, with its families."""
+    """Return one row for each class and reason, with its families."""
     rows: dict[tuple[str, str], list[str]] = {}
     for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
         for family, own, reason in verdicts:
@@ -158,7 +164,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """The reason without what belongs to this model alone."""
+    """Return the reason without the values of one model."""
     reason = re.sub(r"^model_type \S+: ", "", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
@@ -166,7 +172,7 @@ def _without_numbers(reason: str) -> str:
 
 
 def write(verdicts: Sequence[Verdict]) -> None:
-    """Put the table between its two marks in the README."""
+    """Write the table between its two marks in the README."""
     import transformers
 
     text = README.read_text(encoding="utf-8")

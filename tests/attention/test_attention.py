@@ -1,5 +1,5 @@
-"""The registered attention function: what it refuses, which kernel it takes, and that a wrong one
-is passed over.
+"""The registered attention function: its errors, the kernel that it selects, and that a wrong
+kernel is skipped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def fresh_choice():
     dispatch.choose.cache_clear()
 
 
-# ----------------------------------------------------------
-# choosing
+# Selection of a kernel
 EVERY = "flash-attn flash-attn-4 flash_attn_interface"
 
 
@@ -58,7 +57,7 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # Both ship a module called flash_attn: FA4 alone must not be taken for FA2, nor FA2 for
+        # Both ship a module named flash_attn: FA4 alone must not be mistaken for FA2, nor FA2 for
         # FA4.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
@@ -82,14 +81,14 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     raising = Provider("raising", lambda kind: True, lambda *_: 1 / 0)
     unable = Provider("unable", lambda kind: False, lambda *_: 1 / 0)
 
-    def without_prompts(q, k, v, layout, rule):
-        return honest.attend(q, k, v, TreeLayout.of(layout.lengths), rule)
+    def without_prompts(q, k, v, layout, params):
+        return honest.attend(q, k, v, TreeLayout.of(layout.lengths), params)
 
-    def wrong_gradient(q, k, v, layout, rule):
-        return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, rule)
+    def wrong_gradient(q, k, v, layout, params):
+        return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, params)
 
-    def nan_gradient(q, k, v, layout, rule):
-        return honest.attend(q, k, v, layout, rule) + 0 * (k.sum() - k.sum().detach()).sqrt()
+    def nan_gradient(q, k, v, layout, params):
+        return honest.attend(q, k, v, layout, params) + 0 * (k.sum() - k.sum().detach()).sqrt()
 
     liars = [
         Provider(f.__name__, lambda kind: True, f)
@@ -104,7 +103,7 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     assert "raising failed on cpu float32, head_dim 8: division by zero" in lines[0]
     assert "without_prompts is wrong" in lines[1] and "wrong_gradient is wrong" in lines[2]
     assert "nan_gradient is wrong" in lines[3]
-    assert lines[4].startswith("packed attention on cpu float32, head_dim 8: explicit")
+    assert lines[4].startswith("packed attention on cpu float32, head_dim 8: using explicit")
     monkeypatch.setattr(dispatch, "PROVIDERS", (raising,))
     with pytest.raises(
         RuntimeError, match="no attention kernel passed its self-test on cpu float64"
@@ -114,8 +113,8 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
 
 @pytest.mark.parametrize(("index", "expected"), [(3, 3), (None, 2)])
 def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
-    """Its thread is new, and a new thread is on GPU 0, where another rank lives."""
-    current = threading.local()  # of CUDA: per thread, 0 at first
+    """The self-test runs in a new thread, which starts on GPU 0, where a different rank may run."""
+    current = threading.local()  # CUDA's device is per thread, 0 at first
 
     @contextmanager
     def device(index):
@@ -138,7 +137,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """The kinds for which a kernel is chosen; none runs."""
+    """Record the kinds for which a kernel is selected; no kernel runs."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)
@@ -170,8 +169,7 @@ def test_a_window_that_no_query_reaches_is_none(kinds):
     assert [kind.has_window for kind in kinds] == [False, False, False, True]
 
 
-# ----------------------------------------------------------
-# refusals
+# Errors
 def test_refusals():
     model = tiny_model("llama")
     model.set_attn_implementation(register())

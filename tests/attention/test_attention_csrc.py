@@ -1,5 +1,7 @@
-"""Packed attention in C++ against the explicit kernel in fp64: sizes at the edges of tiles, of
-blocks and of registers; strides, NaN, bits that depend on a row's own segment alone, refusals.
+"""Packed attention in C++ against the explicit kernel in fp64.
+
+Sizes at the borders of tiles, blocks and registers; strides; NaN; bits that depend only on a row's
+own segment; errors.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import torch
 from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import csrc
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
@@ -18,15 +20,15 @@ REASON = loader.unavailable("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
 
 CSRC, EXPLICIT = ATTENTION["csrc"], ATTENTION["explicit"]
-LAYOUTS = {  # lengths of segments; of the first ones, how many completions look on each; or parents
+LAYOUTS = {  # lengths of segments; number of completions of each first segment, or parents
     "single tokens": ([1, 1, 1], [1]),
     "around a tile": ([15, 16, 17, 31, 32, 33], [3]),
     "around the blocks": ([127, 128, 129, 130, 2], [2]),
     "plain": ([260, 7, 64], []),
     "a tree": ([17, 130, 40, 1, 9, 150, 3], (-1, -1, 0, 0, 1, 2, 4)),
 }
-HEADS = [((4, 4), 32), ((4, 2), 20), ((6, 1), 64), ((7, 1), 131)]  # of queries and of keys, D
-RULE = Rule(0.3)
+HEADS = [((4, 4), 32), ((4, 2), 20), ((6, 1), 64), ((7, 1), 131)]  # query heads, key heads, D
+RULE = AttentionParams(0.3)
 ROUNDING = 4 * 2**-23
 
 
@@ -37,8 +39,9 @@ def given_of(layout, heads=(4, 2), depth=32):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_against_fp64(name, heads, poisoned_memory):
-    """At most twice the error of torch's own kernel in the same dtype (gradients: three times),
-    beside the rounding of a dot product of D terms, as some of these rows are very few.
+    """At most twice the error of torch's kernel in the same dtype (gradients: three times).
+
+    Plus the rounding of a dot product of D terms, because some of these rows have very few terms.
     """
     layout = layout_of(*LAYOUTS[name])
     given = given_of(layout, *heads)
@@ -106,7 +109,7 @@ def test_large_scores_leave_one_key():
 )
 def test_refusals_name_the_argument(name, change):
     q, k, v, _ = given_of(TreeLayout.of([6]))
-    given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "rule": RULE}
+    given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "params": RULE}
     csrc.forward(**given)
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
         csrc.forward(**change(given))

@@ -1,4 +1,4 @@
-"""Every kernel behind the packed attention that runs on a CPU against the definition."""
+"""Every kernel of packed attention that runs on a CPU, against the definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.kernels import explicit, flex, reference, tree
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
 FLASH, EXPLICIT = ATTENTION["flash_cpu"], ATTENTION["explicit"]
@@ -27,8 +27,8 @@ LAYOUTS = {
     "longer than a block of flex": ([150, 140, 3, 130], [2]),
     "a tree longer than blocks of flex": ([140, 150, 130, 3, 260, 9], (-1, 0, 0, 1, 2, 3)),
 }
-RULES = [Rule(0.4, window) for window in (None, 1, 4, 64)]
-RULES += [Rule(0.4, window, 2.0) for window in (None, 4)]
+RULES = [AttentionParams(0.4, window) for window in (None, 1, 4, 64)]
+RULES += [AttentionParams(0.4, window, 2.0) for window in (None, 4)]
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
@@ -36,9 +36,9 @@ def layout(request):
     return layout_of(*LAYOUTS[request.param])
 
 
-def definition(q, k, v, layout, rule):
-    """Row by row from "sees its segment and its ancestors up to itself": shares no code with the
-    package.
+def definition(q, k, v, layout, params):
+    """Compute row by row: a query sees its segment and ancestors up to itself. Shares no code with
+    the package.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, start, paths = [], 0, {-1: []}
@@ -46,10 +46,10 @@ def definition(q, k, v, layout, rule):
         paths[segment] = paths[parent] + list(range(start, start + length))
         for row in range(start, start + length):
             seen = paths[segment][: len(paths[parent]) + row + 1 - start]
-            seen = seen[-(rule.window or 10**9) :]
-            scores = torch.einsum("hd,khd->hk", q[row], k[seen]) * rule.scale
-            if rule.softcap:
-                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            seen = seen[-(params.window or 10**9) :]
+            scores = torch.einsum("hd,khd->hk", q[row], k[seen]) * params.scale
+            if params.softcap:
+                scores = params.softcap * torch.tanh(scores / params.softcap)
             out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen]))
         start += length
     return torch.stack(out)
@@ -60,65 +60,70 @@ def assert_equal(found, expected):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_explicit_and_the_dense_reference_are_the_definition(layout, rule):
+@pytest.mark.parametrize("params", RULES, ids=str)
+def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
     given = inputs(layout)
-    expected = results(definition, given, layout, rule)
+    expected = results(definition, given, layout, params)
     for attention in (reference.attend, EXPLICIT):
-        assert_equal(results(attention, given, layout, rule), expected)
+        assert_equal(results(attention, given, layout, params), expected)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("rule", [Rule(0.4), Rule(0.4, 4, 2.0)], ids=str)
+@pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
-def test_flex_is_explicit(name, rule):
-    """Forward only: flex_attention has no backward on a CPU."""
+def test_flex_is_explicit(name, params):
+    """Forward only, because flex_attention has no backward on a CPU."""
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
-    assert_equal([flex.attend(*qkv, layout, rule)], [EXPLICIT(*qkv, layout, rule)])
+    assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     given = inputs(layout, heads)
-    assert_equal(*(results(attention, given, layout, Rule(0.4)) for attention in (FLASH, EXPLICIT)))
+    assert_equal(
+        *(
+            results(attention, given, layout, AttentionParams(0.4))
+            for attention in (FLASH, EXPLICIT)
+        )
+    )
 
 
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     given = inputs(layout, dtype=torch.bfloat16)
-    whole = results(FLASH, given, layout, Rule(0.4))
-    monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
-    pieces = results(FLASH, given, layout, Rule(0.4))
+    whole = results(FLASH, given, layout, AttentionParams(0.4))
+    monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three blocks of 32 rows
+    pieces = results(FLASH, given, layout, AttentionParams(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
 
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
 def test_strided_inputs(layout, attention):
-    """q, k and v as a fused projection leaves them, and a gradient that is an expanded scalar."""
+    """q, k and v as slices of a fused projection, and a gradient that is an expanded scalar."""
     kernel = attention.keywords["kernel"]
 
     def backward(grad, *rest):
-        assert grad.stride()[-2:] == (8, 1)  # FlashAttention takes nothing else
+        assert grad.stride()[-2:] == (8, 1)  # FlashAttention accepts no other strides
         return kernel.backward(grad, *rest)
 
     *qkv, grad = inputs(layout)
     fused = torch.cat(qkv, dim=1).requires_grad_()
     q_k_v = fused.split([4, 2, 2], dim=1)
-    out = attention(*q_k_v, layout, Rule(0.4), kernel=kernel._replace(backward=backward))
+    out = attention(*q_k_v, layout, AttentionParams(0.4), kernel=kernel._replace(backward=backward))
     got = torch.autograd.grad(out.sum(), fused)
-    expected = results(EXPLICIT, [*qkv, torch.ones_like(grad)], layout, Rule(0.4))[1:]
+    expected = results(EXPLICIT, [*qkv, torch.ones_like(grad)], layout, AttentionParams(0.4))[1:]
     assert_equal(got, [torch.cat(expected, dim=1)])
 
 
 def test_explicit_chunks_change_nothing(monkeypatch):
-    """Long prompts are cut into chunks of queries; what a chunk cannot see is not multiplied."""
+    """Long prompts are split into chunks of queries, which skip the keys that they cannot see."""
     layout = two_levels([150, 140, 3, 130], [2])
     given = inputs(layout)
-    for rule in RULES:
-        whole = results(EXPLICIT, given, layout, rule)
+    for params in RULES:
+        whole = results(EXPLICIT, given, layout, params)
         monkeypatch.setattr(explicit, "CHUNK_SCORES", 40_000)
-        cut = results(EXPLICIT, given, layout, rule)
+        cut = results(EXPLICIT, given, layout, params)
         monkeypatch.undo()
         assert_equal(cut, whole)
     block = torch.empty(4, 150, 8)
@@ -129,14 +134,14 @@ def test_explicit_chunks_change_nothing(monkeypatch):
 def test_explicit_under_autocast_stays_in_fp32():
     layout = two_levels([9, 4, 5], [2])
     given = inputs(layout, dtype=torch.float32)
-    plain = results(EXPLICIT, given, layout, Rule(0.4))
+    plain = results(EXPLICIT, given, layout, AttentionParams(0.4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = results(EXPLICIT, given, layout, Rule(0.4))
+        cast = results(EXPLICIT, given, layout, AttentionParams(0.4))
     assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
 
 
 def test_blocks_of_flex_cover_what_is_visible(layout):
-    """A block of keys is listed if and only if some query sees some key in it; a full one needs no
+    """A block of keys is listed if and only if a query sees a key in it; a full block needs no
     mask.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):

@@ -1,5 +1,5 @@
-"""Shared prompts against one completion at a time: logps and every parameter's gradient in fp64,
-family by family.
+"""Shared prompts against one completion at a time: logps and every parameter's gradient in fp64, by
+family.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from grpo_fast.attention import pack_groups, plan_packs, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
-# Ragged completions from one token, several groups in a row, groups with nothing to share.
+# Ragged completions from one token on, several groups in a row, groups that share nothing.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
 @pytest.fixture
 def everything_in_fp64(monkeypatch):
-    """transformers takes norms, RoPE and softmax in fp32 whatever the weights; in fp64 equality can
-    be seen.
+    """Run in fp64 what transformers computes in fp32 (norms, RoPE, softmax), so that results can be
+    equal.
     """
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
@@ -39,12 +39,12 @@ def random_groups():
 
 
 def samples_of(groups):
-    """The completions of all groups as the samples of a tree: (ids, which are trained)."""
+    """Return the completions of all groups as samples of a tree: (ids, trained)."""
     return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
 
 
 def by_sample(model, samples):
-    """(R,) logps of the trained tokens, from a dense pass for each sample."""
+    """Return logps of the trained tokens, (R,), from a dense pass for each sample."""
     model.set_attn_implementation("eager")
     logps = []
     for ids, trained in samples:
@@ -56,7 +56,7 @@ def by_sample(model, samples):
 
 
 def by_pack(model, pack, *, distinct=False):
-    """(R,) logps from one row."""
+    """Return logps of the trained tokens, (R,), from one packed row."""
     model.set_attn_implementation(register())
     logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
     if distinct:
@@ -72,9 +72,7 @@ def gradients(model, loss):
 
 
 def assert_close(got, expected, bar=1e-12):
-    """Relative to the largest entry, so that one bar holds for logps and for gradients of any
-    size.
-    """
+    """Compare relative to the largest entry, so that one tolerance fits logps and gradients."""
     for name, value in expected.items():
         error = float((got[name] - value).detach().abs().max())
         assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
@@ -94,9 +92,7 @@ def test_equals_one_by_one(everything_in_fp64, family, shared):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
 def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """A budget below the largest group: the logps, and the sum of the packs' gradients, are those
-    of one pack.
-    """
+    """With a budget below the largest group, logps and summed gradients equal those of one pack."""
     model, groups = tiny_model(family).double(), random_groups()
     whole = pack_groups(groups)
     expected = by_pack(model, whole)
@@ -114,7 +110,7 @@ def test_groups_split_over_packs(everything_in_fp64, family, shared):
 
 
 def test_lora(everything_in_fp64):
-    """Only adapters train: the trunk is frozen, so some of q, k and v ask for no gradient."""
+    """Only adapters train: the trunk is frozen, so some of q, k and v do not require grad."""
     import peft
 
     config = peft.LoraConfig(
@@ -138,9 +134,7 @@ def test_fp32_and_autocast_stay_within_rounding():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
 def test_the_readme_runs_as_it_stands(family):
-    """The dozen lines for other trainers, and what they promise: a plain head, a softcap and a
-    scale.
-    """
+    """The README's example for other trainers, with a plain head, a softcap and a scale."""
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15

@@ -1,5 +1,7 @@
-"""Trees of samples against one sample at a time: logps and every parameter's gradient in fp64,
-family by family; which rows a tree has, and which it refuses.
+"""Trees of samples against one sample at a time: logps and every parameter's gradient in fp64, by
+family.
+
+Also which rows a tree has, and which input raises an error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.train.models.memory_options import enable_checkpointing
 from tests.attention.families import MODELS, small_model
 from tests.attention.layouts import ATTENTION, inputs, results
@@ -43,8 +45,8 @@ __all__ = ["everything_in_fp64"]
 
 
 def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
-    """Paths of random tries: samples end inside nodes, repeat, are prefixes of others, and have
-    masks of their own, some without a trained token.
+    """Return paths of random tries: samples end inside nodes, repeat, are prefixes of others, and
+    have different masks.
     """
     paths = []
     for _ in range(rng.randint(1, 3)):
@@ -70,7 +72,7 @@ def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
 
 
 def comb(turns, tokens=3):
-    """A conversation that branches at each of its turns."""
+    """Return a conversation that branches at each turn."""
     numbers = iter(range(10**7))
     history, samples = [next(numbers)], []
     for _ in range(turns):
@@ -81,7 +83,9 @@ def comb(turns, tokens=3):
 
 
 def objective(logps, lengths, old, advantages, kind):
-    """PPO clip by token, or GSPO with a ratio for each sample: what summed advantages get wrong."""
+    """PPO clip by token, or GSPO by sample; summing advantages over shared tokens would be wrong
+    for both.
+    """
     total = logps.sum() * 0
     for lp, before, advantage in zip(
         logps.split(lengths), old.split(lengths), advantages, strict=True
@@ -95,7 +99,7 @@ def objective(logps, lengths, old, advantages, kind):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
-    """Windows, softcaps, both objectives, nodes copied and not, gradients recomputed and not."""
+    """With windows, softcaps, both objectives, copied nodes, and recomputed gradients."""
     model, rng = small_model(family).double(), random.Random(family)
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
         samples, kind = random_samples(rng), ("ppo", "gspo")[number % 2]
@@ -128,7 +132,7 @@ def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
 
 
 def contexts(pack):
-    """What each term is predicted from: the ids of the rows that its row sees, by position."""
+    """Return the context of each loss term: the ids of the rows that its row sees, by position."""
     seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
     for row in pack.predicting.tolist():
         rows = seen[row].nonzero()[:, 0]
@@ -171,17 +175,18 @@ def test_rows_by_hand():
     assert pack.layout.lengths == (2, 2, 1, 1) and pack.layout.parents == (-1, 0, 0, -1)
     assert pack.predicting.tolist() == [2, 3, 1, 4, 5, 3, 0]
     assert pack.target_ids.tolist() == [8, 9, 1, 2, 4, 2, 6] and pack.lengths == (2, 2, 1, 1, 1)
-    # Others see other inputs: their rows are their own.
+    # Samples with a different number share no rows.
     pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
-    # Or from one token on.
+    # Or only from one token on.
     later = [
         torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
     ]
     pack = pack_tree(samples, apart=later, merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
     assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
-    # Two tokens that save two rows of a hundred are a segment; of three hundred, a copy.
+    # Two tokens that save two rows of a hundred become a segment; of three hundred, they are
+    # copied.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
@@ -226,7 +231,7 @@ def test_rows_of_a_budget(seed, budget):
 
 
 def test_a_plan_cuts_below_the_branch_that_exceeds_it():
-    # A trunk of 4, a branch with two leaves of 3 behind 2 more, and a leaf of 2: 4 + 2 + 6 + 2.
+    # A trunk of 4; a branch of 2 with two leaves of 3; and a leaf of 2: 4 + 2 + 6 + 2.
     paths = [[1, 2, 3, 4, 5, 6, n, n, n, 0] for n in (7, 8)] + [[1, 2, 3, 4, 9, 9, 0]]
     samples = [(path, [0] * (len(path) - 1) + [1]) for path in paths]
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
@@ -240,8 +245,8 @@ def test_a_plan_cuts_below_the_branch_that_exceeds_it():
 def test_thousands_of_turns_take_no_recursion_and_little_time():
     samples, start = comb(1200), time.process_time()
     pack = pack_tree(samples, merge_cost=0)
-    assert len(pack.layout.lengths) == 2399 and len(pack.layout.views) == 1200
-    assert time.process_time() - start < 10  # 1.3 s alone on this kind of machine
+    assert len(pack.layout.lengths) == 2399 and len(pack.layout.calls) == 1200
+    assert time.process_time() - start < 10  # 1.3 s on an idle machine of this kind
     assert len(plan_trees(samples, 500)) > 20
     ids = list(range(5000))
     nested = [(ids[: n + 2], [0] * (n + 1) + [1]) for n in range(0, 4998, 2)]
@@ -250,21 +255,23 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
-    """A path cut into nodes: its output and gradients are as near to fp64 as in one piece."""
-    whole, rule = TreeLayout.of([8 * depth]), Rule(0.3)
+    """A path split into nodes has the accuracy of one segment, relative to fp64."""
+    whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
     given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
-    exact, errors = results(dense, given_, whole, rule, torch.float64), []
+    exact, errors = results(dense, given_, whole, params, torch.float64), []
     for layout in (cut, whole):
-        found = results(ATTENTION["flash_cpu"], given_, layout, rule)
+        found = results(ATTENTION["flash_cpu"], given_, layout, params)
         errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)])
     for in_nodes, in_one in zip(*errors, strict=True):
         assert in_nodes <= 1.5 * in_one
 
 
 def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
-    """One fused loss over a tree with a support for each term: the flattened samples' loss. Our own
-    matrix product leaves fp64 alone, whatever torch.float32 is.
+    """One fused loss over a tree, with a support for each term, equals the loss of the flattened
+    samples.
+
+    Our matrix product does not handle fp64, whatever torch.float32 is.
     """
     model, samples = tiny_model("llama").double(), random_samples(random.Random(11), depth=6)
     generator = torch.Generator().manual_seed(2)

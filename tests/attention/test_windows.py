@@ -1,5 +1,5 @@
-"""The window of a layer: from the mask that the model asks for, whatever its attention is handed;
-and the sweep of all families, in part.
+"""The window of a layer, read from the mask that the model requests, and part of the sweep of all
+families.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen2_moe", {}),  # the window is in the mask alone, in every other layer
+        ("qwen2_moe", {}),  # the window is only in the mask, in every other layer
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
-        ("mixtral", {"router_jitter_noise": 0.5}),  # random numbers in training, switched off
-        ("seed_oss", {}),  # dropout under a name of its own
-        ("qwen2", {"max_window_layers": 1}),  # in the mask, and as keyword of some layers
+        # random numbers in training, which are switched off
+        ("mixtral", {"router_jitter_noise": 0.5}),
+        ("seed_oss", {}),  # dropout under a different name
+        ("qwen2", {"max_window_layers": 1}),  # in the mask, and as a keyword of some layers
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"sliding_window": 4096}),  # longer than any sequence
         ("mistral", {"sliding_window": None}),
         ("gemma2", {"attn_logit_softcapping": 5.0}),  # with a softcap
         ("smollm3", {}),  # with layers that have no RoPE
         ("exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
-        ("deepseek_v3", {}),  # latent attention: values shorter than keys
+        ("deepseek_v3", {}),  # latent attention: values narrower than keys
     ],
     ids=str,
 )
@@ -52,11 +53,11 @@ def test_right(family, changes):
     ("family", "changes", "reason"),
     [
         ("llama4_text", {}, "chunked_attention"),
-        ("gpt_oss", {}, "s_aux"),  # sinks beside windows
-        ("mistral", {"sliding_window": 0}, "at least one token; this layer asks for 0"),
-        ("doge", {}, "packed attention fails: 'int' object"),  # computes with its mask
+        ("gpt_oss", {}, "s_aux"),  # attention sinks in addition to windows
+        ("mistral", {"sliding_window": 0}, "at least one token, got 0"),
+        ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
         ("mamba", {}, "recurrent state"),
-        ("phimoe", {}, "training mode"),  # draws its experts at random in training
+        ("phimoe", {}, "training mode"),  # selects experts at random in training
         ("bert", {}, "this layer is not"),
     ],
 )
@@ -75,7 +76,7 @@ def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
     assert sweep.judge("phimoe").kind == sweep.RIGHT
 
 
-@pytest.mark.parametrize("window", [WINDOW, 4096])  # the checks have 9 tokens, and 7
+@pytest.mark.parametrize("window", [WINDOW, 4096])  # the checks use 9 and 7 tokens
 def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
     policy = Policy(
         family_model("qwen2_moe", sliding_window=window), build_symbol_tokenizer(["0", "1"])
@@ -110,7 +111,7 @@ def test_mask_or_keyword(mask, keyword, expected):
     ("mask", "keyword"), [(7, 8), (7, 0), (0, None), (-1, -1), (print, None), (torch.ones(1), 7)]
 )
 def test_refused_masks(mask, keyword):
-    with pytest.raises(ValueError, match=r"7 tokens in its mask|this layer asks for"):
+    with pytest.raises(ValueError, match=r"7 tokens in its mask|at least one token, got"):
         window_of(mask, keyword)
 
 
@@ -139,7 +140,7 @@ def test_what_transformers_asks_for(build, more, expected):
 # ------------------------------------------------------------------------------------------------
 # small windows
 def windowed(*windows):
-    """A model of a layer for each window, with a configuration of its own."""
+    """Return a model with one layer for each window, each with its own configuration."""
     model = nn.ModuleList(nn.Identity() for _ in windows)
     for layer, window in zip(model, windows, strict=True):
         layer.config = SimpleNamespace(sliding_window=window, max_window_layers=2, hidden_size=64)
@@ -174,7 +175,7 @@ def test_sizes_that_are_no_window_stay():
 # ------------------------------------------------------------------------------------------------
 # the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
-    """Its lengths reach beyond the window, and its weights make a wrong mask show."""
+    """The sweep's lengths exceed the window, and its weights make a wrong mask visible."""
     monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
     assert sweep.judge("phimoe").kind == sweep.WRONG

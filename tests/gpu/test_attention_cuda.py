@@ -14,7 +14,7 @@ from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.kernels.tree import attend
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 from tests.attention.layouts import ATTENTION
 from tests.tiny import tiny_model
 
@@ -78,7 +78,7 @@ def rule_of(spans, scale, left, right, softcap):
     """Return the rule that a package would derive from its arguments; None means −1."""
     left, right = (-1 if x is None else x for x in (left, right))
     assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
-    return Rule(scale, left + 1 if left >= 0 else None, softcap or None)
+    return AttentionParams(scale, left + 1 if left >= 0 else None, softcap or None)
 
 
 def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):

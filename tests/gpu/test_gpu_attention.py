@@ -14,7 +14,7 @@ import torch
 from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import flex, reference
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
 
@@ -36,7 +36,7 @@ KINDS += [Kind("cuda", *size) for size in SIZES]
 
 def rule_of(kind):
     limits = 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
-    return Rule(kind.head_dim**-0.5, *limits)
+    return AttentionParams(kind.head_dim**-0.5, *limits)
 
 
 def problem(name, kind, heads=(6, 2)):
@@ -97,7 +97,7 @@ def test_without_any_package_it_is_flash_attention_and_says_so(kind, caplog):
     chosen = dispatch.choose(kind)
     assert chosen.name in ("fa4", "fa3", "fa2", "flash_aten")
     lines = [record.getMessage() for record in caplog.records if "attention" in record.name]
-    assert lines[-1].startswith(f"packed attention on {kind}: {chosen.name}")
+    assert lines[-1].startswith(f"packed attention on {kind}: using {chosen.name}")
 
 
 @pytest.mark.parametrize("has_window", [False, True])

@@ -52,7 +52,7 @@ def flattened(model, samples, advantages, old, support=None):
         targets.append(torch.as_tensor(ids)[at])
     ends = torch.tensor([0, *map(len, targets)]).cumsum(0).int()
     head = head_of(model)
-    config = LossConfig(**head.rule)
+    config = LossConfig(**head.logit_kwargs)
     out = linear_grpo_loss(
         torch.cat(hidden), head.weight, torch.cat(targets), advantages, config, old_logps=old,
         cu_seqlens=ends, support=support,

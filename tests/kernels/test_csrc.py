@@ -103,7 +103,7 @@ def test_the_printer_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPat
     ):
         loss_codegen.print_header([a_helper], [])
     loss_codegen.header.cache_clear()
-    monkeypatch.setitem(OBJECTIVES, "bad", OBJECTIVES["grpo"]._replace(leaf=a_bad_loss))
+    monkeypatch.setitem(OBJECTIVES, "bad", OBJECTIVES["grpo"]._replace(function=a_bad_loss))
     _, reason = csrc_loader.compile_library("rows")
     loss_codegen.header.cache_clear()
     assert reason is not None and "cannot be printed as C++: a_bad_loss" in reason
@@ -113,7 +113,9 @@ def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     of_losses = [LossConfig(loss_type=name, max_completion_length=8) for name in LOCAL]
     for config in of_losses + [LossConfig(kl_estimator=name) for name in KL_ESTIMATORS]:
         handed = rows_cpu.loss_arguments(config.key)
-        assert loss_codegen.objective_functions()[handed[0]] is OBJECTIVES[config.loss_type].leaf
+        assert (
+            loss_codegen.objective_functions()[handed[0]] is OBJECTIVES[config.loss_type].function
+        )
         assert loss_codegen.kl_functions()[handed[1]] is KL_ESTIMATORS[config.kl_estimator]
         assert handed[3 : 3 + len(config.params)] == config.params and len(handed) == 9
 

@@ -36,7 +36,7 @@ TRANSFORMS = {
 # Losses that share a function differ only in how tokens are averaged, which happens outside the
 # kernels.
 LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
-LEAVES = list({OBJECTIVES[name].leaf: name for name in LOCAL}.values())
+LEAVES = list({OBJECTIVES[name].function: name for name in LOCAL}.values())
 OPTIONS: dict[str, dict] = {
     "grpo": {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5},
     "dual_clip": {"dual_clip_c": 1.3},

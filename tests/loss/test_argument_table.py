@@ -1,8 +1,9 @@
-"""Every keyword of the public functions × how a caller runs them: plain eager's answer, or refused.
+"""Every keyword of the public functions in every mode of execution: the result equals plain
+eager's, or an error is raised.
 
-The keywords come from the signatures, so a new one without a value here fails. torch.compile is the
-real one: without fullgraph a refusal inside becomes a graph break, and the frames behind it are
-compiled apart, which once lost `support` between a guard and the call that it guarded.
+The keywords come from the signatures, so a new keyword without a value here fails. torch.compile is
+real: without fullgraph, an error becomes a graph break, and the frames after it are compiled
+separately. That once lost `support` between a guard and the call that it guarded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
-# One value of each keyword, other than its default.
+# One value of each keyword that is not its default.
 VALUES = {
     "softcap": 3.0,
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
@@ -71,8 +72,8 @@ IN_CONFIG = {
     "temperature": VALUES["temperature"], "softcap": 3.0, "logit_scale": 1.3, "entropy_coef": 0.1,
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
-NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
-# Keywords without which one of VALUES would change nothing.
+NEUTRAL = ("group", "backend", "validate", "inplace")  # these change no number
+# Keywords that a value of VALUES needs to have an effect.
 WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
@@ -85,7 +86,7 @@ def keywords_of(function: str) -> list[str]:
 
 
 class Call:
-    """A public function with its base arguments and one keyword more."""
+    """A public function with its base arguments and one more keyword."""
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
         self.function, self.name = function, name
@@ -123,7 +124,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Everything that comes out of a call, and the gradients of its tensors."""
+    """Return all outputs of a call, and the gradients of its tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -149,8 +150,10 @@ def autocast(call, patch):
 
 
 def recorded(call, patch):
-    """On the CPU, as if a CUDA graph were recorded: tests/gpu/test_cuda_graphs.py sees to syncs."""
-    # Not other packages' modules: the lazy ones of transformers raise whatever they are asked.
+    """Run on the CPU as if a CUDA graph were recorded; tests/gpu/test_cuda_graphs.py checks for
+    syncs.
+    """
+    # Skip modules of other packages: the lazy modules of transformers raise on any attribute.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
     asked = capture.is_capturing
     for module in ours:
@@ -181,13 +184,14 @@ MODES = {
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# What one full graph holds is the same graph where it may break: asked of the other keywords only.
+# A keyword that fits into one full graph gives the same graph without fullgraph, so test only the
+# others there.
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
     {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
-REFUSED = {"entropy_over": "support"}  # what is refused is the support that WITH adds
+REFUSED = {"entropy_over": "support"}  # the support that WITH adds raises
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +202,8 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# A graph takes a second: of keywords that several functions share it is made where they start from
-# hidden (test_compile.py compiles the others).
+# Compiling takes a second. Keywords that several functions share are compiled for the linear
+# functions only (test_compile.py compiles the others).
 FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
@@ -214,7 +218,7 @@ CELLS = [
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
     call = Call(function, name, group)
-    # grad_filter drops nothing in a pass without gradients, and says so.
+    # grad_filter drops nothing in a pass without gradients, and reports so.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
     outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
@@ -240,7 +244,7 @@ def test_inductor_keeps_the_support(fullgraph):
 
 @pytest.mark.parametrize("function", LEAVES)
 def test_each_value_tells(function, group):
-    """A keyword that was lost would be seen."""
+    """Each value changes the result, so that a lost keyword would be noticed."""
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))

@@ -1,6 +1,4 @@
-"""Several chunks of the head: rows that are left out keep their places, every block has its
-coefficients.
-"""
+"""Chunks of the head: skipped rows keep their places, and every block uses its own coefficients."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 
 
 
 def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **options):
-    """Every second completion is idle, without an advantage: its rows have no coefficient."""
+    """Every second completion has advantage 0, so its rows have no coefficient."""
     case = make_case(22, mask=mask, **options_for(loss_type, level, **options))
     idle = torch.arange(7) % 2 == 1
     return case.but(advantages=torch.where(idle, 0.0, case.advantages + 0.05))
@@ -27,8 +25,9 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
        backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
-    """Five chunks, each with rows that are left out of its GEMMs: dH, dW and db keep their
-    places. Without a gap slices, not index tensors, say where a chunk lies.
+    """Five chunks with rows that are skipped in the GEMMs: dH, dW and db keep their places.
+
+    Without gaps, a chunk is addressed by a slice instead of an index tensor.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
@@ -38,8 +37,6 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
-    """Sixteen rows at a time: every block has its own coefficients, and its own entropy
-    gradient.
-    """
+    """Sixteen rows per block: every block has its own coefficients and entropy gradient."""
     monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

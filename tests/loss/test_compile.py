@@ -1,4 +1,6 @@
-"""torch.compile(fullgraph=True) of a step that calls the loss, custom-op checks, and autocast."""
+"""torch.compile(fullgraph=True) of a training step, checks of the custom operators, and
+autocast.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def compiled(step, backend="aot_eager"):
 
 
 def training_step(case, backend="torch"):
-    """In miniature: a layer below the loss, the loss, a metric, an upstream factor."""
+    """A small step: a layer below the loss, the loss, a metric, and an upstream factor."""
 
     def step(x, layer, weight, bias):
         own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}
@@ -48,9 +50,9 @@ def gradients(step, case):
     return [loss.detach(), metric, logps, *[x.grad for x in leaves]]
 
 
-# What a graph does with each keyword of the public functions: test_argument_table.py.
+# test_argument_table.py tests each keyword in a graph.
 NEEDS_CPP = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-STEPS = [  # one of each kind of ratio
+STEPS = [  # one loss for each kind of ratio
     *[(loss_type, "aot_eager", "torch", 1e-6) for loss_type in ("grpo", "gspo", "vespo")],
     pytest.param("dapo", "inductor", "auto", 1e-4, marks=NEEDS_CPP),
 ]
@@ -67,7 +69,7 @@ def test_a_step_compiles_in_one_graph(loss_type, compiler, backend, rtol):
 
 @pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS)
 def test_every_public_loss_compiles_in_one_graph(function, layout, backend, monkeypatch):
-    backend = str(backend)  # torch 2.11 traces a str and a StrEnum, no other subclass of str
+    backend = str(backend)  # torch 2.11 traces str and StrEnum, but no other subclass of str
     options = options_for("grpo", beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
     case = make_case(112, sampling=True, **options)
     expected = run(function, case, layout=layout, backend=backend)
@@ -105,12 +107,12 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 
 
 def test_what_no_schema_carries_is_refused():
-    """The net under the public doors: a field of the options that a graph would lose."""
+    """A field of the options that a graph would lose raises an error."""
     plain = Options([True], grad_filter=0.1)
-    assert schema.options_of(schema.carried(plain)) == plain
+    assert schema.options_of(schema.graph_fields(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
         with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
-            schema.carried(plain._replace(**{name: True}))
+            schema.graph_fields(plain._replace(**{name: True}))
 
 
 # ----------------------------------------------------------
@@ -118,26 +120,26 @@ def test_what_no_schema_carries_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
-    """torch.library.opcheck on the operators with the very arguments the public functions give
-    them.
-    """
+    """torch.library.opcheck with the arguments that the public functions pass to the operators."""
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
-    real, checked = operators.build, []
+    real, checked = operators.build_batch, []
 
     def build(loss, tensors, options, config, given):
-        monkeypatch.setattr(operators, "build", real)  # the operator itself builds a batch, too
+        # The operator itself builds a batch, too.
+        monkeypatch.setattr(operators, "build_batch", real)
         name = next(name for name, known in operators.LOSSES.items() if known is loss)
-        inputs = (*tensors, *options[: operators.NUM_OPTIONS], *operators._row(config, given))
+        packed = operators._pack_arguments(config, given)
+        inputs = (*tensors, *options[: operators.NUM_OPTIONS], *packed)
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(
             getattr(torch.ops.grpo_fast, f"{name}_loss").default, inputs, test_utils=utils
         )
         checked.append(name)
-        monkeypatch.setattr(operators, "build", build)
+        monkeypatch.setattr(operators, "build_batch", build)
         return real(loss, tensors, options, config, given)
 
-    monkeypatch.setattr(operators, "build", build)
+    monkeypatch.setattr(operators, "build_batch", build)
     for entropy_coef in (0.0, 0.1):
         options = options_for("grpo", beta=0.1, entropy_coef=entropy_coef)
         case = make_case(116, dtype=dtype, sampling=True, **options)
@@ -147,9 +149,7 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 
 
 def test_global_precision_settings_do_not_reach_fp32_results():
-    """float32_matmul_precision is the user's trade for their model; a loss that reads ratios near 1
-    keeps fp32.
-    """
+    """float32_matmul_precision is a choice for the model; the loss needs fp32 for ratios near 1."""
     case = make_case(119, H=64, **options_for("grpo"))
     plain = run("linear", case)
     before = torch.get_float32_matmul_precision()

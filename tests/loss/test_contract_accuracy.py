@@ -1,4 +1,4 @@
-"""the numerical contract: logps, gradients, confident tokens, each with its bar."""
+"""The numerical contract: tolerances for logps, gradients and confident tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
 def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
-    """Logits of the given spread. In any fp32 GEMM a logit of size z is off by about z·6e-8·√H/4,
-    and its p by as much relatively: at std 1 the contract's absolute bars are reachable, at std 2.5
-    torch's own error is the measure."""
+    """Return logits of the given spread.
+
+    In any fp32 GEMM a logit of size z has an error of about z·6e-8·√H/4, and its probability the
+    same relative error. At std 1 the absolute tolerances of the contract are reachable; at std 2.5
+    torch's error is the measure.
+    """
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, H, generator=g).to(dtype)
     weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
@@ -29,8 +32,8 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     return hidden, weight, ids, advantages
 
 
-# 896, 2048, 8192: hidden sizes of the recipes' models and the largest of the contract; 33: no
-# vector width divides it.
+# 896, 2048 and 8192 are hidden sizes of the recipes' models and the largest of the contract; no
+# vector width divides 33.
 @pairs(
     backend=BACKENDS, H=[33, 896, 2048, 8192], dtype=[torch.bfloat16, torch.float16, torch.float32]
 )
@@ -58,7 +61,7 @@ def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
 
 
 def exact_of(hidden, weight, ids, advantages, options, old=None):
-    """The oracle of one completion."""
+    """Return the oracle of one completion."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     own = hidden[None], weight, ids[None], advantages[None], options
     return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
@@ -98,13 +101,14 @@ def test_gradients_against_fp64_overall_and_worst_row(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
-    """bf16 sums over 32 chunks would cost 2.8× the error; with fp32 sums the only rounding is the
-    final store.
+    """bf16 sums over 32 chunks would have 2.8 times the error; with fp32 sums, only the final store
+    rounds.
     """
     from grpo_fast.kernels.head import loop as linear
 
     hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
-    advantages = 1.0 + 0.1 * advantages  # one sign: the running sum is much larger than each term
+    # one sign, so that the running sum is much larger than each term
+    advantages = 1.0 + 0.1 * advantages
     monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda *_: 32)
     _, d_weight = loss_gradients(
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
@@ -117,8 +121,8 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
        one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
 def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
-    """p up to 1 − 1e-6: the target column is −(1 − p), within 0.4%; at 1 − 1e-6 fp32's own p has
-    two digits left.
+    """p up to 1 − 1e-6: the target column is −(1 − p), within 0.4%. At 1 − 1e-6, p in fp32 has two
+    digits left.
     """
     V, T = 257, 8
     g = torch.Generator().manual_seed(0)
@@ -142,10 +146,10 @@ def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
 @pytest.mark.parametrize("all_active", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rival_that_resembles_the_target_in_bf16(backend, all_active):
-    """dH = g p (w_rival - w_target), a 10th of its terms: a p of 8 bits would leave it with an
-    error of 1%.
+    """dH = g·p·(w_rival - w_target) is a 10th of its terms, so a p of 8 bits would cause an error
+    of 1%.
 
-    With few active rows these are gathered, and their rivals with them.
+    With few active rows, the rows and their dominant columns are gathered.
     """
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 64, generator=g)

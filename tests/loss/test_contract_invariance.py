@@ -1,6 +1,8 @@
-"""Bitwise promises: on policy is exact, a row depends on itself only (L0), dW is the
-same from run to run (L1). Every comparison here is torch.equal, never a tolerance. Masked poison:
-test_contract_poison.py."""
+"""Bitwise promises: on-policy ratios are exact, a row depends only on itself (L0), and dW is the
+same from run to run (L1).
+
+Every comparison is torch.equal, without tolerances. test_contract_poison.py covers masked slots.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ DTYPES = (torch.float32, torch.bfloat16)
     level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
 )  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
-    """old and ref computed by linear_logps / logits_logps from the same rows, in another pass and
-    another packing.
+    """old and ref logps come from linear_logps or logits_logps on the same rows, in a different
+    pass and packing.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -53,7 +55,7 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
         assert m[name] == 0, name
     assert torch.equal(result.logps[case.mask], logps[case.mask])
     alone = run(function, case.but(old=None).with_options(beta=0.0), layout=layout, backend=backend)
-    if kl_estimator != "k1":  # the others' slope is 0 on policy
+    if kl_estimator != "k1":  # other estimators have slope 0 on policy
         for name in result.grads:
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
@@ -69,8 +71,8 @@ def token_problem(dtype, N, H, V, seed=0):
 
 
 def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
-    """lp, dH, dW and db of the rows in `index`, as one batch with the step's total fixed at 1000
-    tokens.
+    """Return lp, dH, dW and db of the rows in `index` as one batch, with the total of the step
+    fixed at 1000 tokens.
     """
     hidden, weight, ids, A, old = problem
     A = A if advantages is None else advantages
@@ -90,7 +92,7 @@ def assert_rows(found, expected, index=slice(None)) -> None:
     assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
-# (H, V): a vector width divides both / neither; a real hidden size with an odd vocabulary.
+# (H, V): divisible by the vector width; not divisible; a real hidden size with an odd vocabulary.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 N = 150
 EVERY = torch.arange(N)
@@ -98,7 +100,7 @@ EVERY = torch.arange(N)
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
-    """Neither its neighbours, nor the packing, nor the chunks."""
+    """Neighbours, packing and chunks do not change a row."""
     problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
@@ -127,7 +129,7 @@ def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
 
 @pairs(backend=BACKENDS, dtype=DTYPES, fraction=[0.05, 0.5, 0.95])
 def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend, fraction):
-    """Rows without a coefficient are skipped; the others' dH stays the same, bit for bit."""
+    """Skipping rows without a coefficient does not change a bit of dH of the other rows."""
     problem = token_problem(dtype, N, 64, 512)
     expected = rows_of(problem, EVERY, backend)[1]
     off = torch.rand(N, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
@@ -185,8 +187,8 @@ TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
 
 @pytest.mark.parametrize("loss_type", sorted({*TOKEN_LEVEL} - {"vespo", "gmpo", "gspo_token"}))
 def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
-    """dL/dlogp of a token, whatever stands beside it: SIMD bodies and scalar tails must compute the
-    same function.
+    """dL/dlogp of a token does not depend on its neighbours: SIMD bodies and scalar tails compute
+    the same function.
     """
     options = options_for(loss_type, "token", "token_mean_global", beta=0.3)
     case = make_case(87, mask=torch.ones(1, 67, dtype=torch.bool), **options).but(num_items=100)

@@ -1,6 +1,4 @@
-"""A bitwise promise: NaN, infinities and impossible ids in masked slots change no
-number.
-"""
+"""A bitwise promise: NaN, infinities and invalid ids in masked slots change no result."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ BAD_IDS = (-100, -1, 10**6, 2**40)
 
 
 def poisoned(case: Case, seed: int = 0) -> Case:
-    """NaN, ±inf, huge numbers and impossible ids in every masked slot."""
+    """Return the case with NaN, ±inf, huge numbers and invalid ids in every masked slot."""
     off = ~case.mask
     g = torch.Generator().manual_seed(seed)
 
@@ -98,7 +96,7 @@ def test_masked_poison_is_inert_in_the_store_free_path(backend):
 
 @pairs(loss_type=[x for x, level in LOSS_LEVELS if level == "token"], backend=BACKENDS)
 def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
-    """One sweep over all rows: a masked one has NaN logits, and most slopes are NaN there."""
+    """One sweep over all rows: masked rows have NaN logits, and most slopes are NaN there."""
     case = make_case(25, **options_for(loss_type))
     bad = case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan))
     clean, dirty = (run("logits", x, backend=backend) for x in (case, bad))

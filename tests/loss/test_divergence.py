@@ -1,4 +1,4 @@
-"""`linear_divergence` against textbook formulas in fp64: values, gradients, limits, refusals."""
+"""`linear_divergence` against textbook formulas in fp64: values, gradients, limits and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# By torch fp64 to the last digits; the others' fp32 to its own.
+# torch in fp64 is exact to the last digits; the other backends are as exact as fp32.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
-ROWS = 6 if IS_INTERPRETER else 37  # each is a program of Triton's interpreter
+ROWS = 6 if IS_INTERPRETER else 37  # each is one program in Triton's interpreter
 PLAIN = dict(temperature=1.0, softcap=None, logit_scale=1.0)
 RULES = {
     "plain": (PLAIN, PLAIN),
@@ -38,7 +38,9 @@ def final(raw: Tensor, rule: dict) -> Tensor:
 
 
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
-    """(N,) by the definitions; columns that are -inf on both sides are left out."""
+    """Return the divergence of each row, (N,), by definition; columns that are -inf on both sides
+    are left out.
+    """
     here = (lp > -math.inf) | (lq > -math.inf)
     lp, lq = (x.masked_fill(~here, -60.0) for x in (lp, lq))
 
@@ -54,7 +56,7 @@ def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, seed=0):
-    """hidden, weight, bias of the student and of the teacher."""
+    """Return hidden, weight and bias of the student and of the teacher."""
     g = torch.Generator().manual_seed(seed)
 
     def side(width):
@@ -67,7 +69,7 @@ def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, se
 
 
 def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
-    """(loss, values, gradients of hidden, weight and bias)."""
+    """Return (loss, values, gradients of hidden, weight and bias)."""
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     teacher = TeacherHead(*sides[3:], **rules[1])
     out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
@@ -114,7 +116,7 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """K ids and the rest as one category more; renormalised; places that hold nothing, by id 0."""
+    """K ids and the tail as one more category; renormalised; unused places with id 0."""
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
     y = sides[3] @ sides[4].T + sides[5]
     top, ids = y.log_softmax(-1).topk(K)
@@ -123,8 +125,8 @@ def test_a_teachers_top_k(kind, beta, backend, K):
     if 1 < K < 53:
         top[3, K // 2 :], ids[3, K // 2 :] = -math.inf, 0
         ids[3][ids[3] == 0] = ids[3, 0].clone()
-        ids[3, 0] = 0  # a real one beside those places, by the same id
-        ids[5][ids[5] == 0] = ids[5, K // 2].clone()  # and none
+        ids[3, 0] = 0  # a used place with the same id
+        ids[5][ids[5] == 0] = ids[5, K // 2].clone()  # no used place
         top[5, K // 2 :], ids[5, K // 2 :] = -math.inf, 0
     for has_tail in (True, False):
         logps = top if has_tail else top.log_softmax(-1)
@@ -164,7 +166,7 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """p·(d²/2) of a d of 1e-5, in fp32: a difference of products has none of its digits."""
+    """p·d²/2 at d = 1e-5 in fp32, where a difference of products would have no correct digit."""
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
     for kind, beta in KINDS:
@@ -178,7 +180,7 @@ def test_leaves_of_near_logits_keep_their_digits():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the C++ kernels")
 def test_a_near_teacher_has_torchs_digits_on_the_cpu():
-    """|d| of 1e-4: log(1 + x) without what rounding 1 + x lost is off by 3e-4 of itself."""
+    """At |d| = 1e-4, log(1 + x) with a rounded 1 + x would have a relative error of 3e-4."""
     torch.manual_seed(0)
     z, y, weight = 1e-4 * torch.randn(9, 48), 1e-4 * torch.randn(9, 48), torch.eye(48)
     for kind, beta in KINDS:
@@ -196,8 +198,10 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """One token has all but `gap`: p·log(p/q) and 1 - p cancel in fp32. In the gradient, too. The
-    teacher likes that token less by `doubt` nats.
+    """One token has all probability except `gap`: p·log(p/q) and 1 - p cancel in fp32, also in the
+    gradient.
+
+    The teacher's logit of that token is lower by `doubt` nats.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # several blocks of columns
@@ -216,7 +220,7 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
-    """Logits of ±80, exact by a weight of 1; half of the rows have a teacher that is near."""
+    """Logits of ±80; half of the rows have a teacher with similar logits."""
     z, y = ((2 * torch.rand(16, 1000) - 1) * spread for _ in range(2))
     y[:8] = z[:8] + 0.01 * torch.randn(8, 1000)
     eye, none = torch.eye(1000), torch.zeros(1000)
@@ -225,7 +229,7 @@ def test_logits_far_apart(kind, beta, backend, spread):
     _, values, grads = ours(sides, kind, beta, weights=torch.ones(16), backend=backend)
     assert (values >= 0).all()
     assert ((values - true).abs() <= 2e-5 * true)[8:].all()
-    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # the logits' own last digits
+    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # the last digits of the logits
     lost = (grads[0] - expected[0]).abs().sum(-1)
     assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
 
@@ -242,7 +246,7 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_one_side_excludes(kind, beta, backend):
-    """-inf on both sides counts for nothing; on one side the divergence says what is said."""
+    """-inf on both sides contributes 0; on one side the result is as documented."""
     for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
         sides = sides_of(ROWS, dtype=torch.float32)
         sides[2][[7, 11]], sides[5][[7, 11]] = student, teacher
@@ -272,9 +276,9 @@ def test_nan_is_seen(backend, side):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 1e-6])  # what fp16 cannot hold without a unit
+@pytest.mark.parametrize("scale", [1.0, 1e-6])  # needs a unit in fp16
 def test_16_bits(dtype, scale):
-    """Logits come in fp32 from 16-bit products: only the gradients are rounded."""
+    """16-bit products give fp32 logits, so only the gradients are rounded."""
     sides, weights = sides_of(dtype=dtype), torch.linspace(0.1, 2, 37) * scale
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     out = linear_divergence(*leaves[:2], TeacherHead(*sides[3:]), "jsd", bias=leaves[2],
@@ -295,7 +299,7 @@ def test_a_teacher_of_another_dtype():
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """A prompt's last row serves several completions; a micro-batch may have no row."""
+    """The last row of a prompt serves several completions; a micro-batch may be empty."""
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
     teacher = TeacherHead(sides[3].reshape(2, 3, 9), sides[4], sides[5])
@@ -329,7 +333,7 @@ def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
 
 
 def test_checkpointing_and_no_double_backward():
-    """A recomputed forward gives the same gradients; a second derivative is refused."""
+    """A recomputed forward gives the same gradients; a second derivative raises an error."""
     from torch.utils.checkpoint import checkpoint
 
     sides = sides_of(dtype=torch.float32)
@@ -359,7 +363,9 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """32 chunks of (32, 32768): at most 9 bytes a logit of a chunk, beside the head and dW."""
+    """32 chunks of (32, 32768) use at most 9 bytes per logit of a chunk, besides the head
+    and dW.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "8")
@@ -445,8 +451,8 @@ def test_the_losses_refuse_what_they_cannot_see():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_a_samplers_sets(way):
-    """Sets of every size from one token to the whole vocabulary, which an empty one stands for."""
-    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # rows 0, 5, … weigh nothing
+    """Sets of every size from one token to the full vocabulary, which an empty set stands for."""
+    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # rows 0, 5, … have weight 0
     sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
     support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
     kept = torch.zeros(37, 53, dtype=torch.bool)

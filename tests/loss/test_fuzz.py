@@ -1,8 +1,8 @@
-"""Hypothesis: 500 random calls per run over shapes, strides, dtypes, options, layouts and backends,
-against the oracle.
+"""500 random calls per run by Hypothesis, over shapes, strides, dtypes, options, layouts and
+backends, against the oracle.
 
-A failure prints the seed. `GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays it;
-GRPO_FAST_FUZZ_CASES sets the number of cases.
+A failure prints the seed. `GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays it,
+and GRPO_FAST_FUZZ_CASES sets the number of cases.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
 RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
 # fp32 arithmetic, and half a unit in the last place for each rounding to 16 bits: one at the store,
-# and one more where the upstream gradient is not 1 (these batches are so small that a relative L2
-# can be the error of a single number).
+# and one more if the upstream gradient is not 1. These batches are so small that a relative L2 can
+# be the error of a single number.
 ARITHMETIC = 3e-5
 CORRECTIONS = [
     *oracles.WORDS.values(),
@@ -51,7 +51,7 @@ CORRECTIONS = [
      {"kind": "reject", "high": 2.0, "level": "product", "ratio": "current/sampling"}],
 ]  # fmt: skip
 OFF_POLICY = len(oracles.WORDS)
-WORKSPACE_BYTES = linear.workspace_bytes  # one patched for a call stays for the next
+WORKSPACE_BYTES = linear.workspace_bytes  # a patch for one call stays for the next
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -92,7 +92,7 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": has_sampling,
         "support": draw(st.booleans()),
-        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # which of the two forms is taken
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # selects one of the two forms
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -107,9 +107,7 @@ def calls(draw):
 
 
 def decisions_are_clear(case, expected) -> bool:
-    """False where fp32 or 16-bit rounding may fall on the other side of a bound: such a case proves
-    nothing.
-    """
+    """Return False if rounding could change a decision at a bound; such a case proves nothing."""
     o = expected.options
     if not case.mask.any():
         return True
@@ -144,7 +142,7 @@ def decisions_are_clear(case, expected) -> bool:
             for bound in (x.get("low"), x.get("high")):
                 if r is not None and bound and torch.any((r.log() - math.log(bound)).abs() < 1e-3):
                     return False
-    if expected.entropy_floor is not None:  # the quantile may fall on a token
+    if expected.entropy_floor is not None:  # the quantile may coincide with a token
         entropies = torch.cat([c.entropy for c in expected.rows if len(c.entropy)])
         return not torch.any((entropies - expected.entropy_floor).abs() < 1e-4)
     return True
@@ -176,7 +174,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     if call["totals"]:
         case = case.but(num_items=37, num_completions=11)
     if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
-        # Packed with T = B: (T,) would be read as one advantage per completion.
+        # In the packed layout with T = B, (T,) would mean one advantage per completion.
         call["layout"] = "padded"
     view = VIEWS.get(call["view"], lambda x: x)
     if call["view"] and case.mask.numel():

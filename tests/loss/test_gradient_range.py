@@ -1,9 +1,9 @@
-"""16-bit gradients under a loss scale: formed in the forward pass, before the scale is known, and
-no digit lost.
+"""16-bit gradients with a loss scale, which are computed in the forward pass before the scale is
+known.
 
-A step of 131072 tokens gives each a weight of 8e-6, whose d-logits fp16 cannot hold; a loss scale
-of 2^16 makes up for that afterwards. Truth is fp64 on the same 16-bit inputs; the bar is plain
-torch's own error in the same dtype.
+A step of 131072 tokens gives each a weight of 8e-6, so fp16 underflows for its d-logits; a loss
+scale of 2^16 compensates only afterwards. The reference is fp64 on the same 16-bit inputs, and the
+tolerance is the error of plain torch in the same dtype.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def problem(dtype: torch.dtype) -> dict[str, Tensor]:
 def plain(
     x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Gradients by torch in one dtype: logits, fp32 (or fp64) log_softmax, our objective on logps,
-    backward.
+    """Return gradients by torch in one dtype: logits, fp32 (or fp64) log_softmax, our objective on
+    logps, backward.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
     logits = torch.nn.functional.linear(*leaves)
@@ -69,7 +69,7 @@ def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
 
 
 def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
-    """Relative L2 error of all, and of the worst row."""
+    """Return the relative L2 error of all rows, and of the worst row."""
     off = (found.double() - true).reshape(len(true), -1).norm(dim=1)
     size = true.reshape(len(true), -1).norm(dim=1)
     worst = (off / size.clamp(min=1e-300))[size > 0].max()
@@ -126,7 +126,7 @@ TEACHERS = ("head", "top-k", "support")
 def divergence_of(
     kind: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """`linear_divergence` from a teacher, and the student's tensors."""
+    """Return `linear_divergence` from a teacher, and the student's tensors."""
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     g = torch.Generator().manual_seed(10)
     other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
@@ -148,7 +148,7 @@ def divergence_of(
 
 @pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-33, 3e6], backend=BACKENDS)
 def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
-    """Weights far below fp16's smallest number and far above its largest: the unit of a step."""
+    """Weights far below the smallest and far above the largest fp16 number."""
     x = problem(torch.float16)
     weights = (0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))) * factor / ITEMS
     exact, true = divergence_of(kind, x, weights, torch.float64, "torch")
@@ -166,8 +166,10 @@ def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
 
 @pairs(kind=("policy", *TEACHERS), backend=BACKENDS)
 def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend):
-    """The largest element of each is near 2^13, so that small ones keep their digits, and a power
-    of two goes with it. Without a unit they would wait in fp32, in twice the memory.
+    """The largest element of each gradient is near 2^13, so that small ones keep their digits; a
+    power of two goes with it.
+
+    Without that factor, gradients would have to be stored in fp32, in twice the memory.
     """
     x = problem(torch.float16)
     weights = torch.full((N,), 1 / ITEMS)
@@ -187,7 +189,7 @@ def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend
 
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
 def test_any_scale_and_size(factor):
-    """Gradients near both ends of fp16, an upstream that is no power of two, and a second
+    """Gradients near both ends of fp16, an upstream that is not a power of two, and a second
     backward.
     """
     x, config = problem(torch.float16), CONFIGS["dapo"]

@@ -1,5 +1,5 @@
-"""`linear_logps` keeps the logits that fit its workspace until the first backward: fewer products,
-the same bits.
+"""`linear_logps` caches the logits that fit into its workspace until the first backward: fewer
+products, the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 
 @pytest.fixture
 def products(monkeypatch):
-    """Rows of every product hidden·Wᵀ, in order."""
+    """Record the rows of every product hidden·Wᵀ, in order."""
     rows, original = [], chunks.matmul_logits
 
     def counted(h, weight, *, out):
@@ -45,9 +45,10 @@ def problem():
 
 
 def run(backend):
-    """The gradients of two backward passes."""
+    """Return the gradients of two backward passes."""
     hidden, weight, ids, up = problem()
-    if isinstance(backend, Fused):  # what is kept are weights, which know the logps' gradient only
+    # the cache holds exponentials, which give the gradient of logps only
+    if isinstance(backend, Fused):
         loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
     else:
         loss = (
@@ -61,8 +62,9 @@ def run(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
-    """A first backward overwrites what was kept; in a second dH is the same bit for bit, dW but for
-    the order of its chunks.
+    """The first backward overwrites the cache.
+
+    In the second, dH has the same bits, and dW differs only by the order of its chunks.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)
@@ -75,7 +77,7 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
-    """What was kept of it serves no other chunk."""
+    """The cache of one chunk is not used for a different one."""
 
     def gradients(rows):
         monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)

@@ -1,6 +1,7 @@
-"""What is found wrong on a GPU and told later: the work meets it in range, and nothing is lost.
+"""Errors on a GPU that a later call reports: until then values are clamped, and no error is lost.
 
-No GPU here: the decision to tell later is made for tensors of the CPU, and events are stand-ins.
+There is no GPU here. CPU tensors are treated as if they were checked later, and events are
+stand-ins.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ BAD_OFFSETS = [
     [9, 9, 0, 0],
     [5, 2, 1, 0],
     [-HUGE, HUGE, -HUGE, HUGE],
-    [0, 2**63 - 1, -HUGE - 1, 9],  # whose differences wrap around to positive ones
+    [0, 2**63 - 1, -HUGE - 1, 9],  # whose differences wrap around to positive numbers
 ]
 
 
 class Event:
-    """Of a flag that is there from the n-th query on."""
+    """Event of a flag that arrives with the n-th query."""
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -41,9 +42,9 @@ class Event:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Checks of tensors of the CPU are told late; yields the list of those on their way."""
+    """Check CPU tensors later; yields the list of checks that are on their way."""
     waiting: list = []
-    monkeypatch.setattr(values, "told_late", lambda x, validate: validate == "auto")
+    monkeypatch.setattr(values, "is_checked_later", lambda x, validate: validate == "auto")
     monkeypatch.setattr(values, "copy_to_host_async", lambda flags: (flags.clone(), Event()))
     monkeypatch.setattr(values, "_pending", waiting)
     return waiting
@@ -74,7 +75,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
-    """Every completion's sum is one over some of the T tokens: nothing else is read."""
+    """The sum of every completion reads some of the T tokens, and nothing else."""
     mask = torch.arange(T) % 2 == 0 if has_mask else None
     inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
     tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
@@ -106,7 +107,9 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """Its event says no once, and yes from then on."""
+    """A check is reported once if its event answers no to the first query and yes to all later
+    ones.
+    """
     check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
     monkeypatch.setattr(values, "_pending", [check])
     values.raise_pending()

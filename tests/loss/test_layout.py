@@ -1,5 +1,5 @@
-"""Packing: every completion token is found back once, packs keep to their budget, layouts say who
-sees whom.
+"""Packing: every completion token is found exactly once, packs keep to their budget, and layouts
+define who sees whom.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ sizes = st.lists(
 
 
 def numbered(groups):
-    """Groups of these sizes in which every token is another number: a misplaced one cannot hide."""
+    """Return groups of these sizes in which every token is a different number, so that a misplaced
+    one is noticed.
+    """
     numbers = iter(range(10_000))
     return [
         ([next(numbers) for _ in range(p)], [[next(numbers) for _ in range(c)] for c in cs])
@@ -45,7 +47,8 @@ def test_every_completion_token_is_found_back_once(groups, shared):
         pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
         and pack.cu_seqlens.dtype == torch.int32
     )
-    # What a token is predicted from: walk back from the predicting row over the rows that it sees.
+    # Walk back from the predicting row over the rows that it sees: they must be the token's
+    # context.
     seen, position = visible(pack.layout), pack.layout.position_ids[0]
     ids = pack.input_ids[0]
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
@@ -66,7 +69,7 @@ def test_the_trunk_sees_no_token_too_many(groups, shared):
         == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
     )
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
-    # A layout without sharing says so, whoever asked for it.
+    # A layout without shared rows reports so, whether or not sharing was requested.
     assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
     if shared:
         every = pack.input_ids[0].tolist()
@@ -90,32 +93,32 @@ def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
     for shares in plan:
         alone = len(shares) == 1 and len(shares[0].completions) == 1
         assert sum(map(cost, shares)) <= budget or alone
-    if shared:  # a group is split only if it alone exceeds the budget
+    if shared:  # a group is split only if it exceeds the budget alone
         for group, (prompt, completions) in enumerate(groups):
             parts = sum(share.group == group for shares in plan for share in shares)
             assert parts == 1 or trunk_tokens(prompt, completions) > budget
 
 
 def test_best_fit_by_hand():
-    # costs 10, 9, 5, 4, 2 under 14: largest first, into the fullest pack that holds it
+    # Costs 10, 9, 5, 4, 2 with budget 14: largest first, into the fullest pack with room.
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
-    # Into the fullest pack, not the first: costs 12, 10, 9, 1 under 20
+    # Into the fullest pack, not the first: costs 12, 10, 9, 1 with budget 20.
     plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
     assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
-    # A group of 5 + 3·4 = 17 tokens over 14: two completions beside one copy of the prompt, one
-    # beside the other.
+    # A group of 5 + 3·4 = 17 tokens with budget 14: two completions with one copy of the prompt,
+    # one with the other.
     assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
-    # The rest of a split group still shares its pack with another group.
+    # The rest of a split group shares its pack with a different group.
     assert plan_packs([(5, [5, 5, 5]), (2, [2, 2])], 14) == [
         [Share(0, (0, 1))],
         [Share(0, (2,)), Share(1, (0, 1))],
     ]
-    # One completion over the budget stands alone; one-token completions cost nothing beside their
+    # A completion over the budget is alone; one-token completions cost nothing in addition to their
     # prompt.
     assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
-    # Without sharing completions are placed one by one.
+    # Without sharing, completions are placed one by one.
     assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
 
 
@@ -143,24 +146,24 @@ def test_a_layout_by_hand():
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
     assert layout.parents == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
     assert (layout.total, layout.longest_context, layout.has_tree) == (14, 6, True)
-    itself, across = layout.views
+    itself, across = layout.calls
     assert across.queries == slice(5, 12) and across.keys == slice(0, 5)
     assert itself.spans.cu_q.tolist() == itself.spans.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14]
     assert itself.spans.causal and not across.spans.causal
     assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
     assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
     assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
-    # two rows of the prompt in front of each completion
-    (gathered,) = layout.copies(3)
+    # Two rows of the prompt in front of each completion.
+    (gathered,) = layout.window_calls(3)
     rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
-    assert gathered.keys.rows.tolist() == rows and gathered is layout.copies(3)[0]
+    assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
     assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
-    # Three levels: the ancestors of each distance are one run of rows, with or without queries.
+    # Three levels: the ancestors at each distance are one run of rows, with or without queries.
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 3, 4])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1] == (slice(5, 18), slice(0, 12), (5, 2, 0, 5, 1))
     assert calls[2] == (slice(12, 18), slice(0, 5), (5, 1)) and tree.prefixes[-2:] == (7, 4)
 
@@ -205,11 +208,11 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """`Copies.put_back` is the transpose of gathering."""
+    """`Copies.sum_copies` is the transpose of gathering."""
     layout = pack_groups(numbered(groups)).layout
-    (call,) = layout.copies(window)
+    (call,) = layout.window_calls(window)
     rows, spans = call.keys.rows, call.spans
     grad = torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
     expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, rows, grad)
-    assert torch.equal(call.keys.put_back(grad), expected)
+    assert torch.equal(call.keys.sum_copies(grad), expected)
     assert sum(spans.queries) == layout.total and sum(spans.keys) == len(rows)

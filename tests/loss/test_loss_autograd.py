@@ -1,6 +1,4 @@
-"""What autograd may do with the loss: scale it, run it twice, freeze an input, view an input,
-forbid gradients.
-"""
+"""Autograd with the loss: upstream scales, two backwards, frozen inputs, views, and no_grad."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
     grads = []
     for inplace in (False, True):
         source = case.logits.clone().requires_grad_()
-        logits = source * 1.0  # a non-leaf, as a model's output is
+        logits = source * 1.0  # a non-leaf, like the output of a model
         storage, before = logits.detach(), logits.detach().clone()
         call("logits", case, logits=logits, inplace=inplace, backend=backend).loss.backward()
         grads.append(source.grad)
@@ -90,8 +88,8 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
-    """tanh computes its gradient from its output: from d-logits it would be a wrong number, without
-    a word.
+    """tanh computes its gradient from its output. With d-logits in its place the result would be
+    wrong silently.
     """
     case = make_case(56, **options_for("grpo"))
     logits = torch.tanh(case.logits.clone().requires_grad_())
@@ -122,7 +120,7 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
     loud = call(function, case, **with_gradients(function, case), backend=backend)
     assert not quiet.loss.requires_grad and loud.loss.requires_grad
     assert torch.equal(quiet.logps, loud.logps)
-    # Sums may be grouped otherwise.
+    # Sums may be grouped differently.
     torch.testing.assert_close(quiet.loss, loud.loss.detach(), rtol=1e-6, atol=1e-7)
     for name in quiet.metrics.keys() - {"skipped_rows"}:
         assert torch.equal(quiet.metrics[name], loud.metrics[name]), name
@@ -148,8 +146,8 @@ def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend
 
 @pytest.mark.parametrize("frozen", ["lm_head_weight", "hidden"])
 def test_a_frozen_input_costs_no_gradient_tensor(frozen):
-    """No (V, H) or (N, H) gradient is formed for a frozen tensor: counted on the shapes of every
-    product that runs.
+    """No (V, H) or (N, H) gradient is computed for a frozen tensor, judged by the shapes of all
+    products.
     """
     V, H, products = 211, 37, ("mm", "addmm", "matmul", "bmm")
     case = make_case(59, V=V, H=H, **options_for("grpo"))
@@ -161,7 +159,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if func.__name__.startswith(products):
-                written = args[2] if func.__name__.startswith("mm_.") else out  # our own product
+                written = args[2] if func.__name__.startswith("mm_.") else out  # our matrix product
                 shapes.update({tuple(written.shape)} if written.data_ptr() not in known else ())
             return out
 
@@ -176,7 +174,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
 # ----------------------------------------------------------
 # views
 def strided_last(x):
-    """The same numbers, every other element of a wider buffer."""
+    """Return the same numbers as every other element of a wider buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
@@ -222,7 +220,7 @@ def test_views_are_read_as_they_are(view, dtype, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_inputs(backend):
-    """stride 0: one hidden row, one advantage, one old_logp for many tokens."""
+    """Stride 0: one hidden row, one advantage, one old_logp for many tokens."""
     case = make_case(64, mask=torch.ones(1, 6, dtype=torch.bool), bias=False,
                      **options_for("grpo", beta=0.1))  # fmt: skip
     small = {"old_logps": torch.tensor([[-2.5]]), "ref_logps": torch.tensor([[-2.9]])}

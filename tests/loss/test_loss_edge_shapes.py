@@ -1,6 +1,4 @@
-"""Shapes at the edge of what must work: vocabularies, long and empty batches, −inf columns, 64-bit
-offsets.
-"""
+"""Extreme shapes: vocabularies, long and empty batches, −inf columns, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -23,11 +21,12 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# 1, 2: nothing to normalise; 127, 129: around a power of two and not a multiple of any vector
-# width; the rest: real tokenizers (GPT-2, Qwen, Gemma): 50257 is odd, 262144 the largest in use.
+# 1 and 2: almost nothing to normalise. 127 and 129: around a power of two, and not a multiple of a
+# vector width. The others are real tokenizers (GPT-2, Qwen, Gemma): 50257 is odd, 262144 the
+# largest in use.
 VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
-# One rounding at the store may cost half a unit in the last place, and half the smallest number
-# where it underflows.
+# One rounding at the store may cost half a unit in the last place, or half the smallest number on
+# underflow.
 ONE_STORE = {
     torch.float32: (0.0, 0.0),
     torch.bfloat16: (2**-8, 0.0),
@@ -42,7 +41,7 @@ ONE_STORE = {
 )
 def test_vocabulary_sizes(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
-    # A much smaller H falls into a skinny-GEMM path of MKL whose sums over V are 100 times worse.
+    # A much smaller H uses a skinny-GEMM path of MKL whose sums over V are 100 times less accurate.
     T, H = (3, 64)
     hidden, weight = (
         torch.randn(T, H, generator=g).to(dtype),
@@ -66,7 +65,7 @@ def test_vocabulary_sizes(V, dtype, backend):
         arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
         error = own.double() - true
-        # Its products are of bf16 numbers where the CPU has such.
+        # CPUs with bf16 instructions multiply bf16 numbers.
         if dtype == torch.bfloat16 and backend == "cpu":
             assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
         else:
@@ -78,7 +77,7 @@ def test_vocabulary_sizes(V, dtype, backend):
 def test_completions_longer_than_a_16_bit_index(L, backend):
     mask = torch.ones(2, L, dtype=torch.bool)
     case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
-    # All terms of each sum over the tokens have one sign: what is judged is the arithmetic, not a
+    # All terms of each sum over tokens have one sign, so that the test measures arithmetic and not
     # cancellation.
     case = case.but(
         ids=torch.zeros_like(case.ids), hidden=case.hidden.abs(),
@@ -93,7 +92,7 @@ def test_completions_longer_than_a_16_bit_index(L, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_row_offsets_beyond_two_to_the_31(dtype, backend):
-    """Two rows whose distance is more than 2³¹ elements: the memory between them is reserved, never
+    """Two rows more than 2³¹ elements apart; the memory between them is reserved and never
     touched.
     """
     V, stride = 64, 2**31 + 128
@@ -121,8 +120,7 @@ def test_row_offsets_beyond_two_to_the_31(dtype, backend):
     assert torch.equal(*grads) and (grads[0] != 0).all()
 
 
-# ----------------------------------------------------------
-# nothing there
+# Empty tensors.
 @pairs(backend=BACKENDS, shape=[(0, 5), (3, 0), (0, 0)], loss_type__level=LOSS_LEVELS)
 def test_empty_padded_batches(loss_type, level, shape, backend):
     options = options_for(loss_type, level, entropy_coef=0.1)
@@ -158,9 +156,7 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_minus_infinity_columns_through_the_bias(dtype, backend):
-    """A forbidden token: bias −inf. Its probability, entropy term and every gradient of its column
-    are exactly 0.
-    """
+    """A token forbidden by bias −inf: its probability, entropy term and gradients are exactly 0."""
     case = make_case(74, dtype=dtype, **options_for("grpo", entropy_coef=0.1))
     bias = case.bias.clone()
     forbidden = torch.tensor([0, 5, 22])

@@ -1,5 +1,5 @@
-"""Extras in their documented order, entropy, logit rules and metrics, against the oracle and
-against plain counts.
+"""Extras in their documented order, entropy, logit transforms and metrics, against the oracle and
+plain counts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_correction_is_refused_without_the_logps_that_it_reads():
 
 
 def test_what_the_corrections_report():
-    """Ratios 0.4, 0.8, 6 and 1.5: shares of those masked and moved, and (Σw)²/(n·Σw²)."""
+    """Ratios 0.4, 0.8, 6 and 1.5: the shares of masked and clamped tokens, and (Σw)²/(n·Σw²)."""
     sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
     zeros, advantages = torch.zeros(1, 4), torch.ones(1)
     for corrections, masked, clipped, weights in (
@@ -118,9 +118,9 @@ def test_what_the_corrections_report():
      ([1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0]), ([-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1])],
 )  # fmt: skip
 def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept, loss_type):
-    """An advantage of 0 is not negative. Ratios: 0.1, exactly the bounds 0.5 and 2, and 9.
+    """An advantage of 0 is not negative. The ratios are 0.1, exactly the bounds 0.5 and 2, and 9.
 
-    kimi has a loss of its own at an advantage of 0: the step it weighs.
+    kimi also has a loss at advantage 0, because it weights the step from old_logps.
     """
     zeros, bounds = torch.zeros(1, 4), {"low": 0.5, "high": 2.0}
     sampling = torch.tensor([[-math.log(x) for x in (0.1, 0.5, 2.0, 9.0)]])
@@ -143,9 +143,7 @@ def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept,
 
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
-    """Then the ratio is exp(sg(lp) − sampling_logps): it scales the loss and has no gradient of its
-    own.
-    """
+    """The weight is exp(sg(lp) − sampling_logps): it scales the loss and has no gradient."""
     case = make_case(
         32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]
     ).but(old=None)
@@ -190,7 +188,9 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
 
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
-    """Of three prompts with two completions, one of them empty; and split where groups are not."""
+    """Three prompts with two completions each, one of them empty; and micro-batches that split a
+    prompt.
+    """
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
     case = make_case(39, mask=mask, **options, entropy_coef=0.1, top_entropy_quantile=0.7)
@@ -254,8 +254,7 @@ def test_entropy_is_returned_when_asked_for(function, backend):
         assert x.dtype == torch.float32
 
 
-# ----------------------------------------------------------
-# logit rules
+# logit transforms
 RULES = (
     {"temperature": 0.7}, {"temperature": 1.9}, {"softcap": 3.0}, {"logit_scale": 0.4},
     {"logit_scale": -1.3}, {"temperature": 0.6, "softcap": 4.0, "logit_scale": 1.7},
@@ -282,9 +281,7 @@ def test_one_temperature_per_token(function, layout, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logps_functions_against_the_oracle(backend):
-    """Values and gradients of the entropy alone and with the logps, with rows that have no
-    target.
-    """
+    """Values and gradients, of entropies alone and with logps, including rows without a target."""
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
     ids, temperature = torch.randint(31, (9,), generator=g), 0.5 + torch.rand(9, generator=g)
@@ -330,7 +327,7 @@ def test_metrics_are_masked_means(loss_type, level, layout):
     assert m["active_tokens"] == case.mask.sum().item()
     raw = (expected.logps - case.old.double())[case.mask]
     assert m["approx_kl"] == pytest.approx((raw**2 / 2).mean().item(), rel=1e-5)
-    # a product of ratios is several times as large as one of them
+    # a product of ratios is several times as large as one ratio
     size = abs(expected.policy_loss.item()) if level == "sequence_sum" else 1.0
     assert m["policy_loss"] == pytest.approx(expected.policy_loss.item(), abs=3e-6 * max(1.0, size))
     if loss_type not in ("kimi", "dro"):
@@ -406,7 +403,7 @@ def test_kl_guard_is_counted():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_masked, layout):
-    """They are computed when somebody reads them: the caller may have reused its memory."""
+    """Metrics are computed on access, when the caller may have changed the arguments."""
     mask = None if is_masked else torch.ones(5, 7, dtype=torch.bool)
     options = options_for("grpo", beta=0.1)
     case = make_case(48, mask=mask, sampling=True, per_token_advantages=True, **options)
@@ -423,9 +420,7 @@ def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_mask
 
 
 def test_skipped_rows_are_counted():
-    """Zero advantage and no KL: nothing to do for those rows, and the gradient there is
-    exactly 0.
-    """
+    """Rows with zero advantage and no KL are skipped, and their gradient is exactly 0."""
     case = make_case(47, **options_for("reinforce"))
     advantages = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     result = run("linear", case.but(advantages=advantages))

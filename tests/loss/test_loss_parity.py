@@ -1,11 +1,11 @@
-"""Value and gradient of every loss × level × normaliser × layout × function × backend, against the
+"""Value and gradient of every loss, level, aggregation, layout, function and backend, against the
 fp64 oracle.
 
-Inputs are fp32 numbers; the oracle gets the same numbers in fp64, and no clip decision is near its
-bound, so the whole difference is fp32 arithmetic. The gradients are held to 1e-5 in relative L2
-rather than the contract's 2e-6 because a log ratio at V = 23 inherits an absolute error of some
-1e-7 from lp, which a slope of 1 − e^d or a softened gate amplifies; `test_contract_accuracy.py`
-holds 2e-6 where the contract speaks (dH, dW of the policy term).
+Inputs are fp32 numbers, and the oracle gets the same numbers in fp64. No clip decision is near its
+bound, so the difference is fp32 arithmetic only. The gradient tolerance is 1e-5 in relative L2, not
+the contract's 2e-6, because a log ratio at V = 23 inherits an absolute error of about 1e-7 from lp,
+which a slope of 1 − e^d or a soft gate amplifies. test_contract_accuracy.py tests 2e-6 where the
+contract applies (dH and dW of the policy term).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_sweeps(function, loss_type, level, aggregation, layout, backend):
     check(function, case, layout=layout, backend=backend)
 
 
-# KL, per-token advantages, no old_logps, explicit totals: the same grid, one aggregation each.
+# KL, per-token advantages, no old_logps, explicit totals: the same grid with one aggregation each.
 KL_LOSSES = tuple(x for x in LOSS_LEVELS if x[0] not in ("kimi", "dro"))
 
 

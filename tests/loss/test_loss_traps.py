@@ -1,9 +1,10 @@
-"""Bugs of infinities and of nothing that shipped elsewhere, each with its name. Those of a slope or
-a weight are cells of test_loss_parity.py.
+"""Bugs with infinities and empty inputs that other libraries shipped. test_loss_parity.py covers
+those of a slope or a weight.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
 def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
-    """Elsewhere: exp(−inf − (−inf)) = NaN in the first block. Such columns have probability exactly
-    0.
+    """In other libraries exp(−inf − (−inf)) = NaN in the first block. Such columns have probability
+    exactly 0.
     """
     V, T = leading + 40, 6
     g = torch.Generator().manual_seed(0)
@@ -42,7 +43,7 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
 
 
 def of_unlikely_targets(case, gap):
-    """The case with a column that is no target and takes all but e^-gap of the probability."""
+    """Return the case with a column that is no target and has all probability except e^-gap."""
     V, before = len(case.weight), reference_logps(case)[0]
     bias = case.bias.clone()
     bias[V - 1] += gap + 10
@@ -52,7 +53,7 @@ def of_unlikely_targets(case, gap):
 
 @pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
 def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
-    """Elsewhere: r = inf, then 0·inf = NaN gradients on clipped rows."""
+    """In other libraries r = inf, then 0·inf = NaN gradients on clipped rows."""
     likely = make_case(25, **options_for(loss_type, level, beta=0.1))
     unlikely = of_unlikely_targets(likely, gap)
     for case, difference in ((likely, -gap), (unlikely, gap)):
@@ -66,59 +67,56 @@ def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, functi
             assert torch.isfinite(metric).all(), name
 
 
+def packed_loss(config, logps, log_ratios, advantages, lengths):
+    """Return the output of `grpo_loss` for completions of these lengths, and the gradient."""
+    logps = torch.tensor(logps, requires_grad=True)
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor(advantages), config,
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]),
+        old_logps=logps.detach() - torch.tensor(log_ratios),
+    )  # fmt: skip
+    output.loss.backward()
+    return output, logps.grad
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
 def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
-    """Log ratios of 40, -39 and -0.1 have the mean 0.3: far tokens that cancel count in full."""
+    """Log ratios of 40, -39 and -0.1 have mean 0.3: large ones that cancel count in full."""
     level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
     config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
-    logps = torch.tensor([-1.0, -40.0, -2.0], requires_grad=True)
-    old_logps = torch.tensor([-41.0, -1.0, -1.9])
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([2.0]), config, cu_seqlens=torch.tensor([0, 3]), old_logps=old_logps
-    )
-    output.loss.backward()
+    output, grad = packed_loss(config, [-1.0, -40.0, -2.0], [40.0, -39.0, -0.1], [2.0], [3])
     expected = -2 * math.exp(0.3)
     assert output.loss.item() == pytest.approx(expected, rel=1e-6)
-    torch.testing.assert_close(logps.grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
 
 
 def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
-    """Two completions of log ratios 0.1, 0.2, −0.05 and 0.03, −0.5: e^0.25 and e^−0.47."""
+    """Completions with log ratios 0.1, 0.2, −0.05 and 0.03, −0.5 have ratios e^0.25 and e^−0.47."""
     config = grpo_fast.LossConfig(loss_type="unclipped", importance_sampling_level="sequence_sum")
-    logps = torch.tensor([-1.0, -0.5, -2.0, -0.7, -1.5], requires_grad=True)
-    old_logps = logps.detach() - torch.tensor([0.1, 0.2, -0.05, 0.03, -0.5])
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([2.0, -1.0]), config, cu_seqlens=torch.tensor([0, 3, 5]),
-        old_logps=old_logps,
-    )  # fmt: skip
-    output.loss.backward()
+    logps = [-1.0, -0.5, -2.0, -0.7, -1.5]
+    output, grad = packed_loss(config, logps, [0.1, 0.2, -0.05, 0.03, -0.5], [2.0, -1.0], [3, 2])
     first, second = -2 * math.exp(0.25), math.exp(-0.47)
     assert output.loss.item() == pytest.approx((3 * first + 2 * second) / 5, rel=1e-6)
     expected = torch.tensor([3 * first / 5] * 3 + [2 * second / 5] * 2)
-    torch.testing.assert_close(logps.grad, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=0)
     assert output.metrics["ratio/max"].item() == pytest.approx(math.exp(0.25), rel=1e-6)
     assert output.metrics["ratio/min"].item() == pytest.approx(math.exp(-0.47), rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [8, 500])
 def test_the_overflow_guard_of_a_summed_ratio(length):
-    """Tokens that each moved by 4 nats: the ratio stays e^20, its gradient still pushes down."""
+    """Tokens that moved by 4 nats each: the ratio stays e^20, and the gradient pushes down."""
     config = grpo_fast.LossConfig(loss_type="grpo", importance_sampling_level="sequence_sum")
-    logps = torch.full((length,), -1.0, requires_grad=True)
-    output = grpo_fast.grpo_loss(
-        logps, torch.tensor([-1.0]), config, cu_seqlens=torch.tensor([0, length]),
-        old_logps=torch.full((length,), -5.0),
-    )  # fmt: skip
-    output.loss.backward()
+    output, grad = packed_loss(config, [-1.0] * length, [4.0] * length, [-1.0], [length])
     assert output.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
-    torch.testing.assert_close(logps.grad, torch.full((length,), math.exp(20.0)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, torch.full((length,), math.exp(20.0)), rtol=1e-5, atol=0)
     assert all(torch.isfinite(metric).all() for metric in output.metrics.values())
 
 
 @pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])
 def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
-    """r is exp(min(lr, 20)); for A < 0 the unclipped branch goes on pushing lp down, with slope
-    −r·A.
+    """r is exp(min(lr, 20)). For A < 0 the unclipped branch still pushes lp down, with
+    slope −r·A.
     """
     options = options_for(loss_type, "token", "token_mean_local")
     case = make_case(25, **options)
@@ -126,7 +124,7 @@ def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
     case = case.but(old=logps - 30.0, advantages=-torch.ones(5))
     grad = run("logps", case).grads["logps"][case.mask]
     if loss_type == "dual_clip":
-        assert (grad == 0).all()  # beyond c the loss is the constant −A·c
+        assert (grad == 0).all()  # above c the loss is the constant −A·c
     else:
         torch.testing.assert_close(
             grad, torch.full_like(grad, math.exp(20.0) / case.mask.sum().item()), rtol=1e-5, atol=0

@@ -1,8 +1,7 @@
-"""What an active row or the head cannot compute reaches the loss and
-every gradient.
+"""A NaN in an active row or in the head reaches the loss and every gradient.
 
-Comparisons inside a loss, a clip, a mask or a weight of 0 must not hide it: a check of either the
-loss or a gradient sees it.
+Comparisons in a loss, a clip, a mask or a weight of 0 must not hide it, so that a check of the loss
+or of any gradient notices.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
 HEADS = ("linear", "logits")
 ON_POLICY = {"old": False, "on-policy": True}.items()
-# Weights of 0: a masked ratio to the sampler, the off-policy mask, the entropy mask; and no mask.
+# Weights of 0 by a masked ratio, the off-policy mask or the entropy mask; and no mask.
 FILTERS = {
     **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
     "masks": {"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3},
@@ -42,8 +41,8 @@ FILTERS = {
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
-    """One bad number: in hidden at an active row of the second completion, or in a row of W that is
-    nobody's target.
+    """Put one NaN into hidden at an active row of the second completion, or into a row of W that is
+    no target.
     """
     changed = getattr(case, where).clone()
     if where == "hidden":
@@ -87,16 +86,14 @@ def test_where_a_filter_drops_the_row(loss_type, backend, function, options, adv
     case = make_case(33, sampling=True, **options_for(loss_type, **options))
     values = case.advantages.index_fill(0, torch.tensor(1), advantage)
     bad = spoiled(case.but(advantages=values), "hidden", math.nan)
-    for below in (0, 5):  # ratios to the sampler, and those above the cap
+    for below in (0, 5):  # ratios to the sampler, some above the bound
         assert_seen(bad.but(sampling=bad.sampling - below), function, backend)
 
 
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE,
        value=BAD)  # fmt: skip
 def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
-    """Enough columns for several slices and blocks, several chunks, and a filter of the
-    gradient.
-    """
+    """Enough columns for several slices and blocks, several chunks, and grad_filter."""
     options = options_for("grpo", beta=0.1)
     mask = torch.ones(5, 8 if IS_INTERPRETER else 30, dtype=torch.bool)
     case = make_case(34, H=16, V=2500, mask=mask, dtype=dtype, **options)
@@ -106,7 +103,7 @@ def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
 
 @pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS)
 def test_from_logps(loss_type, level, layout):
-    """`grpo_loss` on logps of which one is NaN."""
+    """`grpo_loss` with one NaN logp."""
     case = make_case(35, **options_for(loss_type, level))
     logps = leaves_of("logps", case, layout)["logps"]
     at = (1, 1) if layout == "padded" else (8,)

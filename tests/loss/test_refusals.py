@@ -1,5 +1,5 @@
-"""Bad input: a ValueError that names the argument, what was expected and what came; then the next
-valid call works.
+"""Invalid input raises a ValueError that names the argument, the expected and the actual value; the
+next valid call works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast import LossConfig
+from grpo_fast import LossConfig, attention
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def assert_refused(name: str, function, *arguments, **keywords) -> str:
-    """The message names the argument and says both sides."""
+    """Check that the message names the argument, and says what was expected and what came."""
     with pytest.raises(ValueError) as caught:
         function(*arguments, **keywords)
     message = str(caught.value)
@@ -95,13 +95,12 @@ CONFIG = [
         for x in ("kimi", "dro", "dppo_tv", "dppo_kl", "gspo_token", "gmpo", "vespo")
         for level in ("sequence", "sequence_sum")
     ],
-    # GSPO is the mean by its definition
+    # GSPO is defined by the mean.
     ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
 ]
 
 
-# An option that the loss does not read would be ignored: (loss types that read it, a value that is
-# not the default).
+# An unread option would be ignored: (loss types that read it, a value that is not the default).
 READ_BY = {
     "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
     "dual_clip_c": ({"dual_clip"}, 2.0),
@@ -147,7 +146,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_configs_are_frozen_and_compared():
-    """Also those with a temperature per token."""
+    """Including configs with a temperature per token."""
     one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
     assert one != other and one != LossConfig() and one != "a config"
@@ -168,7 +167,7 @@ def bad_values(x, value, where=(0, 0)):
 
 
 def refusals():
-    """(argument, functions, changes)"""
+    """Yield (argument, functions, changes)."""
     c, every, heads = CASE, FUNCTIONS, ("logits", "linear")
     B, L = c.mask.shape
     active = tuple(c.mask.nonzero()[2].tolist())
@@ -248,7 +247,7 @@ PADDED = [
 def test_padded_arguments(name, function, changes):
     before = call(function, CASE).loss
     assert_refused(name, call, function, CASE, **changes)
-    assert torch.equal(call(function, CASE).loss, before)  # nothing is left behind
+    assert torch.equal(call(function, CASE).loss, before)  # no state remains
 
 
 T = sum(spans(CASE.mask))
@@ -274,7 +273,7 @@ def test_per_token_tensors_of_the_other_layout(function):
 
 
 def test_a_logp_of_minus_infinity():
-    """A masked one is inert."""
+    """A masked one has no effect."""
     logps = torch.where(CASE.mask, reference_logps(CASE)[0], -INF)
     call("logps", CASE, logps=logps)
     logps[tuple(CASE.mask.nonzero()[1].tolist())] = -INF
@@ -291,7 +290,7 @@ def test_per_token_temperature(function):
     bad = [torch.ones(4), *(bad_values(ones, x, (0, 1)) for x in (0.0, -1, NAN, INF))]
     for t in bad:
         assert_refused("temperature", call, function, CASE, config=with_temperature(t))
-    # a masked slot may hold anything
+    # A masked slot may hold any value.
     call(function, CASE, config=with_temperature(torch.where(CASE.mask, ones, NAN)))
 
 
@@ -320,14 +319,14 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """`old_logps=logps` without .detach() means a gradient in plain torch, and none here."""
+    """`old_logps=logps` without .detach() has a gradient in plain torch, and none here."""
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
     value = value.clone().requires_grad_()
     message = assert_refused(name, call, function, CASE, **{name: value})
     assert f"pass {name}.detach()" in message
     call(function, CASE, **{name: value.detach()})
-    with torch.no_grad():  # nothing to lose
+    with torch.no_grad():  # no gradient is lost
         call(function, CASE, **{name: value})
 
 
@@ -344,7 +343,7 @@ def test_a_temperature_that_requires_grad_but_would_get_none():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
 def test_a_positive_log_probability_of_a_head(name, function):
-    """A loss or a probability in its place. A caller of `grpo_loss` may have log-densities."""
+    """A loss or a probability passed by mistake. `grpo_loss` accepts log-densities."""
     given = CASE.ref if name == "ref_logps" else CASE.old
     active, masked = (tuple(m.nonzero()[1].tolist()) for m in (CASE.mask, ~CASE.mask))
     for value in (0.02, 0.5, 3.0, 100.0, INF):
@@ -379,13 +378,16 @@ def test_ignored_index_is_allowed_where_masked_only():
     for function in ("linear", "logits"):
         call(function, CASE, target_ids=ids)
     for mask in (torch.ones_like(CASE.mask), None):
-        assert_refused("target_ids", call, "linear", CASE, target_ids=ids, completion_mask=mask)
+        with pytest.raises(
+            ValueError, match=r"^target_ids: .*completion_mask=\(target_ids != -100\)"
+        ):
+            call("linear", CASE, target_ids=ids, completion_mask=mask)
 
 
 # ----------------------------------------------------------
 # logps functions
 def logps_refusals():
-    """(argument, whether from logits, other arguments)"""
+    """Yield (argument, whether from logits, other arguments)."""
     h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
     heads = {False: dict(hidden=h, lm_head_weight=w), True: dict(logits=h @ w.T)}
     bad = torch.ones(4).index_put((torch.tensor([1, 3]),), torch.tensor([-0.5, INF]))
@@ -457,6 +459,16 @@ def test_an_unknown_keyword_names_the_nearest_one(word):
         (grpo_fast.DivergenceTerm, "coeff", "; nearest: coef"),
         (grpo_fast.DivergenceTerm, "teachers", "; nearest: teacher"),
         (grpo_fast.DivergenceTerm, "weight", ""),
+        (grpo_fast.TeacherHead, "biass", "; nearest: bias"),
+        (grpo_fast.TeacherTopK, "logprobs", "; nearest: logps"),
+        (grpo_fast.linear_logps, "softcaps", "; nearest: softcap"),
+        (grpo_fast.logits_logps, "temperatur", "; nearest: temperature"),
+        (grpo_fast.linear_logps, "epsilon_low", ""),
+        (grpo_fast.grpo_loss, "old_logprobs", "; nearest: old_logps"),
+        (grpo_fast.linear_grpo_loss, "epsilon_low", r"; .*: pass LossConfig\(epsilon_low=...\)"),
+        (grpo_fast.logits_grpo_loss, "beta", r"; .*: pass LossConfig\(beta=...\)"),
+        (grpo_fast.linear_divergence, "weight", "; nearest: weights"),
+        (attention.pack_groups, "share", "; nearest: shared"),
     ],
 )
 def test_unknown_keywords_of_the_other_options(kind, word, near):

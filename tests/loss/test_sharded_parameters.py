@@ -1,6 +1,5 @@
-"""DTensors as arguments of the public functions: what is taken, and what is refused by name.
-
-One process; gradients over several processes are in test_sharded_heads.py.
+"""DTensors as arguments of the public functions: what is accepted, and what raises an error. One
+process; test_sharded_heads.py tests gradients over several processes.
 """
 
 from __future__ import annotations

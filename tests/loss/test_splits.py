@@ -1,6 +1,8 @@
-"""A step split into micro-batches gives the step's loss and gradients: 1, 2, 4, 8 uneven pieces,
-every loss, every normaliser whose total is global. `token_mean_local` is local by definition and is
-shown to differ."""
+"""A step split into 1, 2, 4 or 8 uneven micro-batches gives the loss and gradient of the full step.
+
+For every loss, and every aggregation with a global total. `token_mean_local` is local by
+definition, and must differ.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# Twelve completions of very different lengths, one empty; cut points of 1, 2, 4 and 8 pieces, all
-# uneven.
+# Twelve completions of very different lengths, one empty; cut points of 1, 2, 4 and 8 uneven
+# pieces.
 LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
 CUTS = {1: [0, 12], 2: [0, 3, 12], 4: [0, 1, 2, 9, 12], 8: [0, 1, 2, 3, 4, 6, 7, 11, 12]}
 GLOBAL = tuple(a for a in AGGREGATIONS if a != "token_mean_local")
@@ -50,7 +52,7 @@ def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
     for name in ("weight", "bias"):
         assert relative_l2(sum(p.grads[name] for p in parts), whole.grads[name]) <= 1e-6
     d_hidden = torch.cat([p.grads["hidden"] for p in parts])
-    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row does not know the split at all
+    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row does not depend on the split
 
 
 @pairs(layout=["padded", "packed"], pieces=CUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)

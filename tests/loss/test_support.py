@@ -1,7 +1,7 @@
-"""`support=`: the sampler's kept sets. Truth is the fp64 oracle on masked logits.
+"""`support=`, the sampler's sets, against the fp64 oracle on masked logits.
 
-A head has two forms, the rows of W that the ids name and the dense product, and given logits are a
-third; which form a head takes depends on sizes, so the tests choose it.
+A head has two forms: gathered rows of W, and the dense product. Given logits are a third. Sizes
+select the form of a head, so the tests force it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """The public function of this form, which a head takes whatever its sizes."""
+    """Force this form for all sizes, and return its public function."""
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -75,7 +75,7 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     backend=BACKENDS,
 )
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """The bonus then pulls at every id; the policy term still at those that were kept."""
+    """The bonus then moves every id, and the policy term only those in the sets."""
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
     layout = LAYOUTS[loss_type == "dapo"]
@@ -117,7 +117,7 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
-    """Gradients then have nothing to be added to, and rows behind a mask have to be made zeros."""
+    """There are then no dense gradients to add to, and masked rows must be set to 0."""
     case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
@@ -130,7 +130,7 @@ def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
 
 @pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
-    """Sums are fp32: what is lost is one rounding of each gradient."""
+    """Sums are fp32, so each gradient is rounded once."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
     function, tol = take(form, monkeypatch), 1.01 * half_ulp
@@ -144,7 +144,9 @@ V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
-    """hidden (T, H), weight (V, H), bias (V,), targets (T,), kept (T, V); long and short sets."""
+    """Return hidden (T, H), weight (V, H), bias (V,), targets (T,) and sets (T, V), long
+    and short.
+    """
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))
     ids = torch.randint(V, (T,), generator=g)
@@ -157,7 +159,7 @@ def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
 
 
 def masked_truth(hidden, weight, bias, ids, kept, **rule):
-    """fp64 leaves, logps and entropies."""
+    """Return fp64 leaves, logps and entropies."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
     return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
@@ -175,7 +177,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # What the forward pass kept serves the first backward pass, with an entropy's gradient or not.
+    # The cache of the forward pass serves the first backward, with or without a gradient of the
+    # entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -197,7 +200,7 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
 
 @pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
 def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
-    """Each is that of a call for it alone; so are the gradients, also of a second backward."""
+    """Each equals a separate call, and so do the gradients, also of a second backward."""
     function = take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)
     given, more = tuple(leaves[:2]), {"bias": leaves[2]}
@@ -232,7 +235,7 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """A set of all ids, an empty one and none at all are the same row."""
+    """A set of all ids, an empty set and no set give the same row."""
     take(form, monkeypatch)
     hidden, weight, bias, ids, _ = rows(3)
     order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
@@ -276,8 +279,7 @@ def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypat
         assert relative_l2(x, y) < 1e-6
 
 
-# ----------------------------------------------------------
-# what holds beside the numbers
+# Properties other than values
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
@@ -352,7 +354,7 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
 
 
 def test_large_sets_come_in_chunks(monkeypatch):
-    """Neither the dense form nor torch's gathered one holds more than its share at a time."""
+    """Neither the dense form nor torch's gathered form exceeds its share of memory."""
     *leaves, ids, kept = rows(8)
     support = support_of(kept, EVERYTHING)
 
@@ -372,15 +374,14 @@ def test_large_sets_come_in_chunks(monkeypatch):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-# ----------------------------------------------------------
-# refusals
+# Errors
 def call(support, **more):
     hidden, weight, _, ids, _ = (x.detach() for x in rows())
     return linear_logps(hidden, weight, ids, support=support, **more)
 
 
 def sets(**changes) -> Support:
-    """Three ids for each row, the target among them; `changes` break it."""
+    """Return three ids for each row, including the target; `changes` break them."""
     ids = rows()[3]
     three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
     for place, value in changes.pop("at", {}).items():
@@ -395,7 +396,10 @@ REFUSED = {
     "id beyond the vocabulary": (lambda: sets(at={(4, 0): V}), r"support\.ids: .*\[0, 300\)"),
     "negative id": (lambda: sets(at={(4, 0): -1}), r"support\.ids: .*\[0, 300\)"),
     "id twice": (lambda: sets(at={(4, 0): int(rows()[3][4])}), r"support\.ids: .*no id twice"),
-    "target missing": (lambda: sets(at={(T - 1, 1): 299}), "support: .*target among its own ids"),
+    "target missing": (
+        lambda: sets(at={(T - 1, 1): 299}),
+        "support: .*target among the ids of its set",
+    ),
     "falling offsets": (
         lambda: sets(offsets=OFFSETS.clone().index_put_((torch.tensor(3),), torch.tensor(2))),
         r"support\.offsets: expected non-decreasing",
@@ -436,7 +440,7 @@ def test_what_a_support_excludes():
 
 
 def test_rows_that_do_not_count_may_hold_anything():
-    """Of a masked target, and of one of -100."""
+    """Rows of masked targets, and of targets -100."""
     *_, ids, kept = rows()
     hidden, weight, *_ = (x.detach() for x in rows())
     mask = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -448,7 +452,7 @@ def test_rows_that_do_not_count_may_hold_anything():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
-    """Without the C++ kernels, where dW begins as zeros of the weight's own dtype."""
+    """Without the C++ kernels, where dW starts as zeros in the dtype of the weight."""
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()
     weight = torch.randn(3, 2).to(dtype).requires_grad_()

@@ -1,8 +1,8 @@
-"""Ranks of gloo worlds that share one head, compared with one process that has the whole of it.
+"""Ranks of gloo worlds that share one head, compared with one process that has the full head.
 
     python -m tests.loss.vocabulary_ranks FOLDER 2 4    # FOLDER/world2.0.json, …, world4.3.json
 
-The package is imported once and the ranks are forks. All ranks go through `CASES` in order.
+The package is imported once, and the ranks are forks. All ranks run `CASES` in order.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def rank_of(size: int, rank: int, folder: Path) -> None:
 
 def main(folder: Path, sizes: list[int]) -> None:
     torch.set_num_threads(1)
-    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # chunks of the fewest rows: 32
+    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # the smallest chunks: 32 rows
     fork = multiprocessing.get_context("fork")
     for size in sizes:
         ranks = [fork.Process(target=rank_of, args=(size, rank, folder)) for rank in range(size)]

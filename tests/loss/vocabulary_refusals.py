@@ -1,4 +1,4 @@
-"""What ranks that share a head refuse, and that all of them say the same."""
+"""Errors of ranks that share a head: all ranks must raise the same one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_call(world: World, **changes: Any) -> Any:
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
-    """Arguments that one rank refuses, or has alone, by what the message begins with."""
+    """Invalid or different arguments of one rank, by the start of the message."""
     case = make_case(14, **options_for("grpo"))
     head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
     ids[0, 0], advantages[0] = 23, NAN
@@ -69,7 +69,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """What every rank says when one rank, or every one, is given a wrong argument."""
+    """Return the error of every rank when one rank, or every rank, has an invalid argument."""
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -77,7 +77,7 @@ def refusals(world: World, who: str) -> Found:
             continue
         is_here = one is None or world.rank == one
         told[name] = said(lambda c=changes if is_here else {}: plain_call(world, **c))
-        assert torch.isfinite(plain_call(world).loss)  # and the next call works
+        assert torch.isfinite(plain_call(world).loss)  # the next call works
     is_here = world.rank == (one or 0)
     with environment("GRPO_FAST_WORKSPACE_MIB", "7" if is_here else "8"):
         told["GRPO_FAST_WORKSPACE_MIB: expected the same"] = said(lambda: plain_call(world))
@@ -88,7 +88,7 @@ def refusals(world: World, who: str) -> Found:
 
 
 def compiled_in_one_graph(world: World) -> str:
-    """What dynamo says of the refusal; without fullgraph the call runs beside the graph."""
+    """Return dynamo's error; without fullgraph the call runs outside the graph."""
     case = world.shard(make_case(14, **options_for("grpo")))
 
     def logps(weight: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def compiled_in_one_graph(world: World) -> str:
 
 
 def wrong_groups(world: World) -> Found:
-    """What is no group of ranks that share this head."""
+    """Groups that are not the ranks that share this head."""
     other = distributed.new_group([0])
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))

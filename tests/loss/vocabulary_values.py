@@ -1,4 +1,4 @@
-"""Values, gradients and bits of a head that ranks share, beside those of one process."""
+"""Values, gradients and bits of a head shared by ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> C
     return make_case(7, dtype=dtype, sampling=True, **options_for(loss_type, level, **extras))
 
 
-# 90 rows in three chunks; in the interpreter 36 in two.
+# 90 rows in three chunks; in the interpreter 36 rows in two.
 LENGTHS = [16, 9, 0, 11] if IS_INTERPRETER else [40, 17, 0, 33]
 LONG = torch.arange(LENGTHS[0])[None, :] < torch.tensor(LENGTHS)[:, None]
 RULES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Some columns, and all of one rank's."""
+    """Some columns, and all columns of one rank."""
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1
@@ -48,7 +48,9 @@ def columns_at_minus_infinity(world: World) -> Found:
 
 
 def confident(world: World, backend: str) -> Found:
-    """p of the target up to 1 - 1e-6, wherever its shard is: logps and rows of dH by their size."""
+    """p of the target up to 1 - 1e-6, on any shard: logps and rows of dH, relative to their
+    size.
+    """
     case = make_case(9, bias=False, **options_for("reinforce"))
     towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
     steps = torch.linspace(1.0, 17.0, case.ids.numel()).reshape(case.ids.shape)
@@ -62,7 +64,7 @@ def confident(world: World, backend: str) -> Found:
 
 
 def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    """Values and gradients after a backward pass, by name."""
+    """Values and gradients by name."""
     out.backward()
     named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
     return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
@@ -84,7 +86,7 @@ def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
-    """`linear_logps` and the gradients of a sum with both of its outputs."""
+    """`linear_logps`, and gradients of a sum of both outputs."""
     names = dict(zip("hwb", ("hidden", "lm_head_weight", "bias"), strict=True))
     leaves = loss_cases.leaves_of("linear", case)
     for n in wants:
@@ -107,7 +109,7 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
 
 # ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
-    """Torch's own chunks, of which the last ranks may have none; gradients stay where they are."""
+    """torch's chunking, in which the last ranks may have no row; gradients stay sharded."""
     g = torch.Generator().manual_seed(3)
     hidden, weight, bias = (
         torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -132,7 +134,7 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
 
 
 def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
-    """`linear_divergence`, and a loss with a `DivergenceTerm`; the teacher is sharded alike."""
+    """`linear_divergence`, and a loss with a `DivergenceTerm`; the teacher has the same shards."""
     case = make_case(4, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     g = torch.Generator().manual_seed(5)
     h, w, b = (torch.randn(*x, generator=g).to(dtype) for x in ((*LONG.shape, 6), (23, 6), (23,)))
@@ -156,7 +158,7 @@ def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto
 
 
 def nan_is_seen(world: World, where: str, backend: str) -> Found:
-    """A NaN in one rank's weight, or in an active row of hidden, reaches all ranks."""
+    """A NaN in the weight of one rank, or in an active row of hidden, reaches all ranks."""
     case = make_case(15, **options_for("grpo", beta=0.1, entropy_coef=0.1))
     head = world.shard(case)
     if where == "hidden":
@@ -172,7 +174,7 @@ def nan_is_seen(world: World, where: str, backend: str) -> Found:
 
 
 def masked_slots_are_inert(world: World, backend: str) -> Found:
-    """NaN and impossible ids where masked: the same bits."""
+    """NaN and invalid ids in masked slots do not change a bit."""
     case = every_loss("grpo", "token", torch.float32)
     hidden = torch.where(case.mask[..., None], case.hidden, NAN)
     bad = case.but(hidden=hidden, ids=torch.where(case.mask, case.ids, -100))
@@ -181,7 +183,7 @@ def masked_slots_are_inert(world: World, backend: str) -> Found:
 
 
 def bits(world: World, backend: str) -> Found:
-    """Logps: the same on all ranks, and of a row alone those of the row among others."""
+    """Logps are the same on all ranks, and a row alone has the bits that it has among others."""
     case = make_case(16, mask=LONG, **options_for("grpo"))
     group = distributed.group.WORLD
     whole = logps_of(world.shard(case), group, wants="", backend=backend)
@@ -193,7 +195,9 @@ def bits(world: World, backend: str) -> Found:
 
 
 def collectives(world: World) -> Found:
-    """Calls of torch.distributed: two and one per chunk forward, one for dH; none for dW and db."""
+    """Calls of torch.distributed: two and one per chunk in the forward, one for dH, none for dW and
+    db.
+    """
     called: list[str] = []
     real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}
 

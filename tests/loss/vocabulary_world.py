@@ -1,7 +1,7 @@
-"""A rank of a world that shares one head, and how its results are compared.
+"""One rank of a world that shares one head, and the comparison of its results.
 
-A comparison is a dict: "off", how far each value is from its truth; "told", the refusals; or
-"same", what must be equal on all ranks.
+A comparison is a dict: "off" has the error of each value, "told" the error messages, and "same" the
+values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests import loss_cases
 from tests.loss_cases import Case, Result, relative_l2
 
 Found = dict[str, Any]
-# Rows of the vocabulary of 23 by rank: no rank has as many as another, and one has none.
+# Rows of a vocabulary of 23 by rank: different numbers on all ranks, and none on one.
 SIZES = {1: (23,), 2: (16, 7), 4: (9, 0, 10, 4)}
 
 
@@ -26,7 +26,7 @@ class World(NamedTuple):
     mesh: DeviceMesh
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """The rows of this rank."""
+        """Return the rows of this rank."""
         return None if x is None else x.split(SIZES[self.size])[self.rank]
 
     def shard(self, case: Case) -> Case:
@@ -38,7 +38,7 @@ class World(NamedTuple):
 
 
 def flat(result: Result) -> dict[str, Tensor]:
-    """Everything that a call returned, by name."""
+    """Return all outputs of a call by name."""
     found = {"loss": result.loss, "logps": result.logps, **result.metrics}
     if result.entropy is not None:
         found["entropies"] = result.entropy
@@ -51,8 +51,8 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
 
 
 def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor]]) -> Found:
-    """What `compute(case, group)` gives for a rank's shard beside what it gives for the whole head;
-    of what ends in "dweight" or "dbias" the rows of this rank.
+    """Compare `compute(case, group)` on a rank's shard with the full head. Values named "…dweight"
+    or "…dbias" are compared in this rank's rows.
     """
     shared, one = compute(world.shard(case), distributed.group.WORLD), compute(case, None)
     of_head = ("dweight", "dbias")
@@ -60,14 +60,16 @@ def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor
 
 
 def as_one(world: World, case: Case, **more: Any) -> Found:
-    """Values, metrics and gradients beside those of one process."""
+    """Compare values, metrics and gradients with one process."""
     return beside_one(
         world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
     )
 
 
 def as_truth(world: World, case: Case, **more: Any) -> Found:
-    """Loss, logps and gradients beside the fp64 oracle; "own": the error of one process there."""
+    """Compare loss, logps and gradients with the fp64 oracle; "own" has the error of one
+    process.
+    """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)
     own = {f"d{n}": relative_l2(x, getattr(truth, f"{n}_grad")) for n, x in one.grads.items()}

@@ -1,5 +1,5 @@
-"""Advantages against plain loops over groups, one per mode; equal groups are exactly 0; a missing
-verdict drops out.
+"""Advantages of every mode against plain loops over groups; equal groups give exactly 0; missing
+rewards are left out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def group_by_group(mode, groups):
                 "rloo_normalized": beside / (spread + 1e-6 if spread else 1.0),
                 "reinforce_pp_baseline": shifted / (statistics.pstdev(centered) + 1e-8),
                 "opo": r - by_length,
-                # k = G: what this completion adds to the best of the group
+                # k = G: how much this completion adds to the best of the group
                 "passk": best - max(others) if r == best and g.index(best) == i else 0.0,
             }
             out.append(defined[mode])
@@ -75,7 +75,7 @@ def test_modes(mode):
 
 
 def test_a_constant_baseline():
-    """Equal rewards keep their advantage, a missing verdict gets none, groups do not matter."""
+    """Equal rewards keep their advantage, a missing reward gets 0, and groups do not matter."""
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
     expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
     for group_size in (1, 2, 3, 6):
@@ -86,8 +86,9 @@ def test_a_constant_baseline():
 @pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
        value=[0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0], G=[2, 3, 7, 8])  # fmt: skip
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
-    """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point. Beside
-    another such group, and beside a mixed one, which is not zero.
+    """Rounding must not matter: the mean of seven times 0.1 is not 0.1 in floating point.
+
+    The group is alone, next to another such group, and next to a mixed one, which is not zero.
     """
     options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -99,7 +100,9 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
-    """All advantages would be 0: by the call, and by the configuration before a model is loaded."""
+    """All advantages would be 0. The call raises, and the configuration does before a model is
+    loaded.
+    """
     from grpo_fast.train.config.recipes import load_recipe
 
     rewards = torch.tensor([1.0, 0.0, 0.5])
@@ -119,9 +122,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """A failing reward drops that sample from the baseline (mean, spread,
-    leave-one-out alike).
-    """
+    """A failed reward is left out of mean, deviation and leave-one-out mean."""
     rewards, lengths = torch.tensor([1.0, math.nan, 0.0, 0.4]), torch.tensor([4, 9, 2, 7])
     keep = ~rewards.isnan()
     own = group_advantages(rewards, mode, group_size=4, **options_of(mode, lengths))
@@ -146,7 +147,7 @@ def test_a_step_without_any_verdict_is_zero_without_a_warning(mode, rewards):
 
 
 ONES = torch.ones(4)
-REFUSED = [  # what the message says, what is not as in `test_refusals`
+REFUSED = [  # the message, and the changed argument
     ("rewards", {"rewards": torch.ones(2, 2)}),
     ("rewards", {"rewards": [1.0, 2.0]}),
     ("rewards", {"rewards": torch.tensor([1.0, math.inf])}),
@@ -191,12 +192,12 @@ def test_maxrl_and_clipping():
 
 
 def test_gdpo():
-    """Each reward against its group, then the weighted sum over the batch of those that apply."""
+    """Normalise each reward in its group, then whiten the weighted sum over the batch."""
     each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.2], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
     options = {"group_size": 3, "weights": [2.0, -1.0], "eps": 0.0}
     a = group_advantages(each[0], group_size=3).double()
     b = group_advantages(each[1], group_size=3).double()
-    total = 2 * a - b  # the second reward does not apply to the last completion: b is 0
+    total = 2 * a - b  # the second reward does not apply to the last completion
     found = group_advantages(each, "gdpo", **options)
     torch.testing.assert_close(found.double(), (total - total.mean()) / total.std())
     assert b[5] == 0 != found[5]
@@ -211,7 +212,7 @@ def test_gdpo():
 # ----------------------------------------------------------
 # gae
 def test_gae_skips_gaps():
-    """What a tool wrote between two turns is no step: the same as without those tokens."""
+    """The output of a tool between two turns changes nothing."""
     g = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
     rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
@@ -233,7 +234,7 @@ def test_lambda_by_length():
 
 
 def test_process_advantages_are_the_papers():
-    """DeepSeekMath 4.1.3, written out: normalise all step rewards of a group, sum those ahead."""
+    """DeepSeekMath 4.1.3: normalise all step rewards of a group, then sum those ahead."""
     nan = float("nan")
     rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],
                             [nan, nan, nan, nan]])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The table of leaves: same keys as the oracle's, value and slope of each leaf, KL estimators,
+"""The table of losses: keys of the oracle, value and slope of each loss function, KL estimators,
 overflow guards.
 """
 
@@ -20,7 +20,8 @@ from tests.loss_cases import AGGREGATIONS, options_for
 def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
-    assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}  # its own test: prompts
+    # tested separately, because it needs prompts
+    assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
 
 
 @pytest.mark.parametrize("loss_type", oracles.ORACLES)
@@ -43,7 +44,9 @@ def test_defaults_of_the_config():
 
 
 def single_token(loss_type, lp, lr, A, options):
-    """The oracle on completions of one token each: the leaf's own domain."""
+    """Return the oracle on completions of one token each, which is the domain of a loss
+    function.
+    """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))
 
@@ -54,10 +57,10 @@ LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token"
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 @pytest.mark.parametrize("delta", [None, 1.1, 2.0])
 def test_leaf_value_and_slope(loss_type, delta):
-    """Leaf against fp64 oracle over a grid of lr and A that holds every branch (window losses: via
-    the loss tests).
+    """Compare with the fp64 oracle over a grid of lr and A that reaches every branch.
 
-    1e-6: a leaf is written for fp32 and its hyperparameters may be fp32 numbers (1.05 is not one).
+    Losses with a pooled ratio are covered by the loss tests. The tolerance is 1e-6, because
+    hyperparameters may be fp32 numbers (1.05 is not exact).
     """
     if delta is not None and "delta" not in OBJECTIVES[loss_type].params:
         pytest.skip("this loss has no delta")
@@ -70,7 +73,7 @@ def test_leaf_value_and_slope(loss_type, delta):
     tokens = zip(lp.split(1), lr.split(1), A.split(1), strict=True)
     expected = torch.cat([single_token(loss_type, *token, options) for token in tokens])
     (slope,) = torch.autograd.grad(expected.sum(), lp)
-    leaf = OBJECTIVES[loss_type].leaf
+    leaf = OBJECTIVES[loss_type].function
     value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-6)
     own = own if isinstance(own, torch.Tensor) else torch.full_like(lr, own)
@@ -79,12 +82,12 @@ def test_leaf_value_and_slope(loss_type, delta):
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """Also where a gate is nearly closed: sapo at a ratio of 12."""
+    """Even where a gate is nearly closed: sapo at a ratio of 12."""
     params = LossConfig(**options_for(loss_type)).params
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
     logp = torch.full_like(lr, -4.0)
     slopes = [
-        torch.as_tensor(OBJECTIVES[loss_type].leaf(*inputs, *params)[1]).double()
+        torch.as_tensor(OBJECTIVES[loss_type].function(*inputs, *params)[1]).double()
         for inputs in ((logp, lr, A), (logp.double(), lr.double(), A.double()))
     ]
     torch.testing.assert_close(*slopes, rtol=5e-6, atol=1e-7)
@@ -104,9 +107,7 @@ def test_kl_value_and_slope(kl_estimator):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.249, 0.251, 0.5])
 def test_k3_is_accurate_where_its_formula_cancels(magnitude, sign):
-    """fp32, relative error ≤ 1e-6 for |d| 1e-7…1e-2 (contract); the seam of any series is covered
-    too.
-    """
+    """fp32, relative error ≤ 1e-6 for |d| from 1e-7 to 1e-2, including any switch to a series."""
     d = torch.tensor([sign * magnitude, sign * magnitude * 1.37], dtype=torch.float32)
     value, slope = KL_ESTIMATORS["k3"](d)
     exact = d.double()
@@ -130,14 +131,14 @@ def test_k3_is_never_negative_and_exactly_zero_on_policy():
 @pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
 def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
     value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
-    pull = math.expm1(20.0)  # raising lp, towards the reference, lowers the KL
+    pull = math.expm1(20.0)  # a higher lp, towards the reference, lowers the KL
     assert slope.item() == pytest.approx(-pull, rel=1e-5)
     assert value.item() == pytest.approx(pull - 20.0 + pull * (d - 20.0), rel=1e-5)
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
-    """r exactly at the bound, and r = 1 (on policy): slope −r·A."""
-    leaf = OBJECTIVES["grpo"].leaf
+    """At r exactly on the bound, and at r = 1 (on policy), the slope is −r·A."""
+    leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     for epsilon in (0.0, 0.2):
@@ -146,7 +147,7 @@ def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
 
 
 def test_the_offset_bound_of_cispo_in_numbers():
-    """A ratio of 2 is cut to 1 + ε_high, one of 1/2 raised to 1 - ε_low."""
+    """A ratio of 2 is clipped to 1 + ε_high, and 1/2 to 1 - ε_low."""
     config = LossConfig(loss_type="cispo", cispo_bound="offset", epsilon_low=0.2, epsilon_high=0.3)
     logps = torch.full((2, 1), -1.0, requires_grad=True)
     old = logps.detach() - torch.tensor([[2.0], [0.5]]).log()

@@ -9,7 +9,7 @@ import torch
 from grpo_fast.attention import pack_groups, pack_tree, trunk_tokens
 from grpo_fast.attention.kernels import tree
 from grpo_fast.attention.kernels.kernel import Kernel
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -131,13 +131,15 @@ def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
         lambda grad, saved, *_: tuple(map(torch.empty_like, saved[:3])),
     )
     q, k, v = (torch.randn(layout.total, n, 16, dtype=dtype) for n in (4, 1, 1))
-    out = tree.attend(*(x.requires_grad_() for x in (q, k, v)), layout, Rule(1.0), kernel=kernel)
+    out = tree.attend(
+        *(x.requires_grad_() for x in (q, k, v)), layout, AttentionParams(1.0), kernel=kernel
+    )
     grad = torch.ones_like(out)
     measured = peak_bytes(lambda: torch.autograd.grad(out, (q, k, v), grad))
     shape = Shape(1, 64, 0, 4 * 16, 16, 13, 0, True)
     predicted = (memory_model._tree_backward(shape, e) - e * (64 + 64)) * layout.total
     if e == 2:  # a CPU adds 16 bits to fp32 by way of a copy of the first call's dq
-        predicted += 4 * 64 * layout.views[1].spans.cu_q[-1].item()
+        predicted += 4 * 64 * layout.calls[1].spans.cu_q[-1].item()
     assert measured == pytest.approx(predicted, rel=0.05)
 
 

@@ -1,25 +1,31 @@
-"""Attention over spans in C++ for the CPU (csrc/api/attention.cpp): fp32, no padding."""
+"""Attention over spans in C++ on the CPU (csrc/api/attention.cpp), in fp32 and without padding."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Saved
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import contiguous_rows, detached
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
-    """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq), all fp32."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """Return the output (Tq, H, D) and lse (H, Tq) of fp32 inputs q (Tq, H, D), k and v (Tk, H_kv,
+    D).
+    """
     given = map(contiguous_rows, (q, k, v))
     operator = loader.operator("attention", "attention")
-    return operator(*given, spans.cu_q, spans.cu_k, spans.causal, rule.scale)
+    return operator(*given, spans.cu_q, spans.cu_k, spans.causal, params.scale)
 
 
-def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+def backward(
+    grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. `saved.out` and `saved.lse` may include other keys."""
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.operator("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal
-    return operator(*given, detached(saved.lse), *places, rule.scale)
+    return operator(*given, detached(saved.lse), *places, params.scale)

@@ -1,10 +1,14 @@
-"""FlashAttention on CUDA over spans: torch's built-in kernels and three generations of the package.
+"""FlashAttention on CUDA over spans: torch's built-in kernels, and versions 2, 3 and 4 of the
+package.
 
-All take q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits with D a multiple of 8 up to 256, int32
-offsets of the spans, and give the output with lse (H, Tq) in fp32. Each is called by the function
-that its own autograd class calls, so that the backward pass can be given a merged output and lse.
-The signatures are those of torch 2.11–2.13, flash-attn 2.8, flash_attn_interface (FA3) and
-flash_attn.cute (FA4). The backward pass is deterministic where torch is asked to be.
+Inputs are q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits, with D a multiple of 8 up to 256, and
+int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
+calls what the library's own autograd class calls, so that the backward pass can receive a merged
+output and lse.
+
+The signatures are those of torch 2.11 to 2.13, flash-attn 2.8, flash_attn_interface (FA3) and
+flash_attn.cute (FA4). The backward pass is deterministic if torch is set to deterministic
+algorithms.
 """
 
 from __future__ import annotations
@@ -16,106 +20,110 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Bounds on lengths; of a single query FlashAttention 2 would take its decoding path."""
+    """Return bounds on the span lengths. At least 2 queries, because FA2 uses its decoding path for
+    1.
+    """
     return max(2, *spans.queries), max(spans.keys)
 
 
-def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
-    """Keys visible to the left and to the right of a query's own, −1 for all."""
+def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
+    """Return the number of visible keys left and right of a query's own; −1 for all."""
     if not spans.causal:
         return -1, -1
-    return (-1 if rule.window is None else rule.window - 1), 0
+    return (-1 if params.window is None else params.window - 1), 0
 
 
 # torch's built-in FA2
-def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
-    left, right = window_of(spans, rule)
+def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+    left, right = window_of(spans, params)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False,
-        scale=rule.scale, window_size_left=left, window_size_right=right,
+        scale=params.scale, window_size_left=left, window_size_right=right,
     )[:2]  # fmt: skip
 
 
-def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
-    left, right = window_of(spans, rule)
-    # Of the random numbers of dropout: never read.
+def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    left, right = window_of(spans, params)
+    # The state of dropout's random numbers, which is never read without dropout.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
-        spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
+        spans.causal, state, state[:0], scale=params.scale, window_size_left=left,
         window_size_right=right,
     )  # fmt: skip
 
 
 # package flash-attn
-def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(params), **_options(spans, params)
     )[:2]
 
 
-def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    # The library writes into preallocated gradients.
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
-        alibi_slopes=None, **_determinism(), **_softcap(rule), **_options(spans, rule),
+        alibi_slopes=None, **_determinism(), **_softcap(params), **_options(spans, params),
     )  # fmt: skip
     return gradients
 
 
 # flash_attn_interface, FA3
-def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, causal=spans.causal, **_softcap(rule), **_options(spans, rule)
+        q, k, v, causal=spans.causal, **_softcap(params), **_options(spans, params)
     )[:2]
 
 
-def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
         grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
-        **_determinism(), **_softcap(rule), **_options(spans, rule),
+        **_determinism(), **_softcap(params), **_options(spans, params),
     )  # fmt: skip
     return dq, dk, dv
 
 
-# flash_attn.cute, FA4: it says None for "all" and derives the right side of a causal window itself.
-def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
+# flash_attn.cute, FA4. It uses None for "all keys", and derives the right side of a causal window.
+def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, rule, none=True)
+        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
     )[:2]
 
 
-def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
-        # Its first releases wait for ever, or store registers, where keys have no queries.
-        inner, rows = spans.seen
+        # The first releases of FA4 hang, or store undefined values, for keys without queries.
+        inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
-        dq, *parts = fa4_backward(grad, seen, inner, rule)
+        dq, *parts = fa4_backward(grad, seen, inner, params)
         dk, dv = (torch.zeros_like(saved.k).index_copy_(0, rows, x) for x in parts)
         return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
         *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
-        **_options(spans, rule, none=True),
+        **_options(spans, params, none=True),
     )[:3]  # fmt: skip
 
 
-def _options(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, Any]:
-    (max_q, max_k), (left, right) = longest(spans), window_of(spans, rule)
+def _options(spans: Spans, params: AttentionParams, *, none: bool = False) -> dict[str, Any]:
+    max_q, max_k = longest(spans)
+    left, right = window_of(spans, params)
     return {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
-        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": rule.scale,
+        "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": params.scale,
         "window_size_left": None if none and left < 0 else left,
         "window_size_right": None if none and left < 0 else right,
     }  # fmt: skip
 
 
-def _softcap(rule: Rule) -> dict[str, float]:
-    return {"softcap": rule.softcap or 0.0}
+def _softcap(params: AttentionParams) -> dict[str, float]:
+    return {"softcap": params.softcap or 0.0}
 
 
 def _determinism() -> dict[str, bool]:

@@ -1,7 +1,8 @@
-"""Attention with explicit scores, a chunk of queries at a time: any device, window and softcap.
+"""Attention with explicit scores, one chunk of queries at a time, for any device, window and
+softcap.
 
-Of a chunk only the keys that it can see are multiplied; `CHUNK_SCORES` bounds the memory. Products
-are taken in fp32 or better.
+A chunk is multiplied only with the keys that it can see. `CHUNK_SCORES` bounds the memory. Products
+are computed in fp32 or better.
 """
 
 from __future__ import annotations
@@ -13,60 +14,63 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
-# Scores of one chunk (H·queries·keys); 4M are 16 MiB in fp32.
+# Largest number of scores of one chunk, H·queries·keys; 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# A chunk no shorter than this: matrix products of fewer rows run slowly.
+# Smallest number of queries in a chunk: matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
 
 
 class Chunk(NamedTuple):
     queries: slice
     keys: slice
-    visible: Tensor | None  # (queries, keys) bool, None for all
+    visible: Tensor | None  # (queries, keys) bool; None: all
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
-    wide = torch.promote_types(q.dtype, torch.float32)
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     qs, ks, vs = _heads(q, k, v)
-    out, lse = (qs.new_empty(x, dtype=wide) for x in (qs.shape, qs.shape[:-1]))
-    for chunk in _chunks(qs, ks, causal, rule.window):
-        scores, _ = _scores(qs, ks, chunk, rule)
+    out, lse = (qs.new_empty(x, dtype=acc_dtype) for x in (qs.shape, qs.shape[:-1]))
+    for chunk in _chunks(qs, ks, causal, params.window):
+        scores, _ = _scores(qs, ks, chunk, params)
         lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse[..., None]).exp_()
-        out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(wide)
+        out[:, chunk.queries] = weights @ vs[:, chunk.keys].to(acc_dtype)
     return out.transpose(0, 1), lse
 
 
-def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
-    lse, wide = saved.lse, saved.lse.dtype
+def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
+    lse = saved.lse
+    acc_dtype = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
-    gs, os = (x.transpose(0, 1).to(wide) for x in (grad, saved.out))
+    gs, os = (x.transpose(0, 1).to(acc_dtype) for x in (grad, saved.out))
+    # D = rowsum(dO∘O), as in FlashAttention: dS = P∘(dP − D).
     delta = (gs * os).sum(-1)
-    dq = qs.new_empty(qs.shape, dtype=wide)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (ks, vs))
-    for chunk in _chunks(qs, ks, causal, rule.window):
-        at, seen = (slice(None), chunk.queries), (slice(None), chunk.keys)
-        scores, slope = _scores(qs, ks, chunk, rule)
+    dq = qs.new_empty(qs.shape, dtype=acc_dtype)
+    dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (ks, vs))
+    for chunk in _chunks(qs, ks, causal, params.window):
+        at = (slice(None), chunk.queries)
+        seen = (slice(None), chunk.keys)
+        scores, slope = _scores(qs, ks, chunk, params)
         weights = scores.sub_(lse[at][..., None]).exp_()
         dv[seen] += weights.mT @ gs[at]
-        weights *= (gs[at] @ vs[seen].to(wide).mT).sub_(delta[at][..., None])
-        weights *= rule.scale if slope is None else slope.mul_(rule.scale)
-        dq[at] = weights @ ks[seen].to(wide)
-        dk[seen] += weights.mT @ qs[at].to(wide)
+        weights *= (gs[at] @ vs[seen].to(acc_dtype).mT).sub_(delta[at][..., None])
+        weights *= params.scale if slope is None else slope.mul_(params.scale)
+        dq[at] = weights @ ks[seen].to(acc_dtype)
+        dk[seen] += weights.mT @ qs[at].to(acc_dtype)
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(H, L, D) each, key heads repeated."""
+    """Return q, k and v as (H, L, D), with key heads repeated."""
     groups = q.shape[1] // k.shape[1]
     ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     return q.transpose(0, 1), ks, vs
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Cut the queries (H, L, D) so that the scores of a chunk stay under CHUNK_SCORES."""
+    """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
     # Causal spans are aligned at the bottom right: query i sees the keys up to i + before.
@@ -87,17 +91,21 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
         yield Chunk(slice(start, stop), slice(first, last), seen)
 
 
-def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """Masked scores of a chunk (H, queries, keys) and the softcap's slope there."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q[:, chunk.queries].to(wide) @ k[:, chunk.keys].to(wide).mT
+def _scores(
+    q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
+) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores of a chunk, (H, queries, keys), and the slope of the softcap, or
+    None.
+    """
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q[:, chunk.queries].to(acc_dtype) @ k[:, chunk.keys].to(acc_dtype).mT
     slope = None
-    if rule.softcap is None:
-        scores.mul_(rule.scale)
+    if params.softcap is None:
+        scores.mul_(params.scale)
     else:
-        capped = scores.mul_(rule.scale / rule.softcap).tanh_()
+        capped = scores.mul_(params.scale / params.softcap).tanh_()
         slope = 1 - capped.square()
-        scores = capped.mul_(rule.softcap)
+        scores = capped.mul_(params.softcap)
     if chunk.visible is not None:
         scores.masked_fill_(~chunk.visible, -torch.inf)
     return scores, slope

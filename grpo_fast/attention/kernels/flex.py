@@ -1,6 +1,6 @@
-"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits.
+"""torch's flex_attention for packed rows, for CUDA inputs that no FlashAttention supports.
 
-The mask of blocks is made a row of blocks at a time: `create_block_mask` holds T² entries.
+The block mask is built one row of blocks at a time, because `create_block_mask` stores T² entries.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 BLOCK = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
-    """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
+    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+    Differentiable.
+    """
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
-    mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
-    # Without a compiler flex_attention stores all T² scores, which a CPU test may.
+    mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
+    # Only CUDA is compiled. Uncompiled flex_attention stores all T² scores, which is fine for CPU
+    # tests.
     out = _function(q.is_cuda)(
-        q4, k4, v4, score_mod=_score_mod(rule.softcap), block_mask=mask, scale=rule.scale,
+        q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[0].transpose(0, 1)
@@ -47,10 +50,14 @@ def _score_mod(softcap: float | None) -> Any:
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:
-    """Which blocks of keys hold a visible key, which need no mask, and the mask itself."""
+    """Return the BlockMask: blocks with a visible key, blocks that need no mask, and the mask
+    itself.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    related, segment, position = layout.related, layout.segments, layout.position_ids[0]
+    related = layout.related
+    segment = layout.segments
+    position = layout.position_ids[0]
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = position[query] - position[key]
@@ -65,14 +72,22 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool → int32: (1, 1, Q) counts, (1, 1, Q, K) indices of the blocks, these first."""
+    """Return BlockMask's form of a (Q, K) bool mask: counts and indices, both int32.
+
+    Counts, (1, 1, Q), are the number of True entries of each row. Indices, (1, 1, Q, K), list them
+    first.
+    """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool, twice: blocks where some query sees some key; where all see all."""
-    some, full, padding = [], [], (0, -layout.total % BLOCK)
+    """Return two (Q, K) bool tensors: blocks where any query sees any key, and where all queries
+    see all keys.
+    """
+    some = []
+    full = []
+    padding = (0, -layout.total % BLOCK)
     for start in range(0, layout.total, BLOCK):
         seen = visible(layout, window, slice(start, start + BLOCK))
         seen = F.pad(seen, padding).unflatten(1, (-1, BLOCK))  # (queries, K, BLOCK)

@@ -1,4 +1,4 @@
-"""The contract of a varlen attention kernel; one made of a kernel for a single span."""
+"""The interface of varlen attention kernels, and an adapter for kernels of a single span."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.layout import Call
-from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.attention.spans import AttentionParams, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class Saved(NamedTuple):
-    """Inputs and results of a forward pass, as its backward pass reads them."""
+    """Inputs and results of a forward pass, for its backward pass."""
 
     q: Tensor  # (Tq, H, D)
     k: Tensor  # (Tk, H_kv, D)
@@ -25,20 +25,25 @@ class Saved(NamedTuple):
     lse: Tensor  # (H, Tq)
 
     def part(self, call: Call) -> Saved:
-        at, k, v = call.queries, call.take(self.k), call.take(self.v)
-        return Saved(self.q[at], k, v, self.out[at], self.lse[:, at])
+        """Return the part of one call."""
+        at = call.queries
+        return Saved(
+            self.q[at], call.take(self.k), call.take(self.v), self.out[at], self.lse[:, at]
+        )
 
 
 class Kernel(NamedTuple):
-    """Attention over `Spans`, forward and backward apart, so that parts can be merged between them.
+    """Attention over `Spans`, with separate forward and backward, so that results can be merged
+    between them.
 
-    A span of keys may have no queries: its dk and dv are zero. The reverse does not occur.
+    A span of keys may have no queries; its dk and dv are then zero. A span of queries always has
+    keys.
 
     Attributes:
-        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in
-            fp32 or better.
-        backward: (grad (Tq, H, D), saved, spans, rule) → dq, dk, dv; the output and lse in `saved`
-            may be merged with those of other keys.
+        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and lse (H,
+            Tq), lse in fp32 or better.
+        backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv. The output and lse in
+            `saved` may be merged with those of other keys.
     """
 
     forward: Callable[..., Result]
@@ -48,33 +53,38 @@ class Kernel(NamedTuple):
 def over_spans(
     forward: Callable[..., Result], backward: Callable[..., Gradients]
 ) -> tuple[Callable[..., Result], Callable[..., Gradients]]:
-    """The two functions of a kernel from those of one span, called for each in turn. Autocast,
-    which would take fp32 products in 16 bits, is off.
+    """Build the functions of a `Kernel` from functions of one span, which are called for each span.
+
+    Autocast is disabled, because it would compute fp32 products in 16 bits.
 
     Args:
-        forward: (q (L, H, D), k (S, H_kv, D), v, causal, rule) → output (L, H, D), lse (H, L) in
-            fp32 or better.
-        backward: (grad (L, H, D), saved, causal, rule) → dq, dk and dv; the last two may have one
-            head for each of the queries'.
+        forward: (q (L, H, D), k (S, H_kv, D), v, causal, params) → output (L, H, D) and lse (H, L),
+            lse in fp32 or better.
+        backward: (grad (L, H, D), saved, causal, params) → dq, dk, dv. dk and dv may have one head
+            for each query head.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> Result:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=wide)
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+        # log-sum-exps need fp32: merging subtracts them.
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
-                out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, rule)
+                out[at], lse[:, at] = forward(q[at], k[keys], v[keys], spans.causal, params)
         return out, lse
 
-    def back(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> Gradients:
+    def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
         if 0 in spans.queries:
-            dk.zero_(), dv.zero_()
+            dk.zero_()
+            dv.zero_()
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
                 span = Saved(q[at], k[keys], v[keys], out[at], lse[:, at])
-                dq[at], *parts = backward(grad[at], span, spans.causal, rule)
+                dq[at], *parts = backward(grad[at], span, spans.causal, params)
+                # Sum the gradients of the query heads that share a key head.
                 for target, x in zip((dk, dv), parts, strict=True):
                     target[keys] = x.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv

@@ -1,4 +1,6 @@
-"""Dense attention of a packed row from the definition: what every kernel is compared with."""
+"""Dense attention of a packed row, straight from the definition. Every kernel is compared
+with it.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,27 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
-    """(rows, T) bool on the layout's device: which keys (columns) each query (row) sees."""
-    segment, position = layout.segments, layout.position_ids[0]
+    """Return which keys (columns) each query (row) sees, (rows, T) bool."""
+    segment = layout.segments
+    position = layout.position_ids[0]
     related = layout.related[segment[rows, None], segment[None]]
     distance = position[rows, None] - position[None]
     return related & (distance >= 0) & (distance < (window or layout.total + 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
-    """(T, H, D), (T, H_kv, D) twice → (T, H, D), in fp32 or better, differentiable by autograd."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
+    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D), computed in fp32
+    or better.
+    """
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
-    keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    weights = scores.masked_fill(~visible(layout, rule.window), -torch.inf).softmax(-1)
+    keys, values = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(acc_dtype), keys) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    weights = scores.masked_fill(~visible(layout, params.window), -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

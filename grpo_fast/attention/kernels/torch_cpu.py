@@ -1,7 +1,7 @@
-"""torch's CPU FlashAttention over spans, a call for each; not fp16.
+"""torch's CPU FlashAttention over spans, one call per span; no fp16.
 
-It takes (1, H, L, D). Where every query sees every key (completions on their prompt), the query
-heads of a key head are laid one after the other as more queries of it: no copy of the keys.
+The operator takes (1, H, L, D). Where every query sees every key (completions on their prompt), the
+query heads that share a key head become additional queries of it, which avoids a copy of the keys.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
 _ops = torch.ops.aten
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams) -> Result:
     fold, *heads = _heads(q, k, v, causal)
     part, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
-        _folded(q, fold), *heads, 0.0, causal, scale=rule.scale
+        _folded(q, fold), *heads, 0.0, causal, scale=params.scale
     )
     return _unfolded(part, fold), _unfolded(lse[..., None], fold)[..., 0].t()
 
 
-def _backward(grad: Tensor, saved: Saved, causal: bool, rule: Rule) -> Gradients:
+def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
     q, k, v, out, lse = saved
     fold, *heads = _heads(q, k, v, causal)
     dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
         _folded(grad, fold), _folded(q, fold), *heads, _folded(out, fold),
-        _folded(lse.t()[..., None], fold)[..., 0], 0.0, causal, scale=rule.scale,
+        _folded(lse.t()[..., None], fold)[..., 0], 0.0, causal, scale=params.scale,
     )  # fmt: skip
     return _unfolded(dq, fold), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
-    """How many query heads are one; k and v (1, heads, S, D), repeated to H heads if causal."""
+    """Return the number of query heads to fold, and k and v as (1, heads, S, D).
+
+    Causal calls cannot fold, because folding reorders the queries; they get keys repeated to H
+    heads.
+    """
     groups = q.shape[1] // k.shape[1]
     if causal and groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -42,12 +46,12 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, 
 
 
 def _folded(x: Tensor, fold: int) -> Tensor:
-    """(L, H, D) → (1, H/fold, L·fold, D)."""
+    """Reshape (L, H, D) to (1, H/fold, L·fold, D)."""
     return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _unfolded(x: Tensor, fold: int) -> Tensor:
-    """(1, H/fold, L·fold, D) → (L, H, D)."""
+    """Reshape (1, H/fold, L·fold, D) to (L, H, D)."""
     return x[0].unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
 
 

@@ -1,19 +1,21 @@
-"""Attention of a packed row: each segment causally on itself and on all its ancestors.
+"""Attention of a packed row, in which each segment attends causally to itself and to all its
+ancestors.
 
-Without parents this is one varlen call. In a tree there is one more for every distance to an
-ancestor (`TreeLayout.views`), merged by their log-sum-exps:
+Without parents this is one varlen call. A tree needs one more call for every distance to an
+ancestor (`TreeLayout.calls`). The results are merged by their log-sum-exps:
 
     (o₁, l₁) = every segment on itself, causal
     (o₂, l₂) = q[segments with a j-th ancestor] on k, v[j-th ancestors], not causal
     l = logaddexp(l₁, l₂)        o = o₁·exp(l₁ − l) + o₂·exp(l₂ − l)
 
-The backward pass runs all partial backwards with the *merged* (o, l): then P = exp(S − l) and D =
-rowsum(dO∘O) are those of the whole softmax, and the sums of the parts are the exact gradients. No
-gradient goes through the log-sum-exps: FlashAttention drops it, so merging differentiated outputs
-would give wrong dq and dk without a word.
+The backward pass runs the backward of every call with the merged (o, l). Then P = exp(S − l) and D
+= rowsum(dO∘O) are those of the full softmax, and the sum over the calls is the exact gradient.
+Merging differentiable outputs would be wrong: FlashAttention drops the gradient of the log-sum-exp
+silently, so dq and dk would lose a term.
 
-A sliding window moves with each row, which a call on a whole ancestor cannot express. Then one
-causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`).
+A sliding window moves with each row, which a call on a full ancestor cannot express. In that case
+there is one causal call, with copies of the window's keys in front of each segment's own keys
+(`TreeLayout.window_calls`).
 """
 
 from __future__ import annotations
@@ -25,33 +27,40 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.layout import Call, Copies, TreeLayout
-from grpo_fast.attention.spans import Rule
+from grpo_fast.attention.spans import AttentionParams
 
-Work = tuple[tuple[Call, ...], Rule, Kernel]
-# Numbers of the output that are merged at once: bounds the fp32 copies of two 16-bit outputs.
+Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
+# Number of output elements that are merged at once. Bounds the fp32 copies of two 16-bit outputs.
 MERGE_NUMBERS = 2**25
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule, *, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams, *, kernel: Kernel
 ) -> Tensor:
-    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once."""
-    calls = layout.views
-    if rule.window is not None and layout.has_tree:
-        calls = layout.copies(rule.window)
-    return PackedAttention.apply(q, k, v, (calls, rule, kernel))
+    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D). First-order
+    gradients only.
+
+    Args:
+        kernel: the varlen kernel of the calls.
+    """
+    calls = layout.calls
+    if params.window is not None and layout.has_tree:
+        calls = layout.window_calls(params.window)
+    return PackedAttention.apply(q, k, v, (calls, params, kernel))
 
 
 class PackedAttention(torch.autograd.Function):
-    """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
+    """Autograd function that saves q, k, v, the merged output and the merged log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
-        (first, *others), rule, kernel = ctx.work = work
-        out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
-        out = _wide(out, others)
-        for call in others:  # no name for a part: it would live on beside the next
-            at, inputs = call.queries, (call.take(k), call.take(v), call.spans, rule)
+        (first, *others), params, kernel = ctx.work = work
+        out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
+        out = _to_fp32(out, others)
+        # Do not name the result of a call: it would stay in memory during the next call.
+        for call in others:
+            at = call.queries
+            inputs = (call.take(k), call.take(v), call.spans, params)
             merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -61,29 +70,39 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("packed attention has no double backward (create_graph=True)")
-        (first, *others), rule, kernel = ctx.work
+        (first, *others), params, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
-        grads = list(kernel.backward(grad, saved.part(first), first.spans, rule))
-        for n in range(3):  # in place: what is replaced is free before the next one's turn
+        grads = list(kernel.backward(grad, saved.part(first), first.spans, params))
+        # Convert one gradient at a time, so that its 16-bit version is freed before the next.
+        for n in range(3):
             if n and isinstance(first.keys, Copies):
-                grads[n] = first.keys.put_back(grads[n])
-            grads[n] = _wide(grads[n], others)
+                grads[n] = first.keys.sum_copies(grads[n])
+            grads[n] = _to_fp32(grads[n], others)
         for call in others:
-            inputs = grad[call.queries], saved.part(call), call.spans, rule
-            wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
-            for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
-                whole[rows] += part
+            inputs = grad[call.queries], saved.part(call), call.spans, params
+            targets = zip(grads, (call.queries, call.keys, call.keys), strict=True)
+            for (target, rows), part in zip(targets, kernel.backward(*inputs), strict=True):
+                target[rows] += part
         return *(x.to(saved.q.dtype) for x in grads), None
 
 
-def _wide(x: Tensor, merges: list[Call]) -> Tensor:
-    """fp32 where several parts are added: rounding to 16 bits each time would add up."""
+def _to_fp32(x: Tensor, merges: list[Call]) -> Tensor:
+    """Convert to fp32 if several results are added, because rounding to 16 bits after each would
+    accumulate.
+    """
     return x if len(merges) < 2 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
-    # Of both parts' own lse: it is overwritten last.
+    """Merge attention over two disjoint sets of keys, in place.
+
+    Args:
+        out: (T, H, D), output of the first set; receives the result.
+        lse: (H, T), log-sum-exp of the first set; receives the result.
+        other: (T, H, D), output of the second set.
+        other_lse: (H, T), log-sum-exp of the second set.
+    """
+    # Computed before lse is overwritten below.
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
     rows = max(1, MERGE_NUMBERS // out[0].numel())
     for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):

@@ -9,7 +9,7 @@ Every distinct prefix is computed once.
     batch = pack_samples(samples, device=model.device)
     hidden = model.model(**batch.pack.model_inputs).last_hidden_state[0]
     head = head_of(model)
-    config = LossConfig(**head.rule)
+    config = LossConfig(**head.logit_kwargs)
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **batch.loss_inputs)
     out.loss.backward()
 """

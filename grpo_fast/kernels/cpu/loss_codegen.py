@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
 MAX_PARAMS = 4  # p0 … p3 of the kernels
 
@@ -61,14 +61,14 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 """
 
 
-def objective_functions() -> list[Leaf]:
+def objective_functions() -> list[TokenFunction]:
     """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
     C++.
     """
-    return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
+    return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
-def kl_functions() -> list[Leaf]:
+def kl_functions() -> list[TokenFunction]:
     """Return the distinct KL estimators, numbered by position."""
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
@@ -84,7 +84,9 @@ def header() -> str:
 
 
 def print_header(
-    objectives: list[Leaf], estimators: list[Leaf], divergences: Sequence[Leaf] = ()
+    objectives: list[TokenFunction],
+    estimators: list[TokenFunction],
+    divergences: Sequence[TokenFunction] = (),
 ) -> str:
     """Return a header with dispatch functions that select a formula by number.
 
@@ -100,7 +102,7 @@ def print_header(
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
     """Generate `name(index, arguments…, p)`, a switch over formulas. p[0], p[1], … are their
     hyperparameters.
     """
@@ -121,7 +123,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> st
     return head + "".join(cases) + "  }\n  return {NAN, NAN};\n}\n"
 
 
-def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
     """Generate `name<index>(arguments…)`, a template on vectors."""
     cases = [
         f"  if constexpr (index == {i}) {{"
@@ -135,7 +137,7 @@ def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[Leaf]
 
 
 def body(
-    formula: Leaf,
+    formula: TokenFunction,
     arguments: Sequence[str],
     words: dict[str, str],
     helpers: dict[str, str],

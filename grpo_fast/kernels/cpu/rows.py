@@ -77,7 +77,7 @@ def loss_arguments(key: str) -> tuple[float, ...]:
     configuration key.
     """
     config = LossConfig.from_key(key)
-    objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].leaf)
+    objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
     # The operator has a fixed number of parameters.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]

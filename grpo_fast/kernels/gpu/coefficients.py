@@ -22,7 +22,7 @@ from grpo_fast.kernels.types import vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, Leaf, bind
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
 BLOCK_T = 128
 RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
@@ -87,7 +87,7 @@ def loss_and_slope(
 
 
 @functools.cache
-def device_function(leaf: Leaf) -> Leaf:
+def device_function(leaf: TokenFunction) -> TokenFunction:
     """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(leaf, tl, triton.jit, words)
@@ -99,7 +99,7 @@ def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, obj
     """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
-        "OBJECTIVE": device_function(OBJECTIVES[config.loss_type].leaf),
+        "OBJECTIVE": device_function(OBJECTIVES[config.loss_type].function),
         "N_PARAMS": len(params),
         "KL": device_function(KL_ESTIMATORS[config.kl_estimator]),
         "KL_TIMES_RATIO": bool(config.kl_times_ratio),

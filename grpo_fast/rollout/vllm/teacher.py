@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, require, wrong
+from grpo_fast.errors import LEAST_LOGP, argument_error, require
 from grpo_fast.rollout.vllm import answers
 from grpo_fast.rollout.vllm.answers import ROUNDING, BadAnswer, Reply, ServerError
 from grpo_fast.rollout.vllm.http import GENERATE, Server, at_once
@@ -113,9 +113,9 @@ class TeacherServer:
         """Refuse rows that no softmax returns: they would add exactly 0 to the loss."""
         for total in sums[has_all_ids & ((sums - 1).abs() > ROUNDING)].tolist():
             expected = f"probabilities of all {self.vocab_size} ids, which sum to 1"
-            raise wrong(self.where, expected, f"a sum of {total:.4g}", BadAnswer)
+            raise argument_error(self.where, expected, f"a sum of {total:.4g}", BadAnswer)
         least = -math.log(self.vocab_size) - 1 if self.topk else LEAST_LOGP
         what = f"the likeliest of {self.vocab_size} ids" if self.topk else "a completion's token"
         for came in largest[~has_all_ids & ~(largest > least)].tolist():
             expected = f"a log-probability above {least:.4g} of {what}"
-            raise wrong(self.where, expected, f"{came:.4g}", BadAnswer)
+            raise argument_error(self.where, expected, f"{came:.4g}", BadAnswer)

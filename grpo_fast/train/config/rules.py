@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpo_fast.errors import conflict, wrong
+from grpo_fast.errors import argument_error, conflict
 from grpo_fast.objective.advantages import check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
@@ -32,7 +32,9 @@ def distill_rules(config: Any) -> Errors:
             "the teacher takes the reference's place; leave reference out",
         )  # fmt: skip
     if reference.kind == "none" and not distill.asked:
-        yield wrong("distill.teacher", "a teacher, or reference.kind: frozen or synced", "none")
+        yield argument_error(
+            "distill.teacher", "a teacher, or reference.kind: frozen or synced", "none"
+        )
     if distill.asked:
         server = "a teacher's server"
         temperature = float(config.loss_config().temperature)
@@ -83,7 +85,7 @@ def loss_rules(config: Any) -> Errors:
     for name in ("softcap", "logit_scale"):
         own = getattr(loss, name)
         if own != getattr(LossConfig, name):
-            yield wrong(f"loss.{name}", "none, the model's own is used", own)
+            yield argument_error(f"loss.{name}", "none, the model's own is used", own)
     if config.rollout.ahead and not corrects:
         why = "older weights sampled the completions; set rollout.correct_sampling=true"
         yield conflict("rollout.correct_sampling=false", "rollout.ahead=1", why)
@@ -105,7 +107,7 @@ def reward_rules(config: Any) -> Errors:
     if config.data.task != "traces":
         if not any(reward.weight for reward in config.rewards):
             none = "0 for all" if config.rewards else "no reward"
-            yield wrong("rewards", "a weight that is not 0", none)
+            yield argument_error("rewards", "a weight that is not 0", none)
         return
     rollout = config.rollout
     for fits, came, why in (
@@ -134,12 +136,12 @@ def sampling_rules(config: Any) -> Errors:
         judge = dynamic.judged_by
         if judge not in (None, *labels):
             expected = f"one of the rewards {', '.join(labels)}"
-            yield wrong("rollout.dynamic.judged_by", expected, repr(judge))
+            yield argument_error("rollout.dynamic.judged_by", expected, repr(judge))
         if size < 2:
             why = "a group of one has no spread of rewards; use at least 2"
             yield conflict(f"rollout.group_size={size}", "rollout.dynamic", why)
     if max(config.eval.k, default=1) > samples:
-        yield wrong("eval.k", f"values up to eval.samples = {samples}", config.eval.k)
+        yield argument_error("eval.k", f"values up to eval.samples = {samples}", config.eval.k)
 
 
 def kl_rules(config: Any) -> Errors:
@@ -198,10 +200,10 @@ def step_rules(config: Any) -> Errors:
         yield conflict("reference.kind=synced", "model.lora", why)
     if completions % config.minibatches:
         expected = f"a number that divides the {completions} completions of a step"
-        yield wrong("minibatches", expected, config.minibatches)
+        yield argument_error("minibatches", expected, config.minibatches)
     if completions > MOST_COMPLETIONS:
         expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
-        yield wrong("rollout.group_size", expected, completions)
+        yield argument_error("rollout.group_size", expected, completions)
 
 
 RULES: tuple[Callable[[Any], Errors], ...] = (

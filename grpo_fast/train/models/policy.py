@@ -117,7 +117,7 @@ class Policy(SampledModel):
             head, states = self.head, self.hidden(packed) if hidden is None else hidden
             return linear_logps(
                 states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
-                bias=head.bias, temperature=temperature, support=support, **head.rule,
+                bias=head.bias, temperature=temperature, support=support, **head.logit_kwargs,
             )  # fmt: skip
 
         return self.inside(logps)

@@ -73,7 +73,7 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
 def clip_range(config: LossConfig) -> tuple[float, float] | None:
     """The ratios that a loss leaves as they are; None for a loss without such a range."""
     objective = OBJECTIVES[config.loss_type]
-    if objective.window == "geometric":
+    if objective.ratio_kind == "geometric":
         return math.exp(-config.epsilon_low), math.exp(config.epsilon_high)
     if objective.clips == "ppo":
         return 1 - config.epsilon_low, 1 + config.epsilon_high

@@ -110,7 +110,7 @@ def packed_loss(
     hidden = policy.hidden(packed)
     head = policy.head
     output = linear_grpo_loss(
-        hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),
+        hidden, head.weight, packed.target_ids, advantages, config.replace(**head.logit_kwargs),
         hidden_rows=packed.predicting, bias=head.bias, validate=validate, **inputs,
     )  # fmt: skip
     return output.loss, hidden, output

@@ -151,7 +151,7 @@ def terms_of(rows=300):
     return logps, terms
 
 
-TOKEN_LEVEL = [(o.leaf, x) for x, o in OBJECTIVES.items() if o.window in ("ratio", "sum")]
+TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in ("ratio", "sum")]
 
 
 @pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # the first of each leaf
@@ -298,7 +298,7 @@ def test_a_nan_is_seen_in_a_row_without_advantage(active):
 def test_which_leaves_follow_the_advantage(name):
     logp, ratio = -numbers(200).abs(), numbers(200, seed=1)
     config = LossConfig(loss_type=name, max_completion_length=3)
-    leaf = OBJECTIVES[name].leaf
+    leaf = OBJECTIVES[name].function
     _, slope = leaf(logp, ratio, torch.zeros(200), *config.params)
     assert (slope == 0).all() == OBJECTIVES[name].follows_advantage or name in ("kimi", "dro")
 

@@ -184,9 +184,9 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     # The loss functions do not depend on the architecture. There are fewer estimators than losses.
     if arch == "sm_90":
         token = {
-            o.leaf: name
+            o.function: name
             for name, o in OBJECTIVES.items()
-            if o.window == "ratio" and "token" in o.levels
+            if o.ratio_kind == "ratio" and "token" in o.levels
         }
         for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):
             estimator = estimator if OBJECTIVES[name].reference else LossConfig.kl_estimator

@@ -14,8 +14,6 @@ import types
 import sandbox
 import wire
 
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-
 
 class Answer(wire.Peer):
     """The answer's end of the connection: it carries out the judge's requests."""
@@ -37,7 +35,7 @@ class Answer(wire.Peer):
         if isinstance(value, type):
             name = value.__name__
             is_error = issubclass(value, BaseException)
-            if getattr(builtins, name, None) is value and (is_error or value in PLAIN):
+            if getattr(builtins, name, None) is value and (is_error or value in wire.PLAIN):
                 return ["name", name]
             if is_error:
                 bases = [self.refer(base) for base in value.__bases__ if base is not object]
@@ -67,7 +65,7 @@ def call(function, *args, **kwargs):
 
 def plain(value):
     """Return the builtin value of an object whose class extends a builtin class."""
-    for kind in PLAIN:
+    for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
     raise TypeError(f"a {type(value).__name__} is not plain data")

@@ -15,10 +15,9 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 # Builtin classes that the answer may name. None of them is a function such as `eval`.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
-         and (issubclass(kind, BaseException) or kind in PLAIN)}  # fmt: skip
+         and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
 
 class Judge(wire.Peer):
@@ -76,7 +75,7 @@ class Judge(wire.Peer):
         return error
 
     def apply_changes(self):
-        """Change the arguments of finished calls as the answer has changed its copies."""
+        """Give the arguments of finished calls the contents of the answer's copies."""
         changes = self.changes
         self.changes = []
         for before, after in changes:
@@ -142,7 +141,7 @@ def refresh(old, new):
 
 
 def run(source, judge, out):
-    """Run the tests one by one and write a line for each that holds."""
+    """Run the tests one by one, and write a line to `out` for each test that holds."""
     namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
     judge.uses_objects = sources.uses_objects(source)

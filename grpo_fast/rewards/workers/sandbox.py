@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Have the kernel deny every system call that is not listed above."""
+    """Have the kernel deny every system call that is not in CALLS, and opening files to write."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
@@ -150,7 +150,7 @@ def _checked(result):
 
 
 def request(descriptor):
-    """Read the request that `code_tests.py` has written for this process, and close it."""
+    """Read the JSON request from a file descriptor, and close the descriptor."""
     with open(int(descriptor), "rb") as stream:
         return json.load(stream)
 

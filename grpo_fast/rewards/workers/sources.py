@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import symtable
 
+import wire
+
 APPLY_CHANGES = "<apply changes>"  # a source cannot contain this name
 # Names that tests use without an import, because answers import them as well.
 WELL_KNOWN = {
@@ -17,8 +19,7 @@ WELL_KNOWN = {
     "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
 }
 MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-ATTRIBUTES = {name for kind in PLAIN for name in dir(kind)}
+ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 
 
 def statements_of(source):
@@ -147,5 +148,5 @@ def _apply_after(statement):
 
 
 def compiled(statement):
-    """Return the code of a statement that applies the answer's changes of its arguments."""
+    """Compile a statement of the tests, with a call of APPLY_CHANGES after each statement in it."""
     return compile(_ApplyChanges().visit(ast.Module([statement], [])), "<tests>", "exec")

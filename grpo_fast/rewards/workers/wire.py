@@ -13,6 +13,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 MOST_BYTES = 16 << 20
 MOST_DEPTH = 100
+# Classes that both processes have.
+PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
+# Classes that are sent as a list of their items, or of their keys and values.
 FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
 FROM_PAIRS = (dict, Counter, OrderedDict)
 TAGS = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
@@ -33,7 +36,7 @@ class Malformed(Exception):
 
 
 def encode(value, refer, depth=0):
-    """Return the JSON tree of plain data. `refer` encodes every value that is not plain data."""
+    """Return the JSON tree of a value. `refer(value)` encodes whatever is not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -57,7 +60,7 @@ def encode(value, refer, depth=0):
 
 
 def decode(tree, resolve, depth=0):
-    """Return the value of a JSON tree. `resolve` decodes the tags that `refer` has written.
+    """Return the value of a JSON tree. `resolve(tag, *parts)` decodes trees of other tags.
 
     Raises:
         Malformed: the tree is not a value, for example a set of lists.
@@ -108,7 +111,7 @@ class Peer:
         raise NotImplementedError
 
     def resolve(self, tag, *parts):
-        """Return the value of a tree that the other end's `refer` has written."""
+        """Return the value of a tree that the other process has written with `refer`."""
         raise NotImplementedError
 
     def encode(self, value):

@@ -1,9 +1,10 @@
-"""The picture of the tables: time and memory over N, fractions of the limit, a roofline.
+"""Picture of the tables: time and memory over N, fractions of the limit, and a roofline.
 
     python -m benchmarks.report.plots benchmarks/results/FILE.json … [-o FILE.png]
 
-A curve holds the cases of one run. The roof is the machine's own: the copy of these runs and the
-multiply-adds of benchmarks/kernels/ceiling.py, where they were measured; elsewhere there is none.
+A curve contains the cases of one run. The roof of the roofline is measured on the same machine: the
+copy in these runs, and the multiply-adds of benchmarks/kernels/ceiling.py. Without these
+measurements the picture has no roof.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# For each of the N·V scalars that cross the bus where the work is moving bytes: exponentials and
-# products.
+# Flops for each of the N·V logits, exponentials included, of the operations that start from logits.
 LOGITS_FLOPS = 8
 
 
@@ -36,7 +36,7 @@ def is_standard(case: dict[str, Any]) -> bool:
 
 
 def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """(title, name -> (role, [(N, value)])) of the run that holds most N of one head."""
+    """Return (title, name -> (role, [(N, value)])) of the run and head with most values of N."""
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
         groups[(case["report"], *case["shape"][1:], case["dtype"])].append(case)
@@ -62,7 +62,7 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
     for index, (name, (role, points)) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[role]} if role != "peer" else {}
         style |= {"ls": "--"} if role == "limit" else {}
-        style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}  # others show above it
+        style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}  # drawn above ours
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker=marker, ms=4, label=name, **style)
     empty_or_log(axes, bool(lines), "tokens N", label)
@@ -80,7 +80,7 @@ def empty_or_log(axes: Any, has_data: bool, x: str, y: str) -> None:
 
 
 def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Fraction of the three GEMMs by shape, ours and the best peer of each."""
+    """Draw the fraction of the three GEMMs by shape, for ours and for the fastest peer."""
     chosen = {}
     for case in filter(is_standard, cases):
         if "median_ms" in case["rows"].get(OURS, {}):
@@ -102,7 +102,10 @@ def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """(flop/s, bytes/s) of these cases' machine, 0 where it was not measured."""
+    """Return (flop/s, bytes/s) of the machine of these cases.
+
+    A value that was not measured is 0.
+    """
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -115,7 +118,9 @@ def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(role, flop/byte, flop/s) of ours and of every peer, where all rows are active."""
+    """Return (role, flop/byte, flop/s) of ours and of every peer, for cases where all rows are
+    active.
+    """
     points = []
     for case in cases:
         flops, moved = work(case)
@@ -127,7 +132,7 @@ def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float
 
 
 def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Flops and bytes that cannot be avoided: inputs read once, gradients written once."""
+    """Return the smallest possible flops and bytes: inputs read once, gradients written once."""
     (n, h, v), item = case["shape"], case["itemsize"]
     if case["operation"].startswith("logits"):
         return LOGITS_FLOPS * n * v, 2 * item * n * v
@@ -136,7 +141,7 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Of the dtype with most cases: a roof belongs to a dtype."""
+    """Draw the roofline of the dtype with the most cases, because each dtype has its own roof."""
     counts = collections.Counter(case["dtype"] for case in cases)
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]
@@ -157,17 +162,17 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
         axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
     elif points:
         where = {"transform": axes.transAxes, "fontsize": 7, "color": "gray", "va": "top"}
-        axes.text(0.03, 0.96, "no roof: this machine's was not measured", **where)
+        axes.text(0.03, 0.96, "no roof: not measured on this machine", **where)
     empty_or_log(axes, bool(points), "flop per byte", "GFLOP/s")
     if points:
         axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def draw(paths: list[str], out: Path) -> Path:
-    """One picture of four panels.
+    """Draw one picture of four panels.
 
     Raises:
-        ValueError: a file that holds no results.
+        ValueError: the files contain no results.
     """
     import matplotlib
 

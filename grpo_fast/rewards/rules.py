@@ -34,7 +34,7 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
     return [float(extract_strict(text) is not None) for text in turns(completions, prefills)]
 
 
-# -------------------------------------------------- Symbols separated by blanks, as in CS336's lecture
+# ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
 def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
     """Return the fraction of positions that have the right symbol.
 

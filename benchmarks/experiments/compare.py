@@ -5,9 +5,8 @@
 
 `key=a,b` adds a key to the grid, and `key=a` changes every run. A finished run is not repeated. A
 run that was interrupted starts again from the beginning. The folder gets `table.md` (mean ±
-standard
-error over seeds, of the last tenth of the steps) and `compare.png` (one row of panels for all
-settings and one row for each key, with bands of one standard error).
+standard error over seeds, of the last tenth of the steps) and `compare.png` (one row of panels for
+all settings and one row for each key, with bands of one standard error).
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Problem:
     """Packed GRPO batch of 8 completions of N/8 tokens, with the dapo loss and without KL.
 
     Advantages have both signs. No ratio is close to a clipping bound, because a provider that
-    rounds
-    its logits to 16 bits could then decide differently from the exact answer.
+    rounds its logits to 16 bits could then decide differently from the exact answer.
     """
 
     hidden: Tensor  # (N, H), requires grad

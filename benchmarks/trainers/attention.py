@@ -4,8 +4,7 @@
 
 A case P,C,G has a prompt of P tokens and G completions of C tokens. Both layouts compute the same
 result, which is verified (outputs and all gradients) before anything is timed. Both are timed in
-one
-process in interleaved rounds, so the ratio is reliable even if the times vary. On a GPU, every
+one process in interleaved rounds, so the ratio is reliable even if the times vary. On a GPU, every
 installed FlashAttention gets a row.
 """
 

@@ -5,8 +5,7 @@
     [--json results.json]
 
 Forward and backward of each hook are timed on the same tensors, interleaved in one process. Before
-a
-pair is timed, its values and gradients must agree within 1e-3 (fp32). Peak memory is measured in
+a pair is timed, its values and gradients must agree within 1e-3 (fp32). Peak memory is measured in
 one warm call.
 """
 

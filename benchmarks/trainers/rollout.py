@@ -5,8 +5,7 @@
     [--json FILE]
 
 The model is random and has 4 layers and a realistic vocabulary, so that the loop and the sampler
-take
-most of the time. The limit is the same loop in greedy mode, which draws no token and keeps no
+take most of the time. The limit is the same loop in greedy mode, which draws no token and keeps no
 log-probability. Before a candidate is timed, its log-probabilities are compared with a new forward
 pass over prompt and completion.
 """

@@ -4,12 +4,11 @@
 
 The cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
 four turns, and combs, which are conversations that branch once at every turn. For the picture,
-agents
-of three turns branch in one to four. Every sample is trained on its last turn. Both layouts compute
-the same result, which is verified (outputs and all gradients) before anything is timed. On a CPU,
-lengths are divided by 4 and the process's CPU time is measured, so that other programs do not
-matter. The first three cases have bars: 3/4 of the ratio of their tokens in time, and less memory.
-The exit status is 1 if a case misses a bar.
+agents of three turns branch in one to four. Every sample is trained on its last turn. Both layouts
+compute the same result, which is verified (outputs and all gradients) before anything is timed. On
+a CPU, lengths are divided by 4 and the process's CPU time is measured, so that other programs do
+not matter. The first three cases have bars: 3/4 of the ratio of their tokens in time, and less
+memory. The exit status is 1 if a case misses a bar.
 """
 
 from __future__ import annotations

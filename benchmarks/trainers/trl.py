@@ -5,11 +5,9 @@ FastGRPOTrainer.
 
 All three trainers have the same weights and get the same prepared micro-batch (8 completions of 64
 tokens for one prompt of 512), as `GRPOTrainer.training_step` gets it after generation and rewards.
-A
-step is forward, loss, metrics and backward. Losses, metrics and gradients are compared before
+A step is forward, loss, metrics and backward. Losses, metrics and gradients are compared before
 anything is timed. Steps are interleaved in one process. Peak memory is measured in a separate
-process
-for each trainer.
+process for each trainer.
 """
 
 from __future__ import annotations

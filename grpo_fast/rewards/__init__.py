@@ -83,11 +83,13 @@ def _resolve(spec: Any) -> WeightedReward:
     options = dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
     weight = float(spec.weight)
+    # 1. A reward model is loaded in this process.
     if name == "reward_model":
         require(spec.path is not None, "rewards: reward_model: path", "a folder or hub id", "none")
         build = functools.partial(RewardModel, spec.path)
         _checked_needs(name, parameters_of(build), options)
         return WeightedReward(label, weight, build(**options))
+    # 2. A function runs in this process, or by its path in a worker.
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
@@ -100,6 +102,7 @@ def _resolve(spec: Any) -> WeightedReward:
             convention=convention,
         )  # fmt: skip
         loaded = _loaded(name, function)
+    # 3. Refuse unknown options and find out which columns the function needs.
     needs = _checked_needs(name, loaded.parameters, loaded.options)
     # A function with `answers` and `**columns` may be written for TRL, which would pass a column
     # `answers` of the data.

@@ -172,13 +172,10 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Read requests and write replies as JSON. The first request loads the function."""
+    """Read requests and write replies as JSON, until an EOFError. The first loads the function."""
     loaded: conventions.Loaded | None = None
     while True:
-        try:
-            request = json.loads(pipe.recv_bytes())
-        except EOFError:
-            return
+        request = json.loads(pipe.recv_bytes())
         try:
             if loaded is None:
                 loaded = conventions.load(import_function(path), **request)
@@ -219,4 +216,5 @@ if __name__ == "__main__":
     handle, lifeline = map(int, sys.argv[2:])
     os.set_inheritable(handle, False)  # programs that the function starts must not hold the pipe
     _end_with_the_caller(lifeline)
-    serve(sys.argv[1], Connection(handle))
+    with contextlib.suppress(EOFError):  # the caller has closed the pipe
+        serve(sys.argv[1], Connection(handle))

@@ -107,11 +107,14 @@ class IsolatedReward:
             self._lifeline.close()
 
     def _start(self) -> Parameters:
+        """Start the worker unless it runs, and return the function's parameters."""
         if self._child is None:
+            # 1. Open a pipe for requests, and one that shows the worker that this process ended.
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
             # Nothing is written to this pipe. The kernel closes it however this process ends.
             self._lifeline = os.fdopen(write_end, "wb", 0)
+            # 2. Start Python on calling.py, with the search path of this process.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
             # Close our copies of the worker's ends. An open copy would hide that the worker ended.
             with os.fdopen(read_end, "rb", 0), theirs:
@@ -124,6 +127,7 @@ class IsolatedReward:
                     env={**os.environ, "PYTHONPATH": search},
                     start_new_session=True,  # Ctrl-C does not reach it; one signal ends the group
                 )
+            # 3. Have the worker import the function and describe its parameters.
             first = {"convention": self._convention, "options": self.options}
             try:
                 self._loaded = self._request(first, START_LIMIT_S)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import build_rewards, check_examples, isolated
-from grpo_fast.rewards.conventions import Parameters
+from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -89,18 +88,6 @@ def test_the_reward_is_the_share_of_tests_that_hold(rewards):
     torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
 
 
-def test_a_source_with_preparations_and_a_check_function(rewards):
-    source = """
-import math
-def check(f):
-    assert f(2, 3) == 5
-    assert f(0, 0) == 0
-check(add)
-assert math.isclose(add(0.1, 0.2), 0.3)
-"""
-    assert ask(rewards, GOOD, "def add(a, b): return 5", tests=source).total.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim = tmp_path / "folder" / "victim"
@@ -140,24 +127,6 @@ def test_many_answers_that_hang_have_their_own_time():
     # Seven times 0.5 s is more than the timeout, which is multiplied by the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
-
-
-def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
-    waited = []
-
-    def start(self):
-        self._loaded = {"convention": "grpo_fast", "options": {}}
-        return Parameters(None, [])
-
-    def answer(self, request, limit):
-        waited.append(limit)
-        return {"scores": [0.0] * request["count"], "extra": {}, "metrics": {}}
-
-    monkeypatch.setattr(isolated.IsolatedReward, "_start", start)
-    monkeypatch.setattr(isolated.IsolatedReward, "_request", answer)
-    ask(build(timeout=7.0), GOOD, GOOD, GOOD)
-    build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
-    assert waited == [21.0, 7.0]
 
 
 @pytest.mark.parametrize(

@@ -286,16 +286,10 @@ def test_set_refuses_bad_arguments():
         own(REWARDS["exact_match"], max_failures=2)
 
 
-def test_scorers():
-    def asked(task, answer, prompt="q"):
-        return scorer_for(task, Example(prompt, answer, None))
-
-    number, symbols, text = asked("gsm8k", "18"), asked("sort", "1 2"), asked("jsonl", "a b")
-    assert number.strict("#### 18.0") == number.lenient("so 18") == number.gold
-    assert number.strict("so 18") is None
+def test_scorers_of_generated_and_open_tasks():
+    symbols = scorer_for("sort", Example("q", "1 2", None))
     assert symbols.strict("1  2") == symbols.gold and symbols.strict("") is None
-    assert text.strict("a  b") == text.lenient("x\na b\n") == text.gold
-    assert asked("jsonl", "2,000").gold == Decimal(2000)
-    assert asked("open", None).gold is None and not asked("open", None).is_right("x")
+    no_answer = scorer_for("open", Example("q", None, None))
+    assert no_answer.gold is None and not no_answer.is_right("x")
     with pytest.raises(ValueError, match="task: expected one of"):
-        asked("chess", "1")
+        scorer_for("chess", Example("q", "1", None))

@@ -80,12 +80,14 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     Raises:
         ValueError: the row has no test, or the tests have a different form.
     """
+    # 1. Inputs and outputs of programs, which data sets may store as JSON text.
     with contextlib.suppress(TypeError, ValueError):
-        entry = json.loads(entry)  # data sets store inputs and outputs as JSON text
+        entry = json.loads(entry)
     listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     programs = [pair for part in listed for pair in _pairs(part)]
     if programs and all(isinstance(part, dict) for part in listed):
         return programs
+    # 2. Python source, which must contain a test.
     for part in listed:
         if not isinstance(part, str):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'

@@ -44,6 +44,7 @@ class Judge(wire.Peer):
             role: role of the handle if the result is an object; see `Handle`.
         """
         given = [args, kwargs or {}]
+        # Not in the try block: tests may pass an object that cannot be sent, which is their error.
         tree = self.encode(given)
         try:
             kind, parts = self.request(operation, tree)
@@ -145,11 +146,13 @@ def run(source, judge, out):
     namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
     judge.uses_objects = sources.uses_objects(source)
+    # 1. Look up the names that the tests take from the answer.
     for name in sources.names_of_answer(source):
         # A name in CapWords is a class, whose objects the tests expect.
         is_class = name[0].isupper() and "_" not in name
         with contextlib.suppress(NameError):
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
+    # 2. Run the statements.
     for statement, is_test in sources.statements_of(source):
         try:
             exec(sources.compiled(statement), namespace)

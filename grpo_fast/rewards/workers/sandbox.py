@@ -106,7 +106,7 @@ def restrict_files():
     rights = RIGHTS[min(landlock_version(), len(RIGHTS)) - 1]
     handled = struct.pack("Q", (1 << rights) - 1)
     ruleset = _checked(LIBC.syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
-    for path in filter(os.path.exists, LIBRARIES):
+    for path in filter(os.path.exists, LIBRARIES):  # a distribution has only some of these folders
         folder = os.open(path, os.O_PATH)
         access = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
         _checked(LIBC.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", access, folder), 0))
@@ -126,15 +126,19 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
+    # 1. Kill a process that uses another architecture's calls (32 bits), whose numbers differ.
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
+    # 2. Allow the listed calls.
     program += [(LOAD, 0, 0, NUMBER)]
     for number in allowed:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
+    # 3. Deny every other call except openat, and openat with any flag for writing.
     program += [(EQUAL, 1, 0, OPENAT[column]), (RETURN, 0, 0, DENY)]
     program += [(LOAD, 0, 0, FLAGS), (ANY_BIT, 0, 1, WRITES)]
     program += [(RETURN, 0, 0, DENY), (RETURN, 0, 0, ALLOW)]
     packed = b"".join(struct.pack("HBBI", *step) for step in program)
     code = ctypes.create_string_buffer(packed)
+    # The struct sock_fprog has padding between the length and the address of the program.
     _prctl(SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
 
 

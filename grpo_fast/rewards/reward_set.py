@@ -38,6 +38,7 @@ from grpo_fast.rewards.conventions import (
     is_per_sample,
     parameters_of,
 )
+from grpo_fast.rewards.per_token import per_token_rewards, score_sum
 
 logger = logging.getLogger(__name__)
 
@@ -184,14 +185,14 @@ class RewardSet:
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(count)
         for name, values in scores.items():
-            per_fn[name] = torch.tensor([_sum(value) for value in values], dtype=torch.float32)
+            per_fn[name] = torch.tensor([score_sum(value) for value in values], dtype=torch.float32)
             reasons[name] = Counter(value for value in values if isinstance(value, str))
             if name in weights:
                 applies = torch.tensor([value is not None for value in values], dtype=torch.bool)
                 total = total + weights[name] * per_fn[name].where(applies, 0.0)
             self._count(name, reasons[name].total(), count)
         scored = [(weight, scores[name]) for name, weight in weights.items()]
-        per_token = _per_token(scored, lists.get("completion_lengths"))
+        per_token = per_token_rewards(scored, lists.get("completion_lengths"))
         extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == count}
         return RewardResult(total, per_fn, reasons, per_token, extra, run_log.metrics)
 
@@ -264,7 +265,7 @@ class RewardSet:
             return calling.WRONG_LENGTH
         is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
         # The trainer computes in fp32, where a larger value would be infinite.
-        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, _sum(value))):
+        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, score_sum(value))):
             self._note(name, f"not a finite number: {reprlib.repr(value)}")
             return calling.NO_NUMBERS
         return value
@@ -287,27 +288,3 @@ class RewardSet:
             limit = f"more than {self.max_failures:.0%}"
             last = self.state.last_error[name]
             raise RewardError(f"reward {name}: {got} ({limit}); last error: {last}")
-
-
-def _sum(score: Score | str) -> float:
-    """Return a completion's reward as one number. A reason or None gives NaN."""
-    if isinstance(score, list):
-        return float(sum(score))
-    return math.nan if score is None or isinstance(score, str) else score
-
-
-def _per_token(
-    scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
-    lengths: Sequence[int] | None,
-) -> list[Tensor] | None:
-    """Return the weighted rewards of each completion's tokens, or None if no function gave any."""
-    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
-        return None
-    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, scores in scored:
-        for reward, score in zip(rewards, scores, strict=True):
-            if isinstance(score, list):
-                reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # an empty completion has no last token
-                reward[-1:] += weight * _sum(score)
-    return [reward.float() for reward in rewards]

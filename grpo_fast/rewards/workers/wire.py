@@ -18,7 +18,7 @@ PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, se
 # Classes that are sent as a list of their items, or of their keys and values.
 FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
 FROM_PAIRS = (dict, Counter, OrderedDict)
-TAGS = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
+TAGS: dict[type, str] = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
 KINDS = {tag: kind for kind, tag in TAGS.items()}
 TAGS[defaultdict] = "dict"  # the default factory is not sent
 # Types that are sent as their text, and the modules that define them.
@@ -92,6 +92,11 @@ class Peer:
 
     An object that is not plain data stays in its process. The other process gets its number.
 
+    A subclass defines `operation(name)`, which returns the function for an operation that the other
+    process requests, `refer(value)`, which returns the tree of a value that is not plain data, and
+    `resolve(tag, *parts)`, which returns the value of a tree that the other process's `refer` has
+    written.
+
     Args:
         descriptor: a connected socket.
     """
@@ -101,18 +106,6 @@ class Peer:
         self.objects = []
         # By id(). `objects` keeps each object alive, so Python does not use its id again.
         self.numbers = {}
-
-    def operation(self, name):
-        """Return the function that carries out an operation for the other process."""
-        raise NotImplementedError
-
-    def refer(self, value):
-        """Return the tree of a value that is not plain data."""
-        raise NotImplementedError
-
-    def resolve(self, tag, *parts):
-        """Return the value of a tree that the other process has written with `refer`."""
-        raise NotImplementedError
 
     def encode(self, value):
         return encode(value, self.refer)

@@ -64,8 +64,10 @@ def code_tests(
     read = [read_tests(entry) for entry in tests]
 
     def one(text: str, entry: str | list[tuple[str, str]]) -> float:
-        share = share_of_tests if isinstance(entry, str) else share_of_programs
-        return share(code_of(text), entry, seconds, memory)  # type: ignore[operator]
+        code = code_of(text)
+        if isinstance(entry, str):
+            return share_of_tests(code, entry, seconds, memory)
+        return share_of_programs(code, entry, seconds, memory)
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(one, completions, read))

@@ -38,7 +38,7 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
 def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
     """Return the fraction of positions that have the right symbol.
 
-    The fraction is taken of the longer text, completion or answer.
+    The denominator is the number of symbols of the completion or the answer, whichever is larger.
 
     Args:
         completions: N completions of symbols separated by blanks.
@@ -60,8 +60,8 @@ def sort_inclusion_ordering(
 
     The reward is between 0 and 2. As in the lecture, a symbol counts if it occurs at all, so
     `0 0 1` gets the full score for `0 1 1`. A pair with anything that is not a number is out of
-    order. The number of pairs is that of the longer text, so that neither a single symbol nor an
-    endless tail is rewarded.
+    order. The denominator of the second fraction is the number of pairs of the longer text, so that
+    neither a single symbol nor an endless tail is rewarded.
 
     Args:
         completions: N completions of symbols separated by blanks.

@@ -1,4 +1,4 @@
-"""The process that runs an answer: the answer's functions serve a judge, or it is a program.
+"""Process that runs an answer, either as a program or to serve the answer's functions to a judge.
 
 This process holds the answer's code and nothing else: no tests, no expected values, an empty
 environment. Whatever the answer does to this process, it can only change the plain data that the

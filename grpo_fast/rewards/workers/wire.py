@@ -92,10 +92,9 @@ class Peer:
 
     An object that is not plain data stays in its process. The other process gets its number.
 
-    A subclass defines `operation(name)`, which returns the function for an operation that the other
-    process requests, `refer(value)`, which returns the tree of a value that is not plain data, and
-    `resolve(tag, *parts)`, which returns the value of a tree that the other process's `refer` has
-    written.
+    A subclass defines three methods. `operation(name)` returns the function that carries out a
+    request. `refer(value)` returns the tree of a value that is not plain data. `resolve(tag, *parts)`
+    returns the value of a tree that the other process has written with `refer`.
 
     Args:
         descriptor: a connected socket.
@@ -104,7 +103,7 @@ class Peer:
     def __init__(self, descriptor):
         self.descriptor = descriptor
         self.objects = []
-        # By id(). `objects` keeps each object alive, so Python does not use its id again.
+        # Numbers by id(object). `objects` keeps each object alive, so that no id is used twice.
         self.numbers = {}
 
     def encode(self, value):

@@ -15,8 +15,8 @@ import signal
 import struct
 import sys
 
-# Allowed system calls, with their numbers on (x86-64, arm64). Calls that ignore or block a signal are
-# not allowed, because a signal ends a process after its time.
+# Allowed system calls, with their numbers on (x86-64, arm64). Calls that ignore or block a signal
+# are not allowed, because a signal ends a process after its time.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),

@@ -93,8 +93,8 @@ class Peer:
     An object that is not plain data stays in its process. The other process gets its number.
 
     A subclass defines three methods. `operation(name)` returns the function that carries out a
-    request. `refer(value)` returns the tree of a value that is not plain data. `resolve(tag, *parts)`
-    returns the value of a tree that the other process has written with `refer`.
+    request. `refer(value)` returns the tree of a value that is not plain data.
+    `resolve(tag, *parts)` returns the value of a tree that the other process's `refer` has written.
 
     Args:
         descriptor: a connected socket.

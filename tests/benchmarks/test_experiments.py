@@ -1,4 +1,4 @@
-"""Tests of benchmarks/experiments/compare.py: its runs, its numbers and the lines of its picture."""
+"""Tests of benchmarks/experiments/compare.py: its runs, its numbers and its picture."""
 
 from __future__ import annotations
 

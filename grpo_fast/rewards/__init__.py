@@ -93,6 +93,7 @@ def _resolve(spec: Any) -> WeightedReward:
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
+    function: Any
     if path is None:
         loaded = load(REWARDS.get(name) or import_function(name), convention, options)
         function = functools.partial(loaded.function, **loaded.options)

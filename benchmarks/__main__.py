@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, the same as `grpo-fast bench`."""
+"""Entry point of `python -m benchmarks`, which is the same as `grpo-fast bench`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Kernels, steps and rollouts against peers and limits: a table, and JSON in benchmarks/results/.
+"""Benchmarks of kernels, steps and rollouts against peers and limits.
 
-Every result is verified against fp64 before it is timed (a wrong one is listed, not timed). All
-candidates of a case are timed in one process on the same tensors, in interleaved rounds. On the CPU
-each case runs in two processes: under glibc's default allocator, and under one that keeps its pages
-("fair", see benchmarks/measure.py).
+A run prints a table and writes JSON to benchmarks/results/. Every result is verified against fp64
+before it is timed. A wrong result is listed, but not timed. All candidates of a case are timed in
+one process on the same tensors, in interleaved rounds. On the CPU each case runs in two processes:
+under glibc's default allocator, and under one that keeps its pages ("fair", see
+benchmarks/measure.py).
 
     grpo-fast bench --quick
-    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2 --softmax
-    peaked grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast
-    torch grpo-fast bench step rollout
+    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
+    grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
+    grpo-fast bench step rollout
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.options import new_parser
 
-# Options that the benchmarks with a script of their own do not take.
+# Options that the benchmarks of benchmarks/trainers/ do not have.
 KERNELS_ONLY = (
     "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
     "providers", "allocator", "verify_only",
@@ -37,7 +38,9 @@ KERNELS_ONLY = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; 0, 1 when something did not run or ours is wrong, 2 for a usage error."""
+    """Run the command. The result is 1 if a case did not run or a result of ours is wrong, and 2
+    for a usage error.
+    """
     options = parse_arguments(arguments)
     measured = [name for name in options.operations if name in OPERATIONS]
     status = 0
@@ -62,71 +65,38 @@ def main(arguments: list[str]) -> int:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = new_parser("grpo-fast bench", __doc__)
     names = [*OPERATIONS, *SCRIPTS]
-    parser.add_argument(
-        "operations",
-        nargs="*",
-        metavar="OPERATION",
-        help=f"{', '.join(names)} (default: linear_grpo_loss)",
-    )
-    where = parser.add_argument_group("problems")
-    where.add_argument(
-        "--quick",
-        action="store_true",
-        help="two small shapes; under three minutes for all operations",
-    )
-    where.add_argument(
-        "--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary"
-    )
-    where.add_argument(
-        "--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}"
-    )
-    where.add_argument(
-        "--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)"
-    )
-    where.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: fp32 (CPU), bf16 (GPU)",
-    )
-    where.add_argument(
-        "--active",
-        nargs="+",
-        type=float,
-        default=[1.0],
-        help="fraction of rows that have a gradient",
-    )
-    where.add_argument(
-        "--inactive",
-        choices=("masked", "zero-advantage", "clipped"),
-        help="why the others have none (default: masked)",
-    )
-    where.add_argument("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
-    where.add_argument("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
-    who = parser.add_argument_group("candidates")
-    who.add_argument(
-        "--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help="ours"
-    )
-    who.add_argument(
-        "--providers",
-        nargs="+",
-        default=[],
-        metavar="PART",
-        help="those whose name contains one of these",
-    )
-    how = parser.add_argument_group("measurement")
-    how.add_argument("--device", choices=("cpu", "cuda"))
-    how.add_argument(
-        "--allocator", nargs="+", choices=("default", "fair"), help="of the CPU; default: both"
-    )
-    how.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
-    how.add_argument("--budget", type=duration, help="seconds of timing for each provider and case")
-    how.add_argument("--rounds", type=count, help="at most this many rounds; at least 2 are run")
-    how.add_argument("--verify-only", action="store_true", help="check the results, time nothing")
-    how.add_argument(
-        "--dry", action="store_true", help="say what would be run, and which providers cannot"
-    )
-    how.add_argument("--out", help="where the JSON goes")
+    words = f"{', '.join(names)} (default: linear_grpo_loss)"
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=words)
+
+    add = parser.add_argument_group("problems").add_argument
+    add("--quick", action="store_true", help="two small shapes; under three minutes in all")
+    add("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
+    add("--model", nargs="+", metavar="NAME", help=f"heads: {', '.join(shape_table.MODELS)}")
+    add("--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)")
+    words = "default: fp32 (CPU), bf16 (GPU)"
+    add("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help=words)
+    words = "fraction of rows that have a gradient"
+    add("--active", nargs="+", type=float, default=[1.0], help=words)
+    words = "why the other rows have no gradient (default: masked)"
+    add("--inactive", choices=("masked", "zero-advantage", "clipped"), help=words)
+    add("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
+    add("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
+
+    add = parser.add_argument_group("candidates").add_argument
+    words = "backends of grpo_fast"
+    add("--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help=words)
+    words = "run only the providers whose name contains one of these"
+    add("--providers", nargs="+", default=[], metavar="PART", help=words)
+
+    add = parser.add_argument_group("measurement").add_argument
+    add("--device", choices=("cpu", "cuda"))
+    add("--allocator", nargs="+", choices=("default", "fair"), help="on a CPU; default: both")
+    add("--threads", type=count, help="CPU threads (default: all cores)")
+    add("--budget", type=duration, help="seconds of timing for each provider and case")
+    add("--rounds", type=count, help="at most this many rounds; at least 2 are run")
+    add("--verify-only", action="store_true", help="check the results without timing them")
+    add("--dry", action="store_true", help="list what would run, and which providers cannot")
+    add("--out", help="file for the JSON")
     options = parser.parse_args(arguments)
     options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
     unknown = [name for name in options.operations if name not in names]
@@ -138,10 +108,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         for name in KERNELS_ONLY:
             if getattr(options, name) != parser.get_default(name):
                 operation, option = options.operations[0], name.replace("_", "-")
-                parser.error(
-                    f"--{option}: expected with {', '.join(OPERATIONS)}, got {operation!r} "
-                    f"(its own options: python -m benchmarks.trainers.{operation} --help)"
-                )
+                expected = f"expected with {', '.join(OPERATIONS)}, got {operation!r}"
+                help_of = f"python -m benchmarks.trainers.{operation} --help"
+                parser.error(f"--{option}: {expected} (its options: {help_of})")
     return options
 
 
@@ -162,10 +131,10 @@ def duration(text: str) -> float:
 
 
 def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
-    """The fields of a `Plan`.
+    """Return the fields of a `Plan`.
 
     Raises:
-        ValueError: an option out of range, with what was expected.
+        ValueError: an option is out of range.
     """
     import torch
 
@@ -179,26 +148,21 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
         if not 0 < fraction <= 1:
             raise ValueError(f"active: expected fractions in (0, 1], got {fraction:g}")
     if options.inactive and min(options.active) == 1:
-        raise ValueError(
-            f"inactive: expected together with --active below 1, got {options.inactive}"
-        )
+        got = options.inactive
+        raise ValueError(f"inactive: expected together with --active below 1, got {got}")
     if options.allocator and device == "cuda":
-        raise ValueError(
-            f"allocator: expected none on a GPU, it is the CPU's, got {options.allocator[0]}"
-        )
+        got = options.allocator[0]
+        raise ValueError(f"allocator: expected no --allocator for a GPU, got {got}")
     known = {p.name for name in operations for p in providers_of(name) if p.role != "limit"}
     for part in options.providers:
         if not any(part.lower() in name.lower() for name in known):
-            raise ValueError(
-                f"providers: expected parts of {', '.join(sorted(known))}, got {part!r}"
-            )
-    variants = [
-        Variant(active, options.inactive or "masked", softmax, mask)
-        for active, softmax, mask in itertools.product(
-            options.active, options.softmax, options.mask
-        )
-    ]
+            expected = f"parts of {', '.join(sorted(known))}"
+            raise ValueError(f"providers: expected {expected}, got {part!r}")
+    product = itertools.product(options.active, options.softmax, options.mask)
+    inactive = options.inactive or "masked"
+    variants = [Variant(active, inactive, softmax, mask) for active, softmax, mask in product]
     quick = options.quick
+    budget = 3.0 if device == "cuda" else 20.0
     return {
         "operations": operations,
         "shapes": chosen_shapes(options, device),
@@ -209,7 +173,7 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
         "backends": options.backend,
         "providers": options.providers,
         "threads": options.threads or os.cpu_count() or 1,
-        "budget": options.budget or (1.0 if quick else 3.0 if device == "cuda" else 20.0),
+        "budget": options.budget or (1.0 if quick else budget),
         "rounds": options.rounds or (9 if quick else 25),
         "verify_only": options.verify_only,
     }
@@ -217,48 +181,38 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
 
 def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.Shape]:
     if options.tokens and not options.model:
-        raise ValueError(
-            "tokens: expected together with --model (with --shapes, N is part of the shape)"
-        )
+        expected = "expected together with --model (with --shapes, N is part of the shape)"
+        raise ValueError(f"tokens: {expected}")
     chosen = [shape_table.shape_of(text) for text in options.shapes or []]
     if options.model:
-        chosen += shape_table.model_shapes(
-            options.model, options.tokens or [8192 if device == "cuda" else 512]
-        )
+        tokens = options.tokens or [8192 if device == "cuda" else 512]
+        chosen += shape_table.model_shapes(options.model, tokens)
     if chosen:
         return chosen
-    return (
-        shape_table.QUICK
-        if options.quick
-        else shape_table.GPU
-        if device == "cuda"
-        else shape_table.CPU
-    )
+    if options.quick:
+        return shape_table.QUICK
+    return shape_table.GPU if device == "cuda" else shape_table.CPU
 
 
 def described(plan: Any) -> str:
-    """What a plan would run, and why some of it would not."""
+    """Return a text that lists what a plan would run, and which providers cannot run."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
     lines = [f"device {plan.device}{cpu if plan.device == 'cpu' else ''}"]
     for operation in plan.operations:
-        cases = [
-            f"{','.join(map(str, s))} {d} {tuple(v)}"
-            for d in plan.dtypes
-            for s in plan.shapes
-            for v in plan.variants
-        ]
+        product = itertools.product(plan.dtypes, plan.shapes, plan.variants)
+        cases = [f"{','.join(map(str, s))} {d} {tuple(v)}" for d, s, v in product]
         lines.append(f"{operation}: {len(cases)} cases: {'; '.join(cases)}")
         for provider in plan.candidates(operation):
             reasons = {provider.missing(plan.device, DTYPES[dtype]) for dtype in plan.dtypes}
-            lines.append(
-                f"    {provider.name:32} {'; '.join(sorted(filter(None, reasons))) or 'would run'}"
-            )
+            found = "; ".join(sorted(filter(None, reasons))) or "would run"
+            lines.append(f"    {provider.name:32} {found}")
     return "\n".join(lines)
 
 
 def measure_all(plan: Any, options: argparse.Namespace) -> int:
+    """Run a plan, write its report, and return the exit status."""
     from benchmarks import measure
     from benchmarks.kernels.runner import run
     from benchmarks.report.files import write
@@ -270,11 +224,9 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
         "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
     }
     what = plan.operations[0] if len(plan.operations) == 1 else "operations"
-    path = (
-        Path(options.out)
-        if options.out
-        else default_path(what, plan.device, report["commit"], options.quick)
-    )
+    path = default_path(what, plan.device, report["commit"], options.quick)
+    if options.out:
+        path = Path(options.out)
     cases = run(plan, lambda found: write(path, report | {"cases": found}))
     if not plan.verify_only:
         print(verdict(cases))
@@ -293,6 +245,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
+    """Return the file of a report for which --out is not given."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
@@ -301,7 +254,7 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """A benchmark with a command of its own; it gets the options that all of them take."""
+    """Run a benchmark of benchmarks/trainers/ with the options that all of them have."""
     from benchmarks import measure
 
     gpu = options.device == "cuda"

@@ -1,4 +1,4 @@
-"""How calls are timed and weighed, and on what machine: shared by all benchmarks."""
+"""Timing, memory, hardware and report headers, shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ MIB = 2**20
 COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
 SLOW = 5.0  # seconds
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-clock = "wall"  # of `seconds` on a CPU; process: its CPU time, which others on it do not stretch
+# Clock of `seconds` on a CPU. "process" counts the process's CPU time, which does not grow if other
+# programs share the CPU.
+clock = "wall"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels",
     "nvidia-cutlass-dsl", "verl", "flash-attn", "flash-attn-3", "flash-attn-4", "numpy",
 )  # fmt: skip
 
-# glibc gives large blocks back to the kernel at every free, so by default each call pays for its
-# page faults again. "fair" keeps them and asks for huge pages; both are reported, because a peer's
-# time may be mostly page faults.
+# By default glibc returns large blocks to the kernel at every free, so each call repeats its page
+# faults. "fair" keeps the blocks and requests huge pages. Both are reported, because a peer's time
+# may be mostly page faults.
 FAIR_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=68719476736"
     ":glibc.malloc.mmap_threshold=68719476736"
     ":glibc.malloc.hugetlb=1"
 }
-# Some of: loss (0-d), logps (N,), grad_hidden (N, H), grad_weight (V, H), grad_logits (R, V).
+# May contain loss (0-d), logps (N,), grad_hidden (N, H), grad_weight (V, H), grad_logits (R, V).
 Result = dict[str, Tensor]
 
 
@@ -51,10 +53,10 @@ class Step:
     """One call that is verified and timed.
 
     Attributes:
-        run: does the work, returns fresh results (or, in place, the buffer it was given).
-        reset: run before each call and outside of its time: gives `run` back the input that it
-            overwrites.
-        owned_bytes: bytes of the results that lie in memory which was there before the call.
+        run: does the work and returns new results, or the buffer that it has overwritten.
+        reset: restores the input that `run` overwrites. It runs before each call and is not
+        timed.
+        owned_bytes: bytes of the results in memory that existed before the call.
     """
 
     run: Callable[[], Result]
@@ -68,7 +70,10 @@ class Step:
 
 
 def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
-    """Time of one call, averaged over `calls`: wall time, on a GPU the device's own clock."""
+    """Return the seconds of one call, averaged over `calls`.
+
+    A GPU is timed by its own events, a CPU by the clock that `clock` names.
+    """
     step = as_step(step)
     if device == "cuda":
         return _seconds_on_gpu(step, calls)
@@ -97,7 +102,9 @@ def synchronize(device: str) -> None:
 
 
 def _seconds_on_gpu(step: Step, calls: int) -> float:
-    """Between events around each call: resets stay out, and the queue never runs dry."""
+    """Time each call between two events, so that resets are excluded and the queue never runs
+    empty.
+    """
     torch.cuda.synchronize()
     pairs = []
     for _ in range(calls):
@@ -119,19 +126,28 @@ def interleaved(
     rounds: int,
     minimum: int = 2,
 ) -> dict[str, list[float]]:
-    """Times of every step, in rounds of all, so that a slow minute of the machine hits all alike.
+    """Time all steps in interleaved rounds, so that a slow minute of the machine affects all of
+    them.
 
-    A step gets as many rounds as `budget` seconds hold, at least `minimum` and at most `rounds`,
-    spread evenly over the whole time; one of microseconds is repeated within a round until it takes
-    20 ms. The steps have run before (they were verified), so the call that tells how long one takes
-    counts as a sample when it is a slow one.
+    A step that takes microseconds is repeated within a round until it takes 20 ms. The steps have
+    run before, because they were verified. If the call that estimates the time of a step is slow,
+    it counts as a sample.
+
+    Args:
+        steps: the steps by name.
+        device: "cpu" or "cuda".
+        budget: seconds for each step.
+        rounds: largest number of rounds of a step.
+        minimum: smallest number of rounds of a step, whatever the budget.
+
+    Returns:
+        The seconds of each step's samples.
     """
     warm = {name: seconds(step, 1, device) for name, step in steps.items()}
     samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
-    warm = {
-        name: time_ if time_ > SLOW else seconds(steps[name], 1, device)
-        for name, time_ in warm.items()
-    }
+    for name, time_ in warm.items():
+        if time_ <= SLOW:
+            warm[name] = seconds(steps[name], 1, device)
     calls = {name: max(1, round(0.02 / time_)) for name, time_ in warm.items()}
     wanted = {
         name: max(minimum, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
@@ -147,27 +163,28 @@ def interleaved(
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """Median and half the interquartile range (below four samples half the range), in ms."""
+    """Return the median, the spread and the minimum of samples, in ms.
+
+    The spread is half the interquartile range, or half the range of fewer than four samples.
+    """
     ordered = sorted(samples)
     if len(ordered) < 4:
         half = (ordered[-1] - ordered[0]) / 2
     else:
         first, _, third = statistics.quantiles(ordered, n=4)
         half = (third - first) / 2
-    return {
-        "median_ms": statistics.median(ordered) * 1e3,
-        "spread_ms": half * 1e3,
-        "min_ms": ordered[0] * 1e3,
-    }
+    median = statistics.median(ordered)
+    return {"median_ms": median * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
 
 
 def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
-    """Peak MiB of one warm call beyond what was there before and the gradients it returns.
+    """Return the peak MiB of one warm call, without earlier memory and the returned gradients.
 
-    On the CPU: free pages go back to the kernel (malloc_trim), the high-water mark of the resident
-    set is reset (5 into /proc/self/clear_refs), the step runs, and VmHWM minus the resident set
-    before is read. The workspace that we keep between calls is given up before, and so counted.
-    `page_faults` are those of this call. On a GPU: torch's allocator statistics.
+    On a GPU this is from the statistics of torch's allocator. On a CPU, free pages are returned to
+    the kernel (malloc_trim) and the high-water mark of the resident set is reset (5 into
+    /proc/self/clear_refs). After the step, the result is VmHWM minus the resident set before. The
+    workspace that grpo_fast keeps between calls is released before, so it is included.
+    `page_faults` counts the page faults of this call.
     """
     step = as_step(step)
     gc.collect()
@@ -182,24 +199,23 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
     drop_workspace()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before, faults = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = resident("VmRSS")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     gradients = gradient_bytes(step.run()) - step.owned_bytes
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    return {
-        "workspace_mib": (resident("VmHWM") - before - gradients) / MIB,
-        "page_faults": float(faults),
-    }
+    workspace = (resident("VmHWM") - before - gradients) / MIB
+    return {"workspace_mib": workspace, "page_faults": float(faults)}
 
 
 def gradient_bytes(result: Any) -> int:
-    """Of a `Result`, or of a tuple (loss, gradient, ...)."""
+    """Return the bytes of the gradients in a `Result`, or in a tuple (loss, gradient, ...)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Return the bytes of a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -207,41 +223,32 @@ def resident(field: str) -> int:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """What a figure must be quoted with."""
-    information: dict[str, Any] = {
-        "machine": platform.machine(),
-        "cpu": "unknown",
-        "cores": os.cpu_count(),
-    }
+    """Return the hardware that every figure must be reported with."""
+    information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
+    information["cores"] = os.cpu_count()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        fields = dict(
-            line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line
-        )
-        fields = {key.strip(): value.strip() for key, value in fields.items()}
+        lines = [line for line in cpuinfo.read_text().splitlines() if ":" in line]
+        pairs = [line.split(":", 1) for line in lines]
+        fields = {key.strip(): value.strip() for key, value in pairs}
+        name = fields.get("model name", "unknown")
+        family = f"family {fields.get('cpu family')}, model {fields.get('model')}"
+        information["cpu"] = f"{name} ({family})"
         flags = set(fields.get("flags", "").split())
-        information["cpu"] = (
-            f"{fields.get('model name', 'unknown')} "
-            f"(family {fields.get('cpu family')}, model {fields.get('model')})"
-        )
-        information["instructions"] = [
-            name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags
-        ]
-    information["memory_gib"] = round(
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-    )
+        known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        information["instructions"] = [name for name in known if name in flags]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    information["memory_gib"] = round(memory / 2**30, 1)
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        information["gpu"] = (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"{properties.multi_processor_count} SMs"
-        )
+        gpu = torch.cuda.get_device_properties(0)
+        size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
+        information["gpu"] = f"{gpu.name}, {size}"
         information["cuda"] = torch.version.cuda
     return information
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """What two machines with comparable figures share, as part of a file name."""
+    """Return a file name part that is equal for machines with comparable figures."""
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
@@ -271,7 +278,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of everything compared."""
+    """Return the versions of Python and of all compared packages."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -282,7 +289,7 @@ def versions() -> dict[str, str]:
 
 
 def header(benchmark: str, device: str) -> dict[str, Any]:
-    """What a report begins with: what was measured when, on which code and machine."""
+    """Return the beginning of a report: benchmark, date, commit, hardware and versions."""
     return {
         "benchmark": benchmark,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,12 +1,12 @@
-"""Train by a recipe under every setting of a grid, with several seeds: one table, one picture.
+"""Training with every setting of a grid and several seeds, with one table and one picture.
 
     python -m benchmarks.experiments.compare sort advantages=centered,rloo --seeds 3 [-o FOLDER]
     python -m benchmarks.experiments.compare sort,ppo-sort --seeds 2
 
-`key=a,b` is a key of the grid, `key=a` a change to every run. A finished run is not run again, and
-a run that was cut off begins anew. The folder gets `table.md` (mean ± standard error over seeds of
-the last tenth of the steps) and `compare.png` (one row of panels for all settings, one row for each
-key; bands of one standard error).
+`key=a,b` adds a key to the grid, and `key=a` changes every run. A finished run is not repeated. A
+run that was interrupted starts again from the beginning. The folder gets `table.md` (mean ±
+standard error over seeds, of the last tenth of the steps) and `compare.png` (one row of panels for
+all settings and one row for each key, with bands of one standard error).
 """
 
 from __future__ import annotations
@@ -57,23 +57,31 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}  # metric → the value that says nothing
-TELLING = 0.01  # how far from it a value says something
+# Values at which a metric is not shown, and the difference from which it is shown.
+NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
+TELLING = 0.01
 MOST_LINES = 8  # in one panel
-SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: some runs end at 0
+# Lower end of a logarithmic axis, as a fraction of its largest value. Some runs end at 0.
+SMALLEST = 1e-4
 
 
 class Arm(NamedTuple):
-    """One setting of the grid."""
+    """One setting of the grid.
 
-    name: str  # of its folder and in the picture, such as loss_type=grpo,advantages=max
-    values: dict[str, str]  # key of the grid → value
-    runs: list[RunConfig]  # one for each seed
+    Attributes:
+        name: name of the setting's folder and line, such as loss_type=grpo,advantages=max.
+        values: values of the grid's keys.
+        runs: configurations, one for each seed.
+    """
+
+    name: str
+    values: dict[str, str]
+    runs: list[RunConfig]
 
 
 # ------------------------------------------------------------------------------------------- runs
 def grid_values(word: str) -> tuple[str, list[str]]:
-    """Split `key=a,b` into key and values. Brackets, braces and quotes keep their commas."""
+    """Split `key=a,b` into the key and its values. Commas in brackets or quotes do not separate."""
     key, text = split_word(word)
     listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
@@ -82,7 +90,7 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Return every setting of the grid with its configurations, each of them validated."""
+    """Return every setting of the grid with its validated configurations."""
     parsed = [grid_values(word) for word in words]
     require(seeds >= 1, "seeds", "at least 1", seeds)
     require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
@@ -107,7 +115,7 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether this run is finished. Raise a ValueError for a folder of other settings."""
+    """Return whether this run is finished. Raise ValueError if the folder has other settings."""
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return False
@@ -119,7 +127,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Run what is missing, one run after the other; write the table and the picture."""
+    """Run the missing runs one after the other, and write the table and the picture."""
     arms = plan_arms(recipe, words, seeds, folder)
     missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
     for number, config in enumerate(missing, start=1):
@@ -134,7 +142,7 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return mean ± standard error over the runs, each the mean of its last tenth."""
+    """Return mean ± standard error over the runs. A run counts with the mean of its last tenth."""
     tails = []
     for rows in runs:
         points = series(rows, metric)
@@ -147,7 +155,7 @@ def cell(runs: list[Rows], metric: str) -> str:
 
 
 def table(rows: dict[str, list[Rows]]) -> str:
-    """Return the comparison in Markdown, without the metrics that say nothing."""
+    """Return the comparison in Markdown, without metrics that are neutral in all runs."""
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -158,13 +166,13 @@ def table(rows: dict[str, list[Rows]]) -> str:
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Return whether any run has a value of a metric that is not neutral."""
+    """Return whether any run has a value of the metric that is not neutral."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
-    """Draw the picture of the runs of each setting, whose keys and values are `settings`."""
+    """Draw the picture of the runs of each setting."""
     groups = grouped(rows, settings)
     every = [run for runs in rows.values() for run in runs]
     titles = [title for title, name in PANELS.items() if is_telling(every, name)]
@@ -199,7 +207,7 @@ def grouped(
 
 
 def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
-    """Draw one panel: a line with its band for each label."""
+    """Draw one panel, with a line and its band for each label."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:

@@ -1,8 +1,9 @@
-"""The lecture's table: three losses by four advantages, with several seeds.
+"""Table of the lecture: three losses with four advantages and several seeds.
 
     python -m benchmarks.experiments.lecture [--seeds 5] [-o FOLDER]
 
-Writes `table.md` and `compare.png`, as compare.py does, of runs of grpo_fast/examples/lecture.py.
+The command runs grpo_fast/examples/lecture.py and writes `table.md` and `compare.png`, as
+compare.py does.
 """
 
 from __future__ import annotations

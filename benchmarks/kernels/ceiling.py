@@ -1,10 +1,10 @@
-"""What this machine's CPU can do: fused multiply-adds in registers, and a copy of memory.
+"""Upper limits of this machine's CPU: multiply-adds in registers, and a copy of memory.
 
     python -m benchmarks.kernels.ceiling     writes benchmarks/results/ceiling-CPU.json
 
-The roof of the roofline of benchmarks/report/plots.py. A loop of independent fp32 multiply-adds
-that touches no memory, on all cores at once, and the best of many short runs: no matrix product
-can be faster. It belongs to the machine on which it ran.
+The limits are the roof of the roofline in benchmarks/report/plots.py. The first is a loop of
+independent fp32 multiply-adds without memory access, on all cores at once, and the best of many
+short runs. No matrix product can be faster on the same machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ constexpr int kBytes = 32, kChains = 12;
 #endif
 typedef float Vec __attribute__((vector_size(kBytes)));
 
-static double now() {  // of this thread alone: what else the machine does is not counted
+static double now() {  // CPU time of this thread, which other programs do not change
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
   return t.tv_sec + 1e-9 * t.tv_nsec;
@@ -40,7 +40,7 @@ static double now() {  // of this thread alone: what else the machine does is no
 
 static void work(long rounds, float seed, float* sum, double* seconds) {
   const double start = now();
-  Vec x[kChains];  // unrolled, so that each lives in a register
+  Vec x[kChains];  // the loops are unrolled, so that each element stays in a register
 #pragma GCC unroll 24
   for (int i = 0; i < kChains; ++i) x[i] = Vec{} + seed * (i + 1);
   const Vec a = Vec{} + 0.999f, b = Vec{} + seed;
@@ -66,26 +66,28 @@ extern "C" double rate(int threads, long rounds) {  // flop/s
   return total;
 }
 """
-ROUNDS = 2_000_000  # some milliseconds
+ROUNDS = 2_000_000  # a few milliseconds
 ATTEMPTS = 500
 COPIED = 1 << 29  # bytes
 
 
 def multiply_add_rate(threads: int) -> float:
-    """fp32 flop/s of all threads together: the best of many short runs."""
+    """Return the fp32 flop/s of all threads together, as the best of many short runs."""
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "ceiling.cpp", Path(folder) / "ceiling.so"
+        source = Path(folder) / "ceiling.cpp"
+        library = Path(folder) / "ceiling.so"
         source.write_text(SOURCE)
         compiler = os.environ.get("CXX", "c++")
         flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
         subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
         rate = ctypes.CDLL(str(library)).rate
-    rate.restype, rate.argtypes = ctypes.c_double, [ctypes.c_int, ctypes.c_long]
+    rate.restype = ctypes.c_double
+    rate.argtypes = [ctypes.c_int, ctypes.c_long]
     return max(rate(threads, ROUNDS) for _ in range(ATTEMPTS))
 
 
 def copy_rate(threads: int) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds."""
+    """Return the bytes per second, read and written, of a copy that is larger than every cache."""
     torch.set_num_threads(threads)
     source = torch.ones(COPIED // 4)
     target = torch.empty_like(source)
@@ -94,7 +96,7 @@ def copy_rate(threads: int) -> float:
 
 
 def file_of(hardware: dict[str, Any]) -> Path:
-    """Where the ceiling of such a machine is stored."""
+    """Return the file for the limits of a machine with this hardware."""
     return RESULTS / f"ceiling-{measure.cpu_class(hardware)}.json"
 
 

@@ -1,4 +1,4 @@
-"""The exact answers: fp64 (fp32 where that does not fit), in blocks of rows, in plain torch."""
+"""Exact answers in plain torch, in fp64 or, if memory is short, in fp32."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Relative L2 error of a gradient beyond which a result is wrong, and is not timed. fp32: rounding
-# is 1e-6, so 1e-4 is a bug or a lower precision. 16 bits: logits rounded to bf16 move probabilities
-# by about 1%, which a user may accept; the error is printed.
+# Relative L2 error of a gradient above which a result is wrong and is not timed. In fp32 rounding
+# is about 1e-6, so 1e-4 is a bug or a lower precision. In 16 bits, logits rounded to bf16 change
+# probabilities by about 1%. A user may accept this, so the result is timed and its error printed.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Largest absolute error of a logp (nats): one rounding of a logit of size 16 to bf16 is 0.06.
+# Largest absolute error of a logp in nats. Rounding a logit of size 16 to bf16 once changes it by
+# 0.06.
 LOGP_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 
 def logps_bar(hidden: int, device: str) -> float:
-    """The contract's bar of a log-probability's error in nats, for a head of this hidden size.
+    """Return the largest allowed error of a log-probability, in nats, for a hidden size.
 
-    The tensor cores of a GPU cut off what does not fit the accumulator, once for every 16 products:
-    an error of one sign, which grows with the hidden size.
+    A GPU's tensor cores truncate the accumulator once for every 16 products. The errors have the
+    same sign, so their sum grows with the hidden size.
     """
     return 1e-5 + (2e-8 * hidden if device == "cuda" else 0.0)
 
 
 class LogitRows(NamedTuple):
-    """The gradient of logits (R, V), formed row by row from the targets, lse and slope (R,)."""
+    """Gradient of logits (R, V), computed block by block from targets, lse and slope (R,)."""
 
     logits: Tensor
     target_ids: Tensor
@@ -35,7 +36,7 @@ class LogitRows(NamedTuple):
     slope: Tensor
 
     def block(self, rows: slice) -> Tensor:
-        """(rows, V) of the exact gradient."""
+        """Return the exact gradient of these rows, of shape (rows, V)."""
         gradient = torch.exp(self.logits[rows].to(self.lse.dtype) - self.lse[rows, None]).neg_()
         gradient[torch.arange(len(gradient)), self.target_ids[rows]] += 1.0
         return gradient.mul_(self.slope[rows, None])
@@ -43,17 +44,26 @@ class LogitRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """The exact answer by name, and how far a result is from it."""
+    """Exact values by name, for comparing a result with them.
+
+    Attributes:
+        values: the exact values.
+        loss_scale: mean absolute loss of a token.
+        mask: (N,) 1 for tokens whose logps count.
+    """
 
     values: dict[str, Tensor | LogitRows]
     loss_scale: float = 1.0
     mask: Tensor | None = None
 
     def errors(self, result: dict[str, Tensor]) -> dict[str, float]:
-        """loss: over a token's mean |loss|; logps: largest absolute; gradients: relative L2."""
-        return {
-            name: self._error(name, value, result.get(name)) for name, value in self.values.items()
-        }
+        """Return the error of each value.
+
+        The error of the loss is divided by `loss_scale`. The error of logps is the largest absolute
+        one, and the error of a gradient is the relative L2 error.
+        """
+        values = self.values.items()
+        return {name: self._error(name, value, result.get(name)) for name, value in values}
 
     def _error(self, name: str, value: Tensor | LogitRows, found: Tensor | None) -> float:
         if found is None:
@@ -68,15 +78,13 @@ class Truth:
 
 
 def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether a result may be timed. NaN may not."""
-    return all(
-        error <= (LOGP_TOLERANCE if name == "logps" else TOLERANCE)[dtype]
-        for name, error in errors.items()
-    )
+    """Return whether a result is accurate enough to be timed. NaN is not."""
+    bars = {name: LOGP_TOLERANCE if name == "logps" else TOLERANCE for name in errors}
+    return all(error <= bars[name][dtype] for name, error in errors.items())
 
 
 def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
-    """‖value − exact‖ / ‖exact‖, a block of rows at a time; inf for a wrong shape."""
+    """Return ‖value − exact‖ / ‖exact‖, or infinity for a wrong shape."""
     like = exact.logits if isinstance(exact, LogitRows) else exact
     if value.shape != like.shape:
         return float("inf")
@@ -89,7 +97,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Rows whose exact logits stay small beside the head."""
+    """Return the number of rows whose exact logits are small compared with the head."""
     return 1024 if device.type == "cuda" else 128
 
 
@@ -99,20 +107,21 @@ def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device."""
+    """Return the free memory of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = open("/proc/meminfo").read().splitlines()
-        return next(
-            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
-        )
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def dtype_for(weight: Tensor) -> torch.dtype:
-    """fp64 when head, gradient and two blocks of logits fit into half of the free memory."""
+    """Return fp64 if the head, its gradient and two blocks of logits fit into half of the free
+    memory.
+    """
     v, h = weight.shape
     needed = 8 * (2 * v * h + 2 * row_block(weight.device) * v)
     return torch.float64 if needed < free_bytes(weight.device) / 2 else torch.float32
@@ -120,7 +129,7 @@ def dtype_for(weight: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """(N,) int64 tokens from the softmax of hidden · weightᵀ."""
+    """Draw (N,) int64 tokens from the softmax of hidden · weightᵀ."""
     target_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     for rows in blocks(len(hidden), hidden.device):
         probabilities = torch.softmax(hidden[rows].float() @ weight.float().T, -1)
@@ -130,7 +139,7 @@ def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N,) log-probabilities of the targets."""
+    """Return the (N,) log-probabilities of the targets."""
     head = weight.to(dtype)
     found = torch.empty(len(target_ids), dtype=dtype, device=hidden.device)
     for rows in blocks(len(target_ids), hidden.device):
@@ -141,20 +150,20 @@ def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype
 
 @torch.no_grad()
 def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R,) log Σ exp of every row."""
-    return torch.cat(
-        [logits[rows].to(dtype).logsumexp(-1) for rows in blocks(len(logits), logits.device)]
-    )
+    """Return log Σ exp of every row, of shape (R,)."""
+    rows_of = blocks(len(logits), logits.device)
+    return torch.cat([logits[rows].to(dtype).logsumexp(-1) for rows in rows_of])
 
 
 def dapo(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, float]:
-    """(loss, its slope to each logp, a token's mean absolute loss).
+    """Return (loss, slope of the loss for each logp, mean absolute loss of a token).
 
     The loss is Σ mask·(-min(r·A, clip(r)·A)) / Σ mask.
     """
-    advantages, mask = advantages.to(logps.dtype), mask.to(logps.dtype)
+    advantages = advantages.to(logps.dtype)
+    mask = mask.to(logps.dtype)
     ratio = torch.exp(logps - old_logps.to(logps.dtype))
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages) * mask
@@ -167,9 +176,13 @@ def dapo(
 def gradients(
     hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dH (N, H) and dW (V, H) of Σ slope·logp, in the slope's dtype; rows of slope 0 left out."""
+    """Return dH (N, H) and dW (V, H) of Σ slope·logp, in the slope's dtype.
+
+    Rows of slope 0 are skipped.
+    """
     head = weight.to(slope.dtype)
-    grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=slope.dtype), torch.zeros_like(head)
+    grad_hidden = torch.zeros_like(hidden, dtype=slope.dtype)
+    grad_weight = torch.zeros_like(head)
     active = slope.nonzero().squeeze(-1)
     for block in blocks(len(active), hidden.device):
         rows = active[block]

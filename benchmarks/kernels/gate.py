@@ -1,13 +1,15 @@
-"""The regression gate of the CPU path: ratios to the limit against those stored for this CPU.
+"""Regression gate of the CPU path: ratios to the limit, compared with stored ratios of this CPU.
 
-    python -m benchmarks.kernels.gate            compares; exit code 1 when a ratio is 15% worse
-    python -m benchmarks.kernels.gate --update   stores this run's ratios (on a quiet machine only;
-                                                 commit the file)
+    python -m benchmarks.kernels.gate            compares; the exit code is 1 if a ratio is 15%
+    worse
+    python -m benchmarks.kernels.gate --update   stores this run's ratios. Run it on a quiet
+    machine
+                                                 and commit the file.
 
-A ratio is ours over the limit of the same process (three GEMMs, one GEMM, a copy), so most of what
-makes a machine slow hits both sides. Measured with 1 and 2 threads, with the AVX2 code
-(GRPO_FAST_CPU=avx2) and, where the CPU has it, with the AVX-512 code. A case that looks worse is
-measured again, twice at most, and its best ratio counts (and is stored).
+A ratio is our time over the time of the limit in the same process (three GEMMs, one GEMM, a copy).
+A slow machine therefore changes both times. The gate measures with 1 and 2 threads, with the AVX2
+code (GRPO_FAST_CPU=avx2) and, if the CPU has it, with the AVX-512 code. A case that looks worse is
+measured up to two more times, and its best ratio counts.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from benchmarks.report.files import write
 TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
-# Large enough that call overhead is small, small enough for a minute: the shapes of the README and
-# one for the copies.
+# The shapes of the README and one for the copies. The overhead of a call is small at these shapes,
+# and the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -43,7 +45,7 @@ WORK: list[tuple[str, Shape, str]] = [
 
 
 class Setting(NamedTuple):
-    """One line of the gate."""
+    """One measured ratio of the gate."""
 
     operation: str
     shape: Shape
@@ -59,9 +61,10 @@ class Setting(NamedTuple):
 
 
 def settings(threads: list[int]) -> list[Setting]:
-    """Every line; AVX-512 only where the CPU has it (without it, "native" is the AVX2 code).
+    """Return the settings of this CPU.
 
-    Products of 16-bit numbers are in the native code alone, where the CPU has such.
+    AVX-512 is measured only if the CPU has it. Products of 16-bit numbers exist only in the native
+    code, for CPUs with such instructions.
     """
     flags = set(measure.hardware("cpu").get("instructions", []))
     widest = {
@@ -77,10 +80,10 @@ def settings(threads: list[int]) -> list[Setting]:
 
 
 def ratio(setting: Setting, budget: float) -> float:
-    """Ours over the limit, in a process of its own.
+    """Return our time over the time of the limit, measured in a separate process.
 
     Raises:
-        ValueError: the case was not timed (a wrong result, a crash).
+        ValueError: the case was not timed, because of a wrong result or a crash.
     """
     plan = Plan(
         operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype],
@@ -94,14 +97,13 @@ def ratio(setting: Setting, budget: float) -> float:
         del os.environ["GRPO_FAST_CPU"]
     row = cases[0]["rows"][OURS] if cases else {}
     if "ratio_to_limit" not in row:
-        raise ValueError(
-            f"{setting.key}: not timed: {row.get('status', 'crashed')} {row.get('reason', '')}"
-        )
+        got = f"{row.get('status', 'crashed')} {row.get('reason', '')}"
+        raise ValueError(f"{setting.key}: not timed: {got}")
     return float(row["ratio_to_limit"])
 
 
 def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
-    """(the best ratio of some attempts, whether it is within the tolerance of the stored one)."""
+    """Return the best ratio of up to ATTEMPTS runs, and whether it is within the tolerance."""
     best = float("inf")
     for _ in range(ATTEMPTS):
         best = min(best, ratio(setting, budget))
@@ -111,9 +113,10 @@ def compare(setting: Setting, stored: float | None, budget: float) -> tuple[floa
 
 
 def line(setting: Setting, found: float, stored: float | None, passed: bool) -> str:
-    against = (
-        "nothing stored" if stored is None else f"stored {stored:.2f}, {found / stored - 1:+.0%}"
-    )
+    """Return the line that the gate prints for a setting."""
+    against = "nothing stored"
+    if stored is not None:
+        against = f"stored {stored:.2f}, {found / stored - 1:+.0%}"
     return f"{setting.key:64} {found:6.2f} x limit   {against}{'' if passed else '   REGRESSED'}"
 
 
@@ -121,22 +124,19 @@ def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.kernels.gate", __doc__)
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
     parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
-    parser.add_argument(
-        "--budget", type=duration, default=2.0, help="seconds of timing for each candidate"
-    )
-    parser.add_argument("--file", help="where the ratios are stored (default: by the kind of CPU)")
+    words = "seconds of timing for each candidate"
+    parser.add_argument("--budget", type=duration, default=2.0, help=words)
+    parser.add_argument("--file", help="file of the ratios (default: by the kind of CPU)")
     options = parser.parse_args(arguments)
-    file = (
-        Path(options.file)
-        if options.file
-        else RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
-    )
+    file = RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
+    if options.file:
+        file = Path(options.file)
     known: dict[str, Any] = json.loads(file.read_text())["ratios"] if file.is_file() else {}
     if not known and not options.update:
-        print(
-            f"gate: nothing is stored for this kind of CPU ({file.name}); --update stores this run"
-        )
-    ratios, regressed = {}, 0
+        missing = f"nothing is stored for this kind of CPU ({file.name})"
+        print(f"gate: {missing}; --update stores this run")
+    ratios = {}
+    regressed = 0
     for setting in settings(options.threads):
         try:
             found, passed = compare(setting, known.get(setting.key), options.budget)
@@ -147,20 +147,11 @@ def main(arguments: list[str]) -> int:
         regressed += not (passed or options.update)
         print(line(setting, found, known.get(setting.key), passed), flush=True)
     if options.update:
-        write(
-            file,
-            {
-                "commit": measure.commit(),
-                "hardware": measure.hardware("cpu"),
-                "ratios": known | ratios,
-            },
-        )
+        stored = {"commit": measure.commit(), "hardware": measure.hardware("cpu")}
+        write(file, {**stored, "ratios": known | ratios})
         print(f"written: {os.path.relpath(file)}")
-    print(
-        f"gate: {regressed} of {len(ratios)} ratios are more than {TOLERANCE:.0%} worse"
-        if known
-        else "gate: done"
-    )
+    worse = f"{regressed} of {len(ratios)} ratios are more than {TOLERANCE:.0%} worse"
+    print(f"gate: {worse if known else 'done'}")
     return 1 if regressed else 0
 
 

@@ -1,4 +1,4 @@
-"""What is measured: the work that cannot be avoided, and what the answer is held to."""
+"""Measured operations: their necessary work, and the exact answer that their results must equal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from benchmarks.kernels.shapes import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One row of the table.
+    """One measured operation.
 
     Attributes:
-        title: as printed.
-        truth: which exact answer of a `Problem` its results must equal.
-        flops: matrix flops over N·V·H; 0 where the work is moving bytes.
-        passes: times that N·V elements cross the memory bus at least.
+        title: title of its table.
+        truth: exact answer of a `Problem` that a result must equal.
+        flops: matrix flops divided by N·V·H. 0 if the operation is limited by memory traffic.
+        passes: smallest number of times that N·V elements cross the memory bus.
     """
 
     title: str
@@ -24,7 +24,7 @@ class Operation:
     passes: int = 0
 
     def rate(self, shape: Shape, itemsize: int, milliseconds: float) -> tuple[float, str]:
-        """TFLOP/s or GB/s of the work that cannot be avoided, whatever a provider does."""
+        """Return the rate of the necessary work, in TFLOP/s or GB/s, and the unit."""
         n, h, v = shape
         if self.flops:
             return self.flops * n * v * h / milliseconds / 1e9, "TFLOP/s"
@@ -35,19 +35,16 @@ OPERATIONS: dict[str, Operation] = {
     "linear_grpo_loss": Operation("hidden -> GRPO loss, forward + backward", "loss", flops=6),
     "linear_logps": Operation("hidden -> logps, no gradient", "logps", flops=2),
     "linear_logps_backward": Operation(
-        "hidden -> logps, forward + backward", "logps_backward", flops=6
-    ),
+        "hidden -> logps, forward + backward", "logps_backward", flops=6),
     "logits_grpo_loss": Operation(
-        "logits -> GRPO loss, forward + backward", "logits_loss", passes=2
-    ),
+        "logits -> GRPO loss, forward + backward", "logits_loss", passes=2),
     "logits_grpo_loss_inplace": Operation(
-        "logits -> GRPO loss, gradient over the logits", "logits_loss", passes=2
-    ),
-}
+        "logits -> GRPO loss, gradient over the logits", "logits_loss", passes=2),
+}  # fmt: skip
 
 
-# Benchmarks with a command of their own, benchmarks/trainers/NAME.py, and their options for a real
-# size in less than a minute on a GPU.
+# Benchmarks in benchmarks/trainers/NAME.py, with options for a realistic size that takes less than
+# a minute on a GPU.
 SCRIPTS: dict[str, str] = {
     "step": "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --rounds 5 --budget 3",
     "rollout": "--batch 64 --new-tokens 64 --budget 3",

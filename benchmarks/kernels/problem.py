@@ -1,4 +1,4 @@
-"""One benchmark problem: the tensors every provider gets, and the exact answer."""
+"""One benchmark problem: the tensors that every provider gets, and the exact answer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from benchmarks.kernels.shapes import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0
-# A peaked row: its likeliest token stands this many nats (mean, standard deviation) above all
-# others together.
+# In a peaked row, the likeliest token is this many nats (mean, standard deviation) above the sum of
+# the other tokens.
 PEAK = (4.0, 2.0)
 INACTIVE = ("masked", "zero-advantage", "clipped")
 
 
 class Variant(NamedTuple):
-    """What the rows of a problem look like.
+    """Properties of the rows of a problem.
 
     Attributes:
         active: fraction of the completions' tokens that have a gradient.
-        inactive: why the others have none: masked out, in a completion of advantage zero, or
-            clipped (which is known only once their logp is).
-        softmax: "flat" (logits of standard deviation 2) or "peaked" (p of the target mostly above
-            0.9).
-        mask: "full", or "ragged": right-padded completions of different lengths, from a quarter of
-            the slots to all.
+        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of
+        their
+            completion), or "clipped", which is known only after the logp is computed.
+        softmax: "flat" (logits of standard deviation 2) or "peaked" (the target's probability is
+            mostly above 0.9).
+        mask: "full", or "ragged" for right-padded completions that fill between a quarter and
+        all
+            of their slots.
     """
 
     active: float = 1.0
@@ -45,10 +47,10 @@ STANDARD = Variant()
 
 @dataclasses.dataclass(eq=False)
 class Problem:
-    """A packed GRPO batch: 8 completions of N/8 tokens, advantages of both signs, dapo, no KL.
+    """Packed GRPO batch of 8 completions of N/8 tokens, with the dapo loss and without KL.
 
-    Rows with a gradient lie on the side of the clip that keeps it, and no ratio lies near a bound,
-    where a provider that rounds its logits to 16 bits would decide otherwise than the exact answer.
+    Advantages have both signs. No ratio is close to a clipping bound, because a provider that
+    rounds its logits to 16 bits could then decide differently from the exact answer.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -65,27 +67,27 @@ class Problem:
 
     @functools.cached_property
     def count(self) -> int:
-        """Tokens that count: the normaliser of the loss."""
+        """Number of tokens in the mask, by which the loss is divided."""
         return int(self.mask.sum())
 
     @functools.cached_property
     def mask_or_none(self) -> Tensor | None:
-        """(N,) bool, None when every token counts."""
+        """Mask as (N,) bool, or None if every token counts."""
         return None if self.count == len(self.mask) else self.mask.bool()
 
     @property
     def token_advantages(self) -> Tensor:
-        """(N,) fp32"""
+        """Advantage of each token, (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
 
     @functools.cached_property
     def grad_logps(self) -> Tensor:
-        """(N,) fp32: what flows into the logps when their own gradient is measured."""
+        """Gradient of the loss with respect to the logps, (N,) fp32."""
         return self._loss_and_slope[1].float()
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(B, N/B + 1, V): the logits as trainers have them, a spare row after each completion."""
+        """Logits as trainers have them, (B, N/B + 1, V), with a spare row after each completion."""
         n, _, v = self.shape
         rows = n // COMPLETIONS
         logits = self.hidden.new_zeros(COMPLETIONS, rows + 1, v).detach()
@@ -95,12 +97,12 @@ class Problem:
 
     @functools.cached_property
     def exact_dtype(self) -> torch.dtype:
-        """fp64, or fp32 where the fp64 head and its gradient do not fit."""
+        """Dtype of the exact answer: fp64, or fp32 if the fp64 head and its gradient do not fit."""
         return exact.dtype_for(self.weight)
 
     @functools.cached_property
     def logps(self) -> Tensor:
-        """(N,) exact log-probabilities."""
+        """Exact log-probabilities, (N,)."""
         return exact.logps(self.hidden, self.weight, self.target_ids, self.exact_dtype)
 
     @functools.cached_property
@@ -108,7 +110,7 @@ class Problem:
         return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
 
     def truth(self, kind: str) -> exact.Truth:
-        """The exact "loss", "dense", "logps", "logps_backward" or "logits_loss"."""
+        """Return the exact "loss", "dense", "logps", "logps_backward" or "logits_loss"."""
         return getattr(self, f"_{kind}_truth")
 
     @functools.cached_property
@@ -133,7 +135,7 @@ class Problem:
 
     @functools.cached_property
     def _logits_loss_truth(self) -> exact.Truth:
-        """Of the loss of `logits` as they are, rounded to their dtype."""
+        """Exact loss of `logits`, which are rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
         lse = exact.logits_lse(logits, self.exact_dtype)
         logps = gathered(logits, targets).to(self.exact_dtype) - lse
@@ -150,7 +152,9 @@ class Problem:
 
 
 def spread(values: Tensor) -> Tensor:
-    """(N,) per-token values in the layout of `Problem.logits`, (N + B,): zero in the spare rows."""
+    """Return (N,) values per token in the layout of `Problem.logits`, (N + B,), with 0 in the spare
+    rows.
+    """
     return torch.nn.functional.pad(values.view(COMPLETIONS, -1), (0, 1)).flatten()
 
 
@@ -165,7 +169,9 @@ def make_problem(
     variant: Variant = STANDARD,
     seed: int = 0,
 ) -> Problem:
-    """Random hidden states and head, targets from their softmax, the coefficients of `variant`."""
+    """Build a problem with random hidden states and head, and with targets drawn from their
+    softmax.
+    """
     n, h, v = shape
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -182,7 +188,7 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # No probability is above 1: a row whose old one would be is on policy, far from both clips.
+    # A probability cannot exceed 1. A row whose old probability would is on policy instead.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -192,7 +198,7 @@ def make_problem(
 def coefficients(
     n: int, variant: Variant, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """advantages (B,), log ratios and mask (N,), fp32."""
+    """Return advantages (B,), log ratios (N,) and mask (N,), all fp32."""
     device, slots = generator.device, n // COMPLETIONS
 
     def uniform(count: int) -> Tensor:
@@ -200,8 +206,8 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the rows on policy up to noise, half far on the side of the clip that keeps its
-    # gradient.
+    # Half of the rows are on policy except for noise. The other half is far on the side of the clip
+    # that has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
     mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
@@ -217,7 +223,7 @@ def coefficients(
 
 
 def ragged_mask(n: int, device: torch.device) -> Tensor:
-    """(N,) ones up to each completion's length, from a quarter of the slots to all of them."""
+    """Return (N,) ones up to each completion's length, between a quarter and all of its slots."""
     slots = n // COMPLETIONS
     lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
     lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]

@@ -1,4 +1,4 @@
-"""Runs cases: every provider is verified, those that are right are timed in turns."""
+"""Runner of benchmark cases: it verifies every provider and times the correct ones in turns."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything a run needs to know; travels to the child processes as JSON.
+    """Settings of a run. Child processes receive them as JSON.
 
     Attributes:
         operations: names in OPERATIONS.
-        shapes, dtypes, variants: every combination is one case for each operation.
-        backends: of ours; empty: all that run here.
-        providers: parts of names; empty: all. The limits always run.
+        shapes: token rows, hidden size and vocabulary of the cases.
+        dtypes: names in DTYPES.
+        variants: properties of the rows. Each combination of shape, dtype and variant is one
+        case.
+        device: "cpu" or "cuda".
+        allocators: allocators of the CPU, "default" and "fair".
+        backends: backends of grpo_fast. Empty means all that run here.
+        providers: parts of provider names. Empty means all. The limits always run.
+        threads: CPU threads.
         budget: seconds of timing for each provider and case.
-        rounds: at most this many; at least 2 are run, whatever the budget.
-        verify_only: check the results and stop.
+        rounds: largest number of rounds. At least 2 are run, whatever the budget.
+        verify_only: check the results without timing them.
     """
 
     operations: list[str]
@@ -70,7 +76,7 @@ class Plan:
         return cls(**fields)
 
     def candidates(self, operation: str) -> list[Provider]:
-        """The providers this plan asks for."""
+        """Return the providers of an operation that this plan selects."""
 
         def is_wanted(provider: Provider) -> bool:
             if provider.role == "limit":
@@ -86,7 +92,7 @@ class Plan:
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
     def distinct_backends(self) -> list[str]:
-        """Every backend of ours, less the one that "auto" is on this device."""
+        """Return every backend of ours except the one that "auto" selects on this device."""
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
@@ -95,11 +101,14 @@ class Plan:
         return route.rows_route("auto", torch.empty(0, device=self.device)).backend
 
 
-Save = Callable[[list[dict[str, Any]]], None]
+Save = Callable[[list[dict[str, Any]]], None]  # writes the cases so far
 
 
 def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """All cases, saved as they come in: here on a GPU, on a CPU in a child for each allocator."""
+    """Run all cases and save them as they finish.
+
+    Each allocator of a CPU runs in a child process.
+    """
     if plan.device == "cuda":
         return run_cases(plan, save)
     cases: list[dict[str, Any]] = []
@@ -110,31 +119,33 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
 
 
 def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """A fresh process, its allocator set before it starts. Cut short, it keeps what it has."""
+    """Run the cases in a new process with an allocator. If it is interrupted, return its finished
+    cases.
+    """
     environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )
+    search = [str(ROOT), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
     if not quiet:
         print(f"\n# allocator: {allocator}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        plan_file, file = Path(folder) / "plan.json", Path(folder) / "cases.json"
+        plan_file = Path(folder) / "plan.json"
+        file = Path(folder) / "cases.json"
         plan_file.write_text(plan.to_json())
         file.write_text("[]")
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
+        stdout = subprocess.DEVNULL if quiet else None
         try:
-            status = subprocess.run(
-                command, env=environment, check=False, stdout=subprocess.DEVNULL if quiet else None
-            ).returncode
+            done = subprocess.run(command, env=environment, check=False, stdout=stdout)
+            status = done.returncode
         except KeyboardInterrupt:
             status = -2
         if status:
-            print(f"# cut short with status {status}: the cases so far are kept", file=sys.stderr)
+            print(f"# interrupted (status {status}): the finished cases remain", file=sys.stderr)
         return [{**case, "allocator": allocator} for case in json.loads(file.read_text())]
 
 
 def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Every case of a plan, one problem for all its operations; saved after each."""
+    """Run the cases of a plan, with one problem for all operations. Save after each case."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
@@ -153,7 +164,7 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
 def run_case(
     operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
 ) -> dict[str, Any]:
-    """Verify every provider, time those that are right, weigh them, print the table."""
+    """Verify every provider, time the correct ones, and print the table of the case."""
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -180,14 +191,14 @@ def run_case(
 
 
 def route_of(operation: str, problem: Problem) -> str:
-    """Which code of ours "auto" takes, in words."""
+    """Return a description of the code that "auto" selects."""
     if operation.startswith("logits"):
         return str(route.rows_route("auto", problem.hidden))
     return str(route.head_route("auto", problem.weight))
 
 
 def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
-    """Interleaved times and the peak memory, into the rows."""
+    """Add the interleaved times and the peak memory of the steps to their rows."""
     for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
         rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
         if rows[name]["role"] != "limit":
@@ -197,7 +208,7 @@ def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Pl
 def weigh(
     rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
 ) -> None:
-    """Each time against the fastest limit of the run, and as a rate; both count all N rows."""
+    """Add to each row its ratio to the fastest limit and its rate. Both count all N rows."""
     timed = [row for row in rows.values() if "median_ms" in row]
     limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
     for row in timed:
@@ -210,7 +221,7 @@ def weigh(
 def verify(
     provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Any], Step | None]:
-    """The provider's row so far, and its step when the result is right."""
+    """Return the provider's row so far, and its step if the result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
@@ -222,10 +233,11 @@ def verify(
             return row, step
         truth = problem.truth("dense" if provider.role == "dense" else OPERATIONS[operation].truth)
         row["errors"] = truth.errors(result)
-    except Exception as error:  # a peer may fail in any way; it is listed, and the others go on
+    except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    if row["status"] == "failed":  # outside of the handler, which keeps the step's tensors alive
+    # Not in the handler: while it runs, the exception keeps the step's tensors alive.
+    if row["status"] == "failed":
         release(device)
         return row, None
     if not acceptable(row["errors"], dtype):
@@ -241,6 +253,5 @@ def release(device: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(
-        Plan.from_json(Path(sys.argv[1]).read_text()), functools.partial(write, Path(sys.argv[2]))
-    )
+    plan = Plan.from_json(Path(sys.argv[1]).read_text())
+    run_cases(plan, functools.partial(write, Path(sys.argv[2])))

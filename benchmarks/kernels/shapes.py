@@ -1,4 +1,4 @@
-"""The shapes that are measured: heads of real models by name, and small ones for a CPU."""
+"""Measured shapes: heads of real models by name, and small shapes for a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMPLETIONS = 8
 
 
 class Shape(NamedTuple):
-    """N token rows, hidden size H, vocabulary V."""
+    """Number of token rows N, hidden size H and vocabulary V."""
 
     n: int
     h: int
@@ -22,7 +22,7 @@ class Head(NamedTuple):
     v: int
 
 
-# From the models' own config.json. The vocabulary is that of the weight, padding rows included.
+# From the models' config.json. The vocabulary counts the rows of the weight, including padding.
 MODELS: dict[str, Head] = {
     "qwen2.5-0.5b": Head(896, 151936),
     "qwen2.5-1.5b": Head(1536, 151936),
@@ -44,7 +44,7 @@ CPU: list[Shape] = [
     Shape(512, 896, 32000),
     Shape(512, 896, 151936),
 ]
-# H of the bars in the first three (N = 8192, V = 151936), then another vocabulary.
+# The first three shapes have the hidden sizes of the GPU bars. The last has a different vocabulary.
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]
@@ -52,11 +52,11 @@ TOKENS = (1024, 8192, 131072)
 
 
 def shape_of(text: str) -> Shape:
-    """`"N,H,V"` as a shape.
+    """Return the shape of a text `N,H,V`.
 
     Raises:
-        ValueError: not three positive integers, or N that is no multiple of the number of
-            completions.
+        ValueError: the text is not three positive integers, or N is not a multiple of
+        COMPLETIONS.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
@@ -69,14 +69,13 @@ def checked(shape: Shape) -> Shape:
     if min(shape) < 1:
         raise ValueError(f"shapes: expected positive sizes, got {','.join(map(str, shape))}")
     if shape.n % COMPLETIONS:
-        raise ValueError(
-            f"tokens: expected a multiple of {COMPLETIONS} (completions of a batch), got {shape.n}"
-        )
+        expected = f"a multiple of {COMPLETIONS} (completions of a batch)"
+        raise ValueError(f"tokens: expected {expected}, got {shape.n}")
     return shape
 
 
 def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
-    """Every model with every number of tokens."""
+    """Return the shapes of every model with every number of tokens."""
     for name in models:
         if name not in MODELS:
             raise ValueError(f"model: expected one of {list(MODELS)}, got {name!r}")
@@ -84,5 +83,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """The models that have this head, or an empty string."""
+    """Return the names of the models with this head, or an empty text."""
     return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

@@ -1,8 +1,8 @@
-"""pytest-benchmark wrappers for the small shapes: `make bench-small`.
+"""Benchmarks of the small shapes for pytest-benchmark: `make bench-small`.
 
-The same providers and the same check before timing as `python -m benchmarks`, which makes the
-tables of the README; this one compares quickly (`--benchmark-compare`) while a kernel is being
-worked on.
+The providers and the check before timing are the same as in `python -m benchmarks`, which makes the
+tables of the README. Use this file to compare quickly (`--benchmark-compare`) while you work on a
+kernel.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_operation(benchmark, shape: Shape, dtype: str, candidate: tuple) -> Non
         step.run()
         measure.synchronize(DEVICE)
 
-    def reset() -> None:  # pytest-benchmark takes what a setup returns for arguments
+    def reset() -> None:  # must return None: pytest-benchmark passes a setup's result as arguments
         if step.reset is not None:
             step.reset()
 

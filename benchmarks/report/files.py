@@ -1,4 +1,4 @@
-"""Reports as files: written whole, read singly or out of a GPU session, which holds several."""
+"""Report files: a benchmark writes one report, a GPU session writes several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write(path: Path, content: Any) -> None:
-    """JSON, whole or not at all."""
+    """Write JSON. An interruption leaves the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(content, indent=1) + "\n")
@@ -17,10 +17,10 @@ def write(path: Path, content: Any) -> None:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """The reports of a file.
+    """Return the reports of a file.
 
     Raises:
-        ValueError: a file that no benchmark wrote.
+        ValueError: the file was not written by a benchmark.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -36,18 +36,18 @@ def load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """The cases of all reports, each with the hardware, the commit and the number of its report."""
+    """Return the cases of all reports, each with its report's hardware, commit and number."""
     found: list[dict[str, Any]] = []
     reports = (report for path in paths for report in load(path))
     for number, report in enumerate(reports):
         where = {"hardware": report["hardware"], "commit": report["commit"], "report": number}
-        cases = report.get("cases", ())  # a step has none
+        cases = report.get("cases", ())  # the report of a step has no cases
         found += [{**where, **case} for case in cases if "operation" in case]
     return found
 
 
 def machine(hardware: dict[str, Any]) -> str:
-    """What a figure is quoted with, in one line."""
+    """Return one line that names the hardware of a figure."""
     if "gpu" in hardware:
         return str(hardware["gpu"])
     instructions = " ".join(hardware.get("instructions", [])) or "no SIMD"

@@ -1,11 +1,11 @@
-"""Everything that benchmarks/README.md says about a CPU, measured in one go, and its tables.
+"""Measurement of all CPU figures of benchmarks/README.md, and its tables.
 
-    python -m benchmarks.report.readme                 a quarter of an hour of a quiet machine
-    python -m benchmarks.report.readme --only loss     one step; --list names them
-    python -m benchmarks.report.readme --tables        the tables again, from the committed JSON
+    python -m benchmarks.report.readme                 takes 15 minutes on a quiet machine
+    python -m benchmarks.report.readme --only loss     runs one step; --list names the steps
+    python -m benchmarks.report.readme --tables        writes the tables from the committed JSON
 
-Writes benchmarks/results/cpu-STEP.json, the gate's ratios, the ceiling, kernels.png, and the tables
-into benchmarks/README.md. A step is not started after the deadline.
+The command writes benchmarks/results/cpu-STEP.json, the gate's ratios, the ceiling, kernels.png and
+the tables in benchmarks/README.md. No step starts after the deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 class Step(NamedTuple):
-    """A command that writes benchmarks/results/cpu-NAME.json by its option `out`."""
+    """A command that writes benchmarks/results/cpu-NAME.json to the path of its option `out`."""
 
     name: str
     command: str  # after the interpreter
@@ -42,8 +42,8 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# In the order of their worth, should the time run out. Budgets are seconds for each candidate and
-# case.
+# The most important steps are first, in case the time runs out. Budgets are seconds for each
+# candidate and case.
 STEPS = [
     Step(
         "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
@@ -67,7 +67,9 @@ def file_of(name: str) -> Path:
 
 
 def run_steps(steps: list[Step], deadline: float) -> int:
-    started, status = time.monotonic(), 0
+    """Run the steps until the deadline, and return the exit status."""
+    started = time.monotonic()
+    status = 0
     for step in steps:
         passed = time.monotonic() - started
         if passed > deadline:
@@ -85,7 +87,7 @@ def run_steps(steps: list[Step], deadline: float) -> int:
 
 
 def tables() -> str:
-    """Every measured case as Markdown: × the limit and MiB, one table for each operation."""
+    """Return all measured cases as Markdown, with one table for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
     cases = cases_of(file for file in files if file.is_file())
     heads = {f"{machine(case['hardware'])}; commit {case['commit']}." for case in cases}
@@ -133,7 +135,7 @@ def cell(case: dict[str, Any], name: str) -> str:
 
 
 def refreshed(text: str) -> str:
-    """The page with today's tables between its marks."""
+    """Return the text of the page with new tables between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables()}{END}{after}"

@@ -1,4 +1,4 @@
-"""Cases as text: a table for each, and one line of verdict for each at the end."""
+"""Text tables of cases, and a table that compares ours with the fastest peer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# What a table shows of the errors: the worst of the gradients, or the logps' own.
+# A table shows the largest of these errors.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """One case; times with half the interquartile range, × and % of the limit of the same run."""
+    """Return the table of one case, with half the interquartile range next to each time."""
     from rich.table import Table
 
     n, h, v = case["shape"]
@@ -37,28 +37,25 @@ def case_table(case: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a provider's row."""
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
         return ["", "", "", "", "", "", error]
     digits = 1 if row["median_ms"] >= 100 else 3
     memory = f"{row['workspace_mib']:.0f}" if "workspace_mib" in row else ""
-    return [
-        f"{row['median_ms']:.{digits}f}",
-        f"{row['spread_ms']:.{digits}f}",
-        f"{row['ratio_to_limit']:.2f}",
-        f"{row['fraction_of_limit']:.0%}",
-        f"{row['rate']:.3g}",
-        memory,
-        error,
-    ]
+    times = [f"{row[name]:.{digits}f}" for name in ("median_ms", "spread_ms")]
+    fractions = [f"{row['ratio_to_limit']:.2f}", f"{row['fraction_of_limit']:.0%}"]
+    return [*times, *fractions, f"{row['rate']:.3g}", memory, error]
 
 
 def verdict(cases: list[dict[str, Any]]) -> str:
-    """For every case: ours (auto) against the limit and the fastest right peer."""
+    """Return a table with one line for each case: ours (auto), the limit, and the fastest correct
+    peer.
+    """
     from rich.table import Table
 
-    title = "grpo_fast (auto) against the limit and the fastest right peer"
+    title = "grpo_fast (auto) against the limit and the fastest correct peer"
     table = Table(title=title, title_justify="left", box=None)
     for name in ("operation", "N,H,V", "dtype", "allocator", "rows"):
         table.add_column(name, no_wrap=True)
@@ -82,22 +79,19 @@ def verdict(cases: list[dict[str, Any]]) -> str:
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    peers = {
-        name: row
-        for name, row in case["rows"].items()
-        if row["role"] == "peer" and "median_ms" in row
-    }
-    return min(peers, key=lambda name: peers[name]["median_ms"]) if peers else None
+    """Return the name of the fastest peer whose result is correct, or None."""
+    rows = case["rows"]
+    peers = [n for n, row in rows.items() if row["role"] == "peer" and "median_ms" in row]
+    return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
 def rendered(table: Any) -> str:
-    """A rich table as text: in colour where the output is a terminal."""
+    """Return a rich table as text, with colours if the output is a terminal."""
     import sys
 
     from rich.console import Console
 
     text = io.StringIO()
-    Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False).print(
-        table
-    )
+    console = Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False)
+    console.print(table)
     return "\n" + "\n".join(line.rstrip() for line in text.getvalue().splitlines())

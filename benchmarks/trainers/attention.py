@@ -1,11 +1,11 @@
-"""Shared prompts against plain packing, forward + backward: attention alone, and a trunk.
+"""Shared prompts against plain packing, forward and backward: attention alone, and a trunk.
 
     python -m benchmarks.trainers.attention [--quick] [--cases 2000,64,8 ...] [--json PATH]
 
-Cases are P,C,G: tokens of the prompt, tokens of each completion, completions. Both layouts compute
-the same, which is verified (outputs, all gradients) before anything is timed; they are timed in one
-process in interleaved rounds, so that the ratio can be trusted where the milliseconds cannot. On a
-GPU every FlashAttention that is installed gets a row.
+A case P,C,G has a prompt of P tokens and G completions of C tokens. Both layouts compute the same
+result, which is verified (outputs and all gradients) before anything is timed. Both are timed in
+one process in interleaved rounds, so the ratio is reliable even if the times vary. On a GPU, every
+installed FlashAttention gets a row.
 """
 
 from __future__ import annotations
@@ -19,26 +19,35 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save, timed
 from grpo_fast.attention import PackedGroups, PackedTree, dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
 
 Case = tuple[int, int, int]  # prompt, completion, group
-Step = Callable[[], Any]  # to a tuple of the output and the gradients
+Step = Callable[[], Any]  # returns a tuple of the output and the gradients
 CPU_CASES = [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)]
 GPU_CASES = [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)]
 
 
 class Heads(NamedTuple):
-    """The attention and the layers around it, named after the model they come from."""
+    """Sizes of the attention and its layers, named after a model.
+
+    Attributes:
+        name: name of the model.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: size of a head.
+        intermediate: size of the MLP.
+        layers: layers of the timed trunk. The ratio does not depend on their number.
+    """
 
     name: str
     heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
-    layers: int  # of the whole model that is timed: few are enough, the ratio does not depend on it
+    layers: int
 
 
 CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512, 4)]
@@ -49,7 +58,7 @@ DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
 
 
 def main() -> None:
-    """Times every case, prints a table, writes the JSON."""
+    """Time every case, print a table and write the report."""
     options = parse_arguments()
     rows: list[dict[str, Any]] = []
     for case in options.cases:
@@ -80,7 +89,11 @@ def case_argument(text: str) -> Case:
 
 
 def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
-    """One group, shared and packed, and the shared row behind each row of the packed one."""
+    """Return one group in both layouts, and the shared row of each packed row.
+
+    Returns:
+        The shared layout, the packed layout, and (T,) row indices.
+    """
     prompt, completion, group = case
     numbers = torch.arange(prompt + completion * group)
     groups = [(numbers[:prompt], list(numbers[prompt:].split(completion)))]
@@ -94,37 +107,35 @@ def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
 
 
 def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each kernel that can: packed and shared."""
+    """Return a row of results for each kernel that supports the case."""
     shared, packed, origin = packs(case, options.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [
         (shared.layout.total, n, model.head_dim)
         for n in (model.heads, *[model.kv_heads] * 2, model.heads)
     ]
-    tensors = [
-        torch.randn(s, generator=generator).to(options.device, options.dtype) for s in shapes
-    ]
+    random = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors = [x.to(options.device, options.dtype) for x in random]
     places = torch.arange(len(origin), device=origin.device)
-    earliest = places.new_full((shared.layout.total,), len(origin)).scatter_reduce_(
-        0, origin, places, "amin"
-    )
+    earliest = places.new_full((shared.layout.total,), len(origin))
+    earliest.scatter_reduce_(0, origin, places, "amin")
     first = places == earliest[origin]
     copies = [x[origin] for x in tensors]
-    copies[3] = copies[3] * first[:, None, None]  # the gradient of a prompt's row flows once
+    # Only the first copy of a prompt's row gets the upstream gradient.
+    copies[3] = copies[3] * first[:, None, None]
     params = AttentionParams(model.head_dim**-0.5, options.window)
     kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":
-            continue  # fallbacks for what FlashAttention cannot take, no contestants
+            continue  # on a GPU these are fallbacks for cases without FlashAttention
         steps = {
             "packed": attention_step(provider.attend, copies, packed, params),
             "shared": attention_step(provider.attend, tensors, shared, params),
         }
         error = attention_error(steps["shared"](), steps["packed"](), origin, first)
-        rows.append(
-            row_of_times(Row("attention", case, model.name, provider.name), steps, error, options)
-        )
+        label = Row("attention", case, model.name, provider.name)
+        rows.append(row_of_times(label, steps, error, options))
     return rows
 
 
@@ -143,7 +154,10 @@ def attention_step(
 def attention_error(
     shared: tuple[Tensor, ...], packed: tuple[Tensor, ...], origin: Tensor, first: Tensor
 ) -> float:
-    """Largest relative L2 difference; a row's gradient is the sum of its copies'."""
+    """Return the largest relative L2 difference of outputs and gradients.
+
+    The gradient of a shared row is the sum of the gradients of its packed copies.
+    """
     wide = [x.double() for x in packed]
     sums = [
         torch.zeros_like(x, dtype=torch.float64).index_add_(0, origin, y)
@@ -153,33 +167,43 @@ def attention_error(
     return max(relative_l2(x, y) for x, y in zip(shared, sums, strict=True))
 
 
-# ---- a whole model ----
+# ---- a trunk ----
 
 
 def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A random trunk: token ids to the gradients of all weights, through the rows that predict."""
+    """Time a random trunk, from token ids to the gradients of all weights."""
+    prompt, completion, group = case
+    shared, packed, _ = packs(case, options.device)
+    vocabulary = max(2, prompt + completion * group)
+    layouts = {"shared": shared, "packed": packed}
+    steps, error = trunk_steps(layouts, model, vocabulary, prompt + completion, options)
+    kernel = dispatch.choose(Kind(options.device, options.dtype, model.head_dim)).name
+    named = Row("trunk", case, f"{model.name}, {model.layers} layers", kernel)
+    return [row_of_times(named, steps, error, options)]
+
+
+def trunk_steps(
+    layouts: dict[str, Any], model: Heads, vocabulary: int, positions: int,
+    options: argparse.Namespace,
+) -> tuple[dict[str, Step], float]:  # fmt: skip
+    """Return a random trunk's step for each of two layouts, and the difference of their results."""
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(
-        vocab_size=max(2, sum((case[0], case[1] * case[2]))),
+        vocab_size=vocabulary, max_position_embeddings=positions,
         hidden_size=model.heads * model.head_dim, intermediate_size=model.intermediate,
         num_hidden_layers=model.layers, num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads, max_position_embeddings=case[0] + case[1],
+        num_key_value_heads=model.kv_heads,
     )  # fmt: skip
     torch.manual_seed(0)
     trunk = Qwen2Model(config).to(options.device, options.dtype)
     trunk.set_attn_implementation(register())
-    shared, packed, _ = packs(case, options.device)
-    grad = torch.randn(len(shared.predicting), config.hidden_size).to(options.device, options.dtype)
-    steps = {
-        name: model_step(trunk, pack, grad)
-        for name, pack in (("packed", packed), ("shared", shared))
-    }
-    pairs = zip(steps["shared"](), steps["packed"](), strict=True)
-    error = max(relative_l2(x, y) for x, y in pairs if y.abs().max() > 0)
-    kernel = dispatch.choose(Kind(options.device, options.dtype, model.head_dim)).name
-    named = Row("trunk", case, f"{model.name}, {model.layers} layers", kernel)
-    return [row_of_times(named, steps, error, options)]
+    first, *_ = layouts.values()
+    grad = torch.randn(len(first.predicting), config.hidden_size).to(options.device, options.dtype)
+    steps = {name: model_step(trunk, pack, grad) for name, pack in layouts.items()}
+    results, expected = (step() for step in steps.values())
+    pairs = zip(results, expected, strict=True)
+    return steps, max(relative_l2(x, y) for x, y in pairs if y.abs().max() > 0)
 
 
 def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
@@ -197,7 +221,14 @@ def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
 
 
 class Row(NamedTuple):
-    """What is timed: the attention or a trunk at a case, with a model's heads, by a kernel."""
+    """Label of a timed row.
+
+    Attributes:
+        what: "attention" or "trunk".
+        case: prompt, completion and group.
+        model: name of the model whose sizes are used.
+        kernel: name of the attention kernel.
+    """
 
     what: str
     case: Case
@@ -208,7 +239,7 @@ class Row(NamedTuple):
 def row_of_times(
     named: Row, steps: dict[str, Step], error: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time the steps, unless they disagree; print and return the row."""
+    """Time the steps if they agree. Print and return the row."""
     what, (prompt, completion, group), model, kernel = named
     row: dict[str, Any] = {"what": what, "model": model, "kernel": kernel, "difference": error}
     row |= {"prompt": prompt, "completion": completion, "group": group}
@@ -217,11 +248,7 @@ def row_of_times(
     if not error <= TOLERANCE[options.dtype]:
         print(f"{label} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
         return row | {"wrong": True}
-    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
-    row["memory"] = {
-        name: measure.peak_memory(step, options.device) for name, step in steps.items()
-    }
+    row |= timed(steps, options)
     ms = {name: time["median_ms"] for name, time in row["times"].items()}
     row["ratio"] = ms["packed"] / ms["shared"]
     times = f"packed {ms['packed']:9.2f} ms  shared {ms['shared']:9.2f} ms"

@@ -1,12 +1,12 @@
-"""`linear_divergence` against TRL's chunked divergence, plain torch and the bare products.
+"""`linear_divergence` against TRL's chunked divergence, plain torch and the bare matrix products.
 
     python -m benchmarks.trainers.divergence [--quick] [--cases 256,512,32000 ...] [--json PATH]
 
-Cases are N,H,V; teacher and student have one width. Every result is verified against fp64 before
-anything is timed. All run in one process, in interleaved rounds, on a CPU by its process time: the
-ratios can be trusted where the milliseconds cannot. The bare products are torch's: both sides'
-logits, dH and dW. One CPU thread takes a minute for the full case, on a machine that is shared
-with others some times that.
+A case is N,H,V. Teacher and student have the same width. Every result is verified against fp64
+before anything is timed. All candidates run in one process in interleaved rounds, on a CPU by the
+process's CPU time, so the ratios are reliable even if the times vary. The bare products are
+torch's:
+the logits of both sides, dH and dW. With one CPU thread, the full case takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.kernels import exact
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import timed as measured
 from grpo_fast import (
     DivergenceTerm,
     LossConfig,
@@ -31,12 +32,12 @@ from grpo_fast import (
     linear_grpo_loss,
 )  # fmt: skip
 
-KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # and TRL's beta of each
+KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # with TRL's beta
 DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 
 
 def main() -> None:
-    """Times every case, prints a table, writes the JSON."""
+    """Time every case, print a table and write the report."""
     options = parse_arguments()
     if options.device == "cpu":
         measure.clock = "process"
@@ -52,13 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", type=case_argument, metavar="N,H,V")
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
-    options.cases = options.cases or (
-        [(64, 64, 3000)]
-        if options.quick
-        else [(256, 512, 32000)]
-        if on_cpu
-        else [(8192, 4096, 151936)]
-    )
+    usual = [(256, 512, 32000)] if on_cpu else [(8192, 4096, 151936)]
+    options.cases = options.cases or ([(64, 64, 3000)] if options.quick else usual)
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
     return options
 
@@ -69,7 +65,7 @@ def case_argument(text: str) -> tuple[int, int, int]:
 
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean divergence with all logits in memory."""
+    """Return the mean divergence, computed with all logits in memory."""
     lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
     if student[0].dtype == torch.float64:
         lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
@@ -103,7 +99,7 @@ def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> 
 
 
 def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify, time, print and return a row."""
+    """Verify and time a case. Print and return its row."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
@@ -131,9 +127,7 @@ def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, 
             if off <= exact.TOLERANCE[options.dtype]:
                 steps[f"{kind} {name}"] = call
     steps |= with_a_policy(student, teacher, step)
-    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
-    row["memory"] = {x: measure.peak_memory(call, options.device) for x, call in steps.items()}
+    row |= measured(steps, options)
     bare = row["times"]["products"]["median_ms"]
     for name, times in row["times"].items():
         off = row["errors"].get(name, 0.0)
@@ -148,7 +142,7 @@ def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, 
 def with_a_policy(
     student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], step: Callable[..., Any]
 ) -> dict[str, Callable[[], Any]]:
-    """A teacher's top 32, a policy loss alone, and it with a divergence."""
+    """Return steps for a teacher's top 32, a policy loss, and a policy loss with a divergence."""
     n, v = len(student[0]), len(student[1])
     with torch.no_grad():
         top, ids = (teacher[0].float() @ teacher[1].float().T).log_softmax(-1).topk(32)

@@ -1,11 +1,12 @@
-"""What verl, OpenRLHF and a tutorial call, against ours in its place: heads and losses.
+"""Losses and heads of verl and OpenRLHF and of a tutorial, compared with ours in their place.
 
-    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick] [--device cuda]
+    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick] [--device
+    cuda]
     [--json results.json]
 
-Forward and backward of each hook on the same tensors, interleaved in one process. A pair is
-compared before it is timed: values and gradients within 1e-3 of each other (fp32). Peak memory is
-that of one warm call.
+Forward and backward of each hook are timed on the same tensors, interleaved in one process. Before
+a pair is timed, its values and gradients must agree within 1e-3 (fp32). Peak memory is measured in
+one warm call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ DEFAULTS = Defaults(threads=2, budget=(10.0, 1.0), rounds=(20, 5))
 
 def main() -> None:
     options = parsed(new_parser(__doc__), DEFAULTS)
-    device, shape = options.device, QUICK_HEAD if options.quick else HEADS[options.device]
+    device = options.device
+    shape = QUICK_HEAD if options.quick else HEADS[device]
     hooks = [head(device, *shape), *policy_losses(device), *tutorial(device)]
     rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
     report = {
@@ -50,39 +52,37 @@ def main() -> None:
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare the two, time them in turns, take the memory of each."""
+    """Compare both steps, time them in turns, and measure their memory."""
     mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
     difference = relative_l2(mine, expected.double())
     if not difference <= AGREEMENT:
         raise SystemExit(f"{name}: ours differs by {difference:.1e}; a wrong result is not timed")
-    times = measure.interleaved(
-        {"theirs": theirs, "ours": ours}, options.device, options.budget, options.rounds
-    )
+    steps = {"theirs": theirs, "ours": ours}
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     row: dict[str, Any] = {"hook": name, "difference": difference}
-    for side, step in (("theirs", theirs), ("ours", ours)):
+    for side, step in steps.items():
         row[side] = measure.spread(times[side]) | measure.peak_memory(step, options.device)
     row["speedup"] = row["theirs"]["median_ms"] / row["ours"]["median_ms"]
 
     def weighed(side: str) -> str:
         return f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
 
-    print(
-        f"{name:24} {weighed('theirs')}   {weighed('ours')}   {row['speedup']:.2f}x, "
-        f"within {difference:.0e}"
-    )
+    found = f"{row['speedup']:.2f}x, within {difference:.0e}"
+    print(f"{name:24} {weighed('theirs')}   {weighed('ours')}   {found}")
     return row
 
 
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
-    """verl's FusedLinearForPPO with its default chunk, logps and entropy with a gradient each."""
+    """Return verl's FusedLinearForPPO with its default chunk, and ours. Logps and entropy get a
+    gradient.
+    """
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
     from grpo_fast.integrations.verl.head import FastLinearForPPO
 
     random = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=random, device=device).requires_grad_()
-    weight = (
-        torch.randn(vocabulary, hidden_size, generator=random, device=device) * 0.05
-    ).requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, generator=random, device=device) * 0.05
+    weight.requires_grad_()
     ids = torch.randint(vocabulary, (tokens,), generator=random, device=device)
     slope = torch.randn(tokens, generator=random, device=device) / tokens
 
@@ -98,7 +98,7 @@ def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[s
 
 
 def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
-    """verl's registry and OpenRLHF's PolicyLoss on (B, L) logps, with the metrics each returns."""
+    """Return the losses of verl's registry and OpenRLHF's PolicyLoss on (B, L) logps, with ours."""
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig
     theirs = packages.load_openrlhf_loss().PolicyLoss
@@ -110,38 +110,31 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
     logps = (old + 0.1 * torch.randn(BATCH, generator=random, device=device)).requires_grad_()
     lengths = torch.randint(BATCH[1] // 2, BATCH[1], (BATCH[0], 1), generator=random, device=device)
     mask = torch.arange(BATCH[1], device=device) < lengths
-    advantages = (
-        torch.randn(BATCH[0], 1, generator=random, device=device).expand(BATCH).contiguous()
-    )
+    advantages = torch.randn(BATCH[0], 1, generator=random, device=device)
+    advantages = advantages.expand(BATCH).contiguous()
     config = actor(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=8)
 
     def differentiate(loss: Tensor) -> tuple[Tensor, ...]:
         return loss.detach(), *torch.autograd.grad(loss, logps)
 
     def verl_step(function: Any) -> Step:
-        return lambda: differentiate(
-            function(old, logps, advantages, mask, "token-mean", config)[0]
-        )
+        arguments = (old, logps, advantages, mask, "token-mean", config)
+        return lambda: differentiate(function(*arguments)[0])
 
     def openrlhf_step(module: Any) -> Step:
         return lambda: differentiate(module(logps, old, advantages, mask)[0])
 
-    names = ("vanilla", "gspo", "geo_mean")
-    pairs = [
-        (
-            f"verl {name}",
-            verl_step(core.get_policy_loss_fn(name)),
-            verl_step(verl.policy_loss(name)),
-        )
-        for name in names
-    ]
+    pairs = []
+    for name in ("vanilla", "gspo", "geo_mean"):
+        step = verl_step(core.get_policy_loss_fn(name))
+        pairs.append((f"verl {name}", step, verl_step(verl.policy_loss(name))))
     loss = theirs(dual_clip=3.0)
     ours = openrlhf_step(openrlhf_loss.PolicyLoss(loss))
     return [*pairs, ("OpenRLHF PolicyLoss", openrlhf_step(loss), ours)]
 
 
 def tutorial(device: str) -> list[tuple[str, Step, Step]]:
-    """A small causal LM: all logits and plain torch against `causal_lm.policy_loss`."""
+    """Return a small causal LM with a plain torch loss over all logits, and with our loss."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from grpo_fast import LossConfig
@@ -177,7 +170,7 @@ def tutorial(device: str) -> list[tuple[str, Step, Step]]:
 
 
 def plain_loss(model: Any, batch: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, entropy) of GRPO on policy over all logits, as a tutorial writes it."""
+    """Return (loss, entropy) of on-policy GRPO over all logits, as a tutorial writes it."""
     targets = batch["labels"][:, 1:]
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     logp_all = model(**inputs).logits[:, :-1].float().log_softmax(-1)
@@ -185,9 +178,8 @@ def plain_loss(model: Any, batch: dict[str, Tensor], advantages: Tensor) -> tupl
     mask = targets != -100
     entropy = -(logp_all.exp() * logp_all).sum(-1)[mask].mean().detach()
     ratio = torch.exp(logps - logps.detach())
-    per_token = -torch.minimum(
-        ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
-    )
+    clipped = ratio.clamp(0.8, 1.2)
+    per_token = -torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     per_token = torch.where(mask, per_token, 0.0)
     return (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean(), entropy
 

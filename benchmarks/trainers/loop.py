@@ -1,13 +1,13 @@
-"""A whole GRPO step, rollout included: our trainer, TRL's, and FastGRPOTrainer inside TRL.
+"""Full GRPO step with rollout: our trainer, TRL's, and FastGRPOTrainer inside TRL.
 
     python -m benchmarks.trainers.loop [--quick] [--shapes short 12-shot] [--json results.json]
 
-The same model (gsm8k-tiny's, V = 1024), prompts, lengths, reward, loss and optimizer for all: no
-token of the vocabulary ends a completion, so all have `max_new_tokens`. A step samples, scores,
-takes the gradient and updates; nothing is logged. Rollouts alone are timed beside it: ours with the
-sampler's logps, transformers' `generate` with its defaults without. Ours are verified before: their
-logps against a fresh pass over prompt and completion, within 1e-3 nats. Everything runs in turns in
-one process.
+All trainers have the same model (gsm8k-tiny's, V = 1024), prompts, lengths, reward, loss and
+optimizer. No token of the vocabulary ends a completion, so every completion has `max_new_tokens`
+tokens. A step samples, scores, computes the gradient and updates, without logging. The rollouts are
+also timed alone: ours with the sampler's logps, transformers' `generate` with its defaults and
+without logps. Our logps are verified first, against a new pass over prompt and completion, within
+1e-3 nats. Everything runs in turns in one process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,21 @@ from benchmarks.trainers.rollout import error_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-VOCABULARY, EOS = 1024, 1024  # the EOS has no row in the head
+VOCABULARY = 1024
+EOS = 1024  # the EOS has no row in the head
 TOLERANCE = 1e-3
 DEFAULTS = Defaults(threads=2, budget=(60.0, 5.0), rounds=(7, 3))
 
 
 class Shape(NamedTuple):
-    """Prompts of about so many tokens, completions of each, tokens of a completion."""
+    """Sizes of a step.
+
+    Attributes:
+        prompts: number of prompts.
+        tokens: approximate tokens of a prompt.
+        group: completions of each prompt.
+        length: tokens of a completion.
+    """
 
     prompts: int
     tokens: int
@@ -48,7 +56,7 @@ QUICK = {"short": Shape(2, 12, 4, 8), "12-shot": Shape(2, 100, 4, 8)}
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """The share of different words."""
+    """Return the fraction of different words."""
     return [len(set(text.split())) / max(1, len(text.split())) for text in completions]
 
 
@@ -80,24 +88,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
     """Verify our rollouts, then time steps and rollouts in turns."""
-    tokenizer, texts = vocabulary(), prompts_of(shape)
+    tokenizer = vocabulary()
+    texts = prompts_of(shape)
     model = build_model(options.device)
     policy = policy_of(copy.deepcopy(model), tokenizer)
     rollouts = rollout_steps(policy, texts, shape)
     error = error_of(policy, rollouts["grpo_fast"]())
     if error is None or not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
-    steps = {
-        "grpo_fast": our_step(policy, texts, shape),
-        **trl_steps(model, tokenizer, texts, shape, options.device),
-    }
+    steps = trl_steps(model, tokenizer, texts, shape, options.device)
+    steps = {"grpo_fast": our_step(policy, texts, shape), **steps}
     for step in steps.values():
         step()
-    rounds = options.device, options.budget, options.rounds
-    times = {
-        "step": measure.interleaved(steps, *rounds),
-        "rollout": measure.interleaved(rollouts, *rounds),
-    }
+    rounds = (options.device, options.budget, options.rounds)
+    step_times = measure.interleaved(steps, *rounds)
+    times = {"step": step_times, "rollout": measure.interleaved(rollouts, *rounds)}
     case: dict[str, Any] = {"shape": name, **shape._asdict(), "error_logps": error}
     for what, peer in (("step", "TRL"), ("rollout", "transformers")):
         rows = {who: measure.spread(samples) for who, samples in times[what].items()}
@@ -109,7 +114,7 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
 
 
 def build_model(device: str) -> Any:
-    """The model of the recipe gsm8k-tiny, with room for long prompts."""
+    """Return the model of the recipe gsm8k-tiny, with positions for long prompts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -123,7 +128,9 @@ def build_model(device: str) -> Any:
 
 
 def vocabulary() -> Any:
-    """A word for each token; the EOS is one that the model has no row for."""
+    """Return a tokenizer with one word for each token, and with an EOS that has no row in the
+    model.
+    """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
 
     words = [f"w{i}" for i in range(2, EOS + 1)]
@@ -133,7 +140,7 @@ def vocabulary() -> Any:
 
 
 def prompts_of(shape: Shape) -> list[str]:
-    """Random words, a few more or less of them."""
+    """Return prompts of random words, whose lengths differ a little."""
     generator = torch.Generator().manual_seed(1)
     lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
@@ -147,13 +154,12 @@ def policy_of(model: Any, tokenizer: Any) -> Any:
 
 
 def rollout_steps(policy: Any, texts: list[str], shape: Shape) -> dict[str, Callable[[], Any]]:
-    """Ours, and transformers' `generate` as it is called by default, without logps."""
+    """Return our rollout, and transformers' `generate` with its defaults and without logps."""
     from grpo_fast.rollout import Sampling, generate
 
     sampling = Sampling(max_new_tokens=shape.length)
-    encoded = policy.tokenizer(
-        [text for text in texts for _ in range(shape.group)], padding=True, return_tensors="pt"
-    )
+    repeated = [text for text in texts for _ in range(shape.group)]
+    encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
     inputs = {name: encoded[name].to(policy.device) for name in ("input_ids", "attention_mask")}
 
     def ours() -> list:
@@ -172,7 +178,7 @@ def rollout_steps(policy: Any, texts: list[str], shape: Shape) -> dict[str, Call
 
 
 def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
-    """A step of our trainer on the same prompts."""
+    """Return a step of our trainer on the same prompts."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
@@ -187,13 +193,14 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
         f"rollout.group_size={shape.group}", f"rollout.prompts_per_step={shape.prompts}",
         f"rollout.max_new_tokens={shape.length}", "optim.lr=1e-6", "optim.warmup=0",
     ])  # fmt: skip
-    made = SimpleNamespace(
+    spec = SimpleNamespace(
         name=f"{__name__}:reward", label="reward", weight=1.0, options={}, path=None, timeout=60.0,
         in_process=True,
     )  # fmt: skip
     trainer = Trainer(config, policy, Reference(policy, config.reference))
     queue = PromptQueue([Example(text, None, None) for text in texts])
-    engine, rewards = build_engine(policy, config.rollout), build_rewards([made])
+    engine = build_engine(policy, config.rollout)
+    rewards = build_rewards([spec])
     collector = build_collector(config, policy, engine, rewards, queue)
     count = 0
 
@@ -208,7 +215,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
 def trl_steps(
     model: Any, tokenizer: Any, texts: list[str], shape: Shape, device: str
 ) -> dict[str, Callable[[], Any]]:
-    """What an iteration of TRL's `train` does, by the trainer's own methods."""
+    """Return the steps of an iteration of TRL's `train`, which call the trainer's methods."""
     from datasets import Dataset
     from transformers.utils import logging as logging_of_transformers
     from trl import GRPOConfig, GRPOTrainer
@@ -233,7 +240,7 @@ def trl_steps(
 
 
 def trl_step(trainer: Any) -> Callable[[], Any]:
-    """Batch, rollout, gradient, clipping, update."""
+    """Return a step of a TRL trainer: batch, rollout, gradient, clipping and update."""
     trainer.create_optimizer_and_scheduler(1000)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -257,7 +264,7 @@ def trl_step(trainer: Any) -> Callable[[], Any]:
 
 
 def table(case: dict[str, Any]) -> str:
-    """The figures as text."""
+    """Return the figures as text."""
     lines = [
         f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "
@@ -266,10 +273,8 @@ def table(case: dict[str, Any]) -> str:
     ]
     for what in ("step", "rollout"):
         for who, row in case[what].items():
-            lines.append(
-                f"{what:9}{who:25}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-                f"{row['speedup']:>8.2f}x"
-            )
+            times = f"{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
+            lines.append(f"{what:9}{who:25}{times}{row['speedup']:>8.2f}x")
     return "\n".join(lines)
 
 

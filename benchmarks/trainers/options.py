@@ -1,4 +1,4 @@
-"""What every benchmark of this folder takes on its command line, and where its report goes."""
+"""Command line and report file of the benchmarks in this folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import measure
 from benchmarks.report.files import write
 
 
 class Defaults(NamedTuple):
-    """Threads; seconds for each candidate and most rounds, both (in full, with --quick)."""
+    """Defaults of a benchmark.
+
+    Attributes:
+        threads: CPU threads.
+        budget: seconds for each candidate, without and with --quick.
+        rounds: largest number of rounds, without and with --quick.
+    """
 
     threads: int
     budget: tuple[float, float]
@@ -30,14 +37,14 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--budget", type=float, help="seconds of timing for each candidate")
     parser.add_argument("--rounds", type=int, help="at most this many rounds")
-    parser.add_argument("--json", help="where the report goes")
+    parser.add_argument("--json", help="file for the report")
     return parser
 
 
 def parsed(
     parser: argparse.ArgumentParser, defaults: Defaults, arguments: list[str] | None = None
 ) -> argparse.Namespace:
-    """The options, with `defaults` for what was not given; torch takes the threads."""
+    """Parse the options, apply `defaults` where an option is not given, and set torch's threads."""
     options = parser.parse_args(arguments)
     options.threads = options.threads or defaults.threads
     options.budget = options.budget or defaults.budget[options.quick]
@@ -46,8 +53,16 @@ def parsed(
     return options
 
 
+def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the times and the peak memory of the steps, by name."""
+    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    times = {name: measure.spread(seconds) for name, seconds in samples.items()}
+    memory = {name: measure.peak_memory(step, options.device) for name, step in steps.items()}
+    return {"times": times, "memory": memory}
+
+
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the report where --json says."""
+    """Write the report to the file of --json."""
     if options.json:
         write(Path(options.json), report)
         print(f"written: {os.path.relpath(options.json)}")

@@ -1,8 +1,8 @@
-"""Other people's trainers, as installed: their loss modules without what they only need to train.
+"""Import of loss modules from verl and OpenRLHF, without the packages that only training needs.
 
-`make trainers` installs verl and OpenRLHF without their dependencies into a folder of its own
+`make trainers` installs verl and OpenRLHF without their dependencies into a separate folder
 (GRPO_FAST_TRAINERS), because they pin other versions of torch and transformers, and OpenRLHF's
-wheel brings a top-level package `tests`. Packages of the environment itself are found as well.
+wheel has a top-level package `tests`. Packages of the environment are found as well.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 
 def load_verl(name: str) -> Any:
-    """A module of the installed verl, all of its own code imported; ray, if missing, is a stub."""
+    """Import a module of verl. If ray is missing, verl gets a stub of ray."""
     require("verl", "tensordict", "omegaconf", "codetiming", "transformers")
     with stubbed("ray"):
         return importlib.import_module(name)
 
 
 def load_openrlhf_loss() -> Any:
-    """`openrlhf.models.loss` of the installed wheel, without its package's __init__ (DeepSpeed)."""
+    """Import `openrlhf.models.loss` without the package's __init__, which needs DeepSpeed."""
     require("openrlhf")
     if "openrlhf.models" not in sys.modules:
         package = types.ModuleType("openrlhf.models")
@@ -37,7 +37,7 @@ def load_openrlhf_loss() -> Any:
 
 
 def require(*packages: str) -> None:
-    """Put the folder of trainers on the path.
+    """Add the folder of trainers to the search path.
 
     Raises:
         ModuleNotFoundError: one of the packages is not installed.
@@ -51,7 +51,7 @@ def require(*packages: str) -> None:
 
 
 class Anything:
-    """Stands for any class of a stubbed module: it can be named, called and subscripted."""
+    """Stand-in for any class of a stubbed module. It can be called and subscripted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -62,7 +62,9 @@ class Anything:
 
 @contextmanager
 def stubbed(name: str) -> Iterator[None]:
-    """Inside, where the package is missing, a module whose every attribute is `Anything`."""
+    """Replace a missing module, inside the context, by a module whose every attribute is
+    `Anything`.
+    """
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         yield
         return

@@ -1,12 +1,13 @@
-"""Rollouts: tokens per second of our generate, sampler logps included, against transformers.
+"""Tokens per second of our `generate` with the sampler's logps, and of transformers' `generate`.
 
-    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab 151936]
+    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab
+    151936]
     [--json FILE]
 
-A random model of 4 layers under a real vocabulary, so that what is measured is the loop and the
-sampler rather than one model's matrix products. The limit is the same loop in greedy mode: it draws
-no token and keeps no log-probability. Before a candidate is timed its log-probabilities are
-compared with a fresh forward pass over prompt and completion.
+The model is random and has 4 layers and a realistic vocabulary, so that the loop and the sampler
+take most of the time. The limit is the same loop in greedy mode, which draws no token and keeps no
+log-probability. Before a candidate is timed, its log-probabilities are compared with a new forward
+pass over prompt and completion.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
-# Nats: another batch shape, another order of sums.
+# In nats. A different batch shape changes the order of sums.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
 def build(vocab: int, device: str) -> Any:
-    """A `Policy` around a random Llama of 4 layers."""
+    """Return a `Policy` with a random Llama of 4 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
@@ -50,7 +51,10 @@ def build(vocab: int, device: str) -> Any:
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """name -> (role, call); a call returns (prompt ids, completion ids, logps or None) by row."""
+    """Return name -> (role, call).
+
+    A call returns (prompt ids, completion ids, logps or None) by row.
+    """
     from grpo_fast.rollout import Sampling, generate
 
     options = Sampling(max_new_tokens=new_tokens)
@@ -89,51 +93,42 @@ def candidates(
 
 @torch.no_grad()
 def error_of(policy: Any, rows: list) -> float | None:
-    """Largest difference (nats) from the logps of a fresh pass; None: the rollout gave none."""
+    """Return the largest difference in nats from the logps of a new pass, or None without logps."""
     worst = 0.0
     for prompt, completion, logps in rows:
         if logps is None:
             return None
         with policy.generation():
-            logits = (
-                policy.lm(torch.tensor([prompt + completion], device=policy.device))
-                .logits[0]
-                .double()
-            )
-        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(
-            -1, torch.tensor(completion)[:, None].to(logits.device)
-        )
-        worst = max(worst, float((torch.as_tensor(logps).cpu() - expected[:, 0].cpu()).abs().max()))
+            ids = torch.tensor([prompt + completion], device=policy.device)
+            logits = policy.lm(ids).logits[0].double()
+        targets = torch.tensor(completion)[:, None].to(logits.device)
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, targets)
+        difference = torch.as_tensor(logps).cpu() - expected[:, 0].cpu()
+        worst = max(worst, float(difference.abs().max()))
     return worst
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
-    """A row for every candidate: verified, then timed in interleaved rounds."""
+    """Return a row for each candidate, verified and then timed in interleaved rounds."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():
         error = error_of(policy, call())
-        rows[name] = {
-            "role": role,
-            "status": "ok",
-            "errors": {} if error is None else {"logps": error},
-        }
+        errors = {} if error is None else {"logps": error}
+        rows[name] = {"role": role, "status": "ok", "errors": errors}
         if error is not None and not error <= TOLERANCE[policy.head.weight.dtype]:
             rows[name] |= {"status": "wrong", "reason": f"logps off by {error:.1e} nats: not timed"}
             continue
         steps[name] = call
-    for name, samples in measure.interleaved(
-        steps, options.device, options.budget, options.rounds
-    ).items():
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    for name, samples in times.items():
         rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 3) for s in samples]}
     limit = rows["greedy loop"]["median_ms"]
     for row in rows.values():
         if "median_ms" in row:
             row["tokens_per_s"] = options.batch * options.new_tokens / row["median_ms"] * 1e3
-            row["ratio_to_limit"], row["fraction_of_limit"] = (
-                row["median_ms"] / limit,
-                limit / row["median_ms"],
-            )
+            row["ratio_to_limit"] = row["median_ms"] / limit
+            row["fraction_of_limit"] = limit / row["median_ms"]
     return rows
 
 

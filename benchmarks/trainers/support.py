@@ -1,11 +1,11 @@
-"""The sampler's support (`support=`) against the dense head: loss, frozen head, logps.
+"""The sampler's support (`support=`) against the dense head: loss, frozen head, and logps.
 
     python -m benchmarks.trainers.support [--quick] [--cases 512,896,32000,50 ...] [--json PATH]
 
-Cases are T,H,V,K: tokens, hidden size, vocabulary, kept ids of each token; half of the ids come
-from 2000 frequent ones and half from all, or with --distinct all of them from all. Results are
-verified against fp64 before anything is timed. Both ways are timed in one process, in interleaved
-rounds: the ratio can be trusted where the milliseconds cannot.
+A case is T,H,V,K: tokens, hidden size, vocabulary, and ids in each token's support. Half of the ids
+are drawn from 2000 frequent ids and half from all ids, or with --distinct all of them from all ids.
+Results are verified against fp64 before anything is timed. Both ways are timed in one process in
+interleaved rounds, so the ratio is reliable even if the times vary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.kernels import exact
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import timed as measured
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
 CPU_CASES = [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)]
 GPU_CASES = [(8192, 4096, 151936, k) for k in (8, 50, 512)]
 DEFAULTS = Defaults(threads=2, budget=(10.0, 0.2), rounds=(15, 3))
-COMPLETIONS, EPSILON, FREQUENT = 8, 0.2, 2000
-BLOCK = 32  # rows of the exact answer at a time
+COMPLETIONS = 8
+EPSILON = 0.2
+FREQUENT = 2000  # number of frequent ids
+BLOCK = 32  # rows of the exact answer that are computed at a time
 
 
 class Problem(NamedTuple):
@@ -40,12 +43,12 @@ class Problem(NamedTuple):
 
     @property
     def ids(self) -> Tensor:
-        """(T, K)"""
+        """Ids of each token's support, (T, K). The target is the first."""
         return self.support.ids.view(len(self.hidden), -1)
 
 
 def main() -> None:
-    """Times every case, prints a table, writes the JSON."""
+    """Time every case, print a table and write the report."""
     options = parse_arguments()
     rows = [timed(case, options) for case in options.cases]
     settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
@@ -57,14 +60,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--cases", nargs="+", type=case_argument, metavar="T,H,V,K")
-    parser.add_argument(
-        "--distinct", action="store_true", help="no id is more frequent than others"
-    )
+    parser.add_argument("--distinct", action="store_true", help="draw all ids from all")
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
-    options.cases = options.cases or (
-        [(64, 64, 3000, 20)] if options.quick else CPU_CASES if on_cpu else GPU_CASES
-    )
+    usual = CPU_CASES if on_cpu else GPU_CASES
+    options.cases = options.cases or ([(64, 64, 3000, 20)] if options.quick else usual)
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
     return options
 
@@ -72,9 +72,8 @@ def parse_arguments() -> argparse.Namespace:
 def case_argument(text: str) -> tuple[int, int, int, int]:
     t, h, v, k = (int(part) for part in text.split(","))
     if t % COMPLETIONS or not 0 < k <= v:
-        raise argparse.ArgumentTypeError(
-            f"expected T a multiple of {COMPLETIONS} and K from 1 to V, got {text!r}"
-        )
+        expected = f"expected T a multiple of {COMPLETIONS} and K from 1 to V"
+        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
     return t, h, v, k
 
 
@@ -106,13 +105,15 @@ def problem_of(case: tuple[int, int, int, int], options: argparse.Namespace) -> 
 
 @torch.no_grad()
 def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor, ...]:
-    """fp64 logps (T,); with the slope of a loss dH (T, H), and dW of the ids that occur."""
+    """Return the fp64 logps (T,) and, for the slope of a loss, dH (T, H) and dW of the ids that
+    occur.
+    """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []
     d_weight = problem.hidden.new_zeros(len(used), problem.hidden.shape[1], dtype=torch.float64)
     for rows in torch.arange(len(problem.hidden), device=used.device).split(BLOCK):
         h, w = problem.hidden[rows].double(), problem.weight[problem.ids[rows]].double()
-        logp = torch.log_softmax((w @ h[:, :, None]).squeeze(-1), -1)  # the target stands first
+        logp = torch.log_softmax((w @ h[:, :, None]).squeeze(-1), -1)  # the target is the first id
         logps.append(logp[:, 0])
         if slope is not None:
             d = -logp.exp() * slope[rows, None]
@@ -124,7 +125,7 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
 
 
 def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[], Any]]:
-    """The three calls, with a support or over the whole vocabulary."""
+    """Return the three steps, with a support or over the full vocabulary."""
     config = LossConfig(epsilon_low=EPSILON, epsilon_high=EPSILON)
     hidden, weight, targets, advantages, old_logps, cu_seqlens, _ = problem
 
@@ -144,7 +145,7 @@ def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[]
 
 
 def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
-    """The largest relative L2 difference from fp64."""
+    """Return the largest relative L2 difference from fp64."""
     logps, *_ = exact_answer(problem)
     per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
     ones = torch.ones_like(problem.old_logps)
@@ -162,7 +163,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
 
 
 def timed(case: tuple[int, int, int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify, time, print and return a row."""
+    """Verify and time a case. Print and return its row."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))
@@ -172,11 +173,7 @@ def timed(case: tuple[int, int, int, int], options: argparse.Namespace) -> dict[
         print(f"{label} WRONG by {row['error']:.2g}; not timed", flush=True)
         return row | {"wrong": True}
     steps = {f"{what} {way}": step for way, of in ways.items() for what, step in of.items()}
-    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
-    row["memory"] = {
-        name: measure.peak_memory(step, options.device) for name, step in steps.items()
-    }
+    row |= measured(steps, options)
     row["ratios"] = {}
     for what in ways["dense"]:
         dense, own = (row["times"][f"{what} {way}"]["median_ms"] for way in ways)

@@ -1,13 +1,14 @@
-"""Trees of samples against plain packing: a trunk's forward + backward, and its memory.
+"""Trees of samples against plain packing: forward, backward and memory of a trunk.
 
     python -m benchmarks.trainers.trees [--quick] [--divide N] [--json PATH] [--plot PATH]
 
-A group of 16 completions of one long prompt; an agent that branches in two at each of four turns;
-combs, conversations that branch once at every turn; then agents of three turns that branch in one
-to four, for the picture. Every sample is trained on its last turn. Both layouts compute the same,
-which is verified (outputs, all gradients) before anything is timed. On a CPU lengths are divided by
-4, and the time is the process's own, so that other work on the machine does not count. The first
-three have bars: 3/4 of the tokens' ratio in time, and less memory; the exit status is 1 below one.
+The cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
+four turns, and combs, which are conversations that branch once at every turn. For the picture,
+agents of three turns branch in one to four. Every sample is trained on its last turn. Both layouts
+compute the same result, which is verified (outputs and all gradients) before anything is timed. On
+a CPU, lengths are divided by 4 and the process's CPU time is measured, so that other programs do
+not matter. The first three cases have bars: 3/4 of the ratio of their tokens in time, and less
+memory. The exit status is 1 if a case misses a bar.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from benchmarks.kernels.exact import TOLERANCE, relative_l2
+from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import machine
 from benchmarks.report.plots import COLORS
-from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, model_step
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
-from grpo_fast.attention import dispatch, pack_tree, register
+from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, trunk_steps
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save, timed
+from grpo_fast.attention import dispatch, pack_tree
 from grpo_fast.attention.dispatch import Kind
 
 DEFAULTS = Defaults(threads=1, budget=(8.0, 0.2), rounds=(3, 3))
 LAYERS = 1
-Turns = list[range]  # the turns of a sample, as runs of token ids
+Turns = list[range]  # token ids of each turn of a sample
 
 
 def turns(first: int, *sizes: int) -> list[range]:
-    """Runs of ids that nobody else has, one for each size."""
+    """Return one run of new token ids for each size."""
     ends = [first + sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
@@ -46,7 +47,7 @@ def group(prompt: int, completion: int, count: int) -> list[Turns]:
 
 
 def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
-    """An agent that goes on in so many ways at every turn."""
+    """Return the samples of an agent that branches `branches` times at each of `levels` turns."""
     root, *free = turns(0, *[tokens] * sum(branches**level for level in range(levels + 1)))
     paths, unused = [[root]], iter(free)
     for _ in range(levels):
@@ -55,7 +56,7 @@ def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
 
 
 def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
-    """Conversations that branch once at each turn."""
+    """Return conversations that branch once at each turn."""
     paths: list[Turns] = []
     first = 0
     for count in leaves:
@@ -68,7 +69,7 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-# name → samples, by what lengths are divided by; those of the picture by their branches
+# Functions from the divisor of the lengths to the samples. BRANCHES are the cases of the picture.
 CASES: dict[str, Callable[[int], list[Turns]]] = {
     "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
     "binary agent, 4 turns": lambda n: agent(2, 4, 512 // n),
@@ -80,14 +81,14 @@ BRANCHES: dict[str, Callable[[int], list[Turns]]] = {
     "3 turns, 3 branches": lambda n: agent(3, 3, 512 // n),
     "3 turns, 4 branches": lambda n: agent(4, 3, 512 // n),
 }
-BAR = 0.75  # of the tokens' ratio
+BAR = 0.75  # smallest ratio of times, as a fraction of the ratio of tokens
 
 
 def main() -> int:
-    """Time every case, print a table, write the JSON and the picture; 1 below a bar."""
+    """Time every case, and write the report and the picture. Return 1 if a case misses a bar."""
     parser = new_parser(__doc__)
-    parser.add_argument("--divide", type=int, help="all lengths (default: 1; 4 on a CPU)")
-    parser.add_argument("--plot", help="where the picture goes")
+    parser.add_argument("--divide", type=int, help="divisor of all lengths (CPU: 4, GPU: 1)")
+    parser.add_argument("--plot", help="file for the picture")
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
     if on_cpu:
@@ -111,7 +112,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Whether a case is right, and meets its bars if it has any."""
+    """Return whether a case is correct and, if it has bars, meets them."""
     if "ratio" not in row:
         return False
     is_fast = row["ratio"] >= BAR * row["tokens_ratio"]
@@ -119,7 +120,7 @@ def passes(row: dict[str, Any]) -> bool:
 
 
 def draw_trees(report: dict[str, Any], out: Path) -> None:
-    """Rows and memory of the branching agents, packed and as trees."""
+    """Draw the rows and the memory of the branching agents, packed and as trees."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,28 +153,17 @@ def draw_trees(report: dict[str, Any], out: Path) -> None:
 
 
 def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict[str, Any]:
-    """Verify, time and weigh one case in both layouts."""
-    from transformers import Qwen2Config, Qwen2Model
-
+    """Verify and measure one case in both layouts."""
     samples = []
     for path in paths:
         ids = torch.cat([torch.arange(turn.start, turn.stop) for turn in path])
         samples.append((ids, torch.arange(len(ids)) >= len(ids) - len(path[-1])))
     tree = pack_tree(samples, device=options.device)
     flat = pack_tree(samples, apart=range(len(samples)), device=options.device)
-    config = Qwen2Config(
-        vocab_size=max(int(ids.max()) for ids, _ in samples) + 1,
-        hidden_size=model.heads * model.head_dim, intermediate_size=model.intermediate,
-        num_hidden_layers=LAYERS, num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads, max_position_embeddings=flat.layout.longest_context,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    trunk = Qwen2Model(config).to(options.device, options.dtype)
-    trunk.set_attn_implementation(register())
-    grad = torch.randn(len(tree.predicting), config.hidden_size).to(options.device, options.dtype)
-    steps = {key: model_step(trunk, pack, grad) for key, pack in (("flat", flat), ("tree", tree))}
-    pairs = zip(steps["tree"](), steps["flat"](), strict=True)
-    error = max(relative_l2(x, y) for x, y in pairs if y.abs().max() > 0)
+    vocabulary = max(int(ids.max()) for ids, _ in samples) + 1
+    layouts = {"tree": tree, "flat": flat}
+    model = model._replace(layers=LAYERS)
+    steps, error = trunk_steps(layouts, model, vocabulary, flat.layout.longest_context, options)
     tokens = {"flat": flat.layout.total, "tree": tree.layout.total}
     row: dict[str, Any] = {
         "case": name, "model": model.name, "samples": len(samples), "tokens": tokens,
@@ -184,9 +174,7 @@ def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict
     if not error <= TOLERANCE[options.dtype]:
         print(f"{name} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
         return row | {"wrong": True}
-    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    row["times"] = {key: measure.spread(seconds) for key, seconds in times.items()}
-    row["memory"] = {key: measure.peak_memory(step, options.device) for key, step in steps.items()}
+    row |= timed(steps, options)
     used = {key: memory["workspace_mib"] for key, memory in row["memory"].items()}
     ms = {key: spread["median_ms"] for key, spread in row["times"].items()}
     row["ratio"] = ms["flat"] / ms["tree"]

@@ -1,12 +1,13 @@
-"""A step of TRL's GRPOTrainer without rollout: GRPOTrainer, with our head, FastGRPOTrainer.
+"""Step of TRL's GRPOTrainer without rollout: GRPOTrainer, GRPOTrainer with our head,
+FastGRPOTrainer.
 
     python -m benchmarks.trainers.trl [--quick] [--device cuda] [--json results.json]
 
-All three hold the same weights and get the same prepared micro-batch (8 completions of 64 tokens
-for one prompt of 512), as `GRPOTrainer.training_step` gets it after generation and rewards:
-forward, loss, metrics, backward. Before anything is timed losses, metrics and gradients are
-compared. Steps are interleaved in one process; peak memory is measured in one process for each
-trainer.
+All three trainers have the same weights and get the same prepared micro-batch (8 completions of 64
+tokens for one prompt of 512), as `GRPOTrainer.training_step` gets it after generation and rewards.
+A step is forward, loss, metrics and backward. Losses, metrics and gradients are compared before
+anything is timed. Steps are interleaved in one process. Peak memory is measured in a separate
+process for each trainer.
 """
 
 from __future__ import annotations
@@ -31,30 +32,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
 MODELS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "vocab_size": 2048,
-    },
-    "mid": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "vocab_size": 32000,
-    },
-    # Qwen2.5-0.5B's shape, for a GPU.
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "vocab_size": 151936,
-        "num_attention_heads": 14,
-    },
-}
-PROMPT, GROUP, COMPLETION = 512, 8, 64
-# The second is TRL's own trainer and padded forward pass with our head in it: what of the
-# difference is the head's.
+    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+             "vocab_size": 2048},
+    "mid": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
+            "vocab_size": 32000},
+    # The shape of Qwen2.5-0.5B, for a GPU.
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "vocab_size": 151936, "num_attention_heads": 14},
+}  # fmt: skip
+PROMPT = 512
+GROUP = 8
+COMPLETION = 64
+# The second is TRL's trainer and padded forward pass with our head. It shows how much of the
+# difference comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -63,7 +53,7 @@ DEFAULTS = Defaults(threads=2, budget=(20.0, 3.0), rounds=(20, 5))
 
 
 def main() -> None:
-    """Measures every model, prints a table, writes the JSON."""
+    """Measure every model, print a table and write the report."""
     options = parse_arguments()
     logging.disable(logging.WARNING)
     if options.child:
@@ -85,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
     parser.add_argument("--dtype", default="fp32", choices=list(TOLERANCE), help="of the weights")
-    parser.add_argument("--beta", type=float, default=0.0, help="with a KL term to made-up logps")
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of a KL term")
     parser.add_argument("--checkpointing", action="store_true", help="TRL's default")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parsed(parser, DEFAULTS)
@@ -94,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Verify the trainers against each other, time them in turns, weigh each."""
+    """Compare the trainers, time them in turns and measure their memory."""
     trainers = make_trainers(options, name)
     batch = prepared_batch(options, MODELS[name]["vocab_size"])
     difference = verified(trainers, batch, TOLERANCE[options.dtype])
@@ -102,18 +92,15 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     result: dict[str, Any] = {"model": name, **MODELS[name], "gradient_difference": difference}
     for label in TRAINERS:
-        result[label] = (
-            measure.spread(times[label]) | {"rounds": len(times[label])} | run_child(name, label)
-        )
+        samples = times[label]
+        result[label] = measure.spread(samples) | {"rounds": len(samples)} | run_child(name, label)
     result["speedup"] = result["TRL"]["median_ms"] / result["grpo_fast"]["median_ms"]
     result["memory_ratio"] = result["grpo_fast"]["peak_mib"] / result["TRL"]["peak_mib"]
     for label in TRAINERS:
         mine = result[label]
         speedup = result["TRL"]["median_ms"] / mine["median_ms"]
-        print(
-            f"{name:5} {label:15} {mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
-            f"  {mine['peak_mib']:7.0f} MiB  {speedup:6.2f}x"
-        )
+        times_of = f"{mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
+        print(f"{name:5} {label:15} {times_of}  {mine['peak_mib']:7.0f} MiB  {speedup:6.2f}x")
     print(f"      gradients within {difference:.1e} of TRL's")
     return result
 
@@ -121,7 +108,7 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
 def make_trainers(
     options: argparse.Namespace, name: str, wanted: tuple[str, ...] = TRAINERS
 ) -> dict[str, Any]:
-    """The trainers by label, with the same random weights."""
+    """Return the trainers by label, with the same random weights."""
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as logging_of_transformers
@@ -133,11 +120,8 @@ def make_trainers(
 
     logging_of_transformers.disable_progress_bar()
     tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)
-    special = {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    special = {"bos_token_id": None}
+    special |= {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**HEADS, **MODELS[name], **special}))
     model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
@@ -165,7 +149,9 @@ def make_trainers(
 
 
 def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """A micro-batch as TRL prepares it: one prompt, eight completions, three of which end early."""
+    """Return a micro-batch as TRL prepares it: one prompt and 8 completions, of which three end
+    early.
+    """
     random = torch.Generator().manual_seed(1)
     prompt = torch.randint(2, vocabulary, (PROMPT,), generator=random)
     completions = torch.randint(2, vocabulary, (GROUP, COMPLETION), generator=random)
@@ -185,7 +171,7 @@ def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, An
 
 
 def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
-    """One `training_step` on the prepared batch; gradients are dropped, not accumulated."""
+    """Return a step that calls `training_step` with the prepared batch and drops old gradients."""
     trainer._prepare_inputs = lambda _: batch
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -197,13 +183,12 @@ def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
 
 
 def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) -> float:
-    """Largest relative difference from TRL's gradient; exits where loss or metrics differ, too."""
+    """Return the largest relative difference from TRL's gradient. Exit if the trainers disagree."""
     losses, gradients, metrics = [], [], []
     for trainer in trainers.values():
         losses.append(float(step_of(trainer, batch)()[0]))
-        gradients.append(
-            torch.cat([p.grad.float().flatten().cpu() for p in trainer.model.parameters()])
-        )
+        parts = [p.grad.float().flatten().cpu() for p in trainer.model.parameters()]
+        gradients.append(torch.cat(parts))
         metrics.append({k: v[-1] for k, v in trainer._metrics["train"].items() if k != "step_time"})
         trainer.model.zero_grad(set_to_none=True)
     difference = max(float((gradients[0] - g).norm() / gradients[0].norm()) for g in gradients[1:])
@@ -215,14 +200,13 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
         m.keys() == metrics[0].keys() and all(near(metrics[0][k], m[k]) for k in m) for m in metrics
     )
     if not (difference <= tolerance and same):
-        raise SystemExit(
-            f"not timed: gradients differ by {difference:.2g}, losses {losses}, metrics {metrics}"
-        )
+        found = f"gradients differ by {difference:.2g}, losses {losses}, metrics {metrics}"
+        raise SystemExit(f"not timed: {found}")
     return difference
 
 
 def run_child(name: str, label: str) -> dict[str, float]:
-    """`peak_of` in a process of its own: allocators keep what the other trainer needed."""
+    """Run `peak_of` in a separate process, because allocators keep memory of other trainers."""
     module = [sys.executable, "-m", "benchmarks.trainers.trl"]
     command = [*module, *sys.argv[1:], "--child", name, label]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -230,9 +214,9 @@ def run_child(name: str, label: str) -> dict[str, float]:
 
 
 def peak_of(options: argparse.Namespace, name: str, label: str) -> dict[str, float]:
-    """Peak MiB of a step beyond weights and inputs, gradients included.
+    """Return the peak MiB of a step, without weights and inputs, and with gradients.
 
-    After a first step, so that what a library keeps between calls counts as there.
+    A first step runs before, so that memory which a library keeps between calls is not counted.
     """
     trainer = make_trainers(options, name, (label,))[label]
     step = step_of(trainer, prepared_batch(options, MODELS[name]["vocab_size"]))

@@ -1,4 +1,4 @@
-"""Rewards: rule functions, a model's, functions of one's own, and the set that calls them."""
+"""Reward functions: rules, reward models and custom functions, and the set that calls them."""
 
 from __future__ import annotations
 
@@ -49,72 +49,79 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Run from their files: a worker starts in no time where it need not import this package.
+# Functions that run in a worker from their files. Without the package, a worker starts quickly.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
     "math_close": "math_answers.py",
     "code_tests": "code_tests.py",
 }
-# These end what takes too long themselves, one by one: `timeout` is for each completion.
+# Functions with a time limit for each completion. Their `timeout` is multiplied by the number of
+# completions.
 BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
 
 def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardSet:
-    """Look up every reward function before the run starts.
+    """Build the reward functions of a run.
 
-    specs: with name, label, weight, options, path, timeout, in_process and convention, as
-        `RewardConfig`.
+    Args:
+        specs: objects with the fields of `RewardConfig`: name, label, weight, options, path,
+            timeout, in_process and convention.
+        max_failures: see `RewardSet`.
 
-    Raises ValueError for an unknown name, a path that leads to no function, options that the
-    function does not take, a timeout that cannot be waited for.
+    Raises:
+        ValueError: a name is unknown, a path does not lead to a function, or a function does not
+            take an option.
     """
     rewards = [_resolve(spec) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
 
 
 def _resolve(spec: Any) -> WeightedReward:
-    name, options = spec.name, dict(spec.options)
+    name = spec.name
+    options = dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
     weight = float(spec.weight)
+    # 1. A reward model is loaded in this process.
     if name == "reward_model":
         require(spec.path is not None, "rewards: reward_model: path", "a folder or hub id", "none")
         build = functools.partial(RewardModel, spec.path)
         _checked_needs(name, parameters_of(build), options)
         return WeightedReward(label, weight, build(**options))
+    # 2. A function runs in this process, or by its path in a worker.
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
+    function: Any
     if path is None:
-        function = REWARDS[name] if name in REWARDS else import_function(name)
-        loaded = load(function, convention, options)
-        function = loaded.function
-        if loaded.options:
-            function = functools.partial(function, **loaded.options)
+        loaded = load(REWARDS.get(name) or import_function(name), convention, options)
+        function = functools.partial(loaded.function, **loaded.options)
     else:
         function = IsolatedReward(
             path, timeout=spec.timeout, options=options, bounded=name in BOUNDED,
             convention=convention,
         )  # fmt: skip
         loaded = _loaded(name, function)
+    # 3. Refuse unknown options and find out which columns the function needs.
     needs = _checked_needs(name, loaded.parameters, loaded.options)
-    # TRL would give such a function the data's column `answers`.
+    # A function with `answers` and `**columns` may be written for TRL, which would pass a column
+    # `answers` of the data.
     is_unsure = is_custom and convention is None and loaded.parameters.takes is None
     return WeightedReward(label, weight, function, needs, loaded.convention, is_unsure)
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
-    """The path by which a worker imports the function; None for one that is called here."""
+    """Return the path that a worker imports, or None for a function that runs in this process."""
     if name in WORKERS:
         return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
     if ":" in name:
         return None if in_process else name
     if name not in REWARDS:
         close = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
-        own = "Own ones go by 'package.module:function' or 'file.py:function'"
-        raise ValueError(f"rewards: no reward is called {name!r}; {hint} {own}")
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(KNOWN)}"
+        custom = "A custom function is 'package.module:function' or 'file.py:function'"
+        raise ValueError(f"rewards: got the unknown name {name!r}; {hint} {custom}")
     return None
 
 
@@ -127,12 +134,12 @@ def _loaded(name: str, function: IsolatedReward) -> Loaded:
 
 
 def _checked_needs(name: str, parameters: Parameters, options: dict[str, Any]) -> list[str]:
-    """The columns that the function cannot do without; ValueError for options that it lacks."""
+    """Return the columns that the function needs. Raise ValueError for an unknown option."""
     takes, needs = parameters
     unknown = [] if takes is None else [option for option in options if option not in takes]
     if unknown:
         options_of = [option for option in takes if option not in (*SAMPLED, "answers")]
         expected = f"expected options among {', '.join(options_of) or 'none'}"
-        came = f"unexpected keyword argument {unknown[0]!r}"
-        raise ValueError(f"rewards: {name}: {came}, {expected}")
+        got = f"unexpected keyword argument {unknown[0]!r}"
+        raise ValueError(f"rewards: {name}: {got}, {expected}")
     return [column for column in needs if column not in options]

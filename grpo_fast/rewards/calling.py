@@ -1,7 +1,7 @@
-"""Import and call a reward function, in this process or in a worker.
+"""Import and call of a reward function, in this process or in a worker process.
 
-`isolated.py` runs this file as the worker. It imports only the standard library so that a worker
-starts in a fraction of a second.
+`isolated.py` runs this file as the worker. The file imports only the standard library, so that a
+worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
     from grpo_fast.rewards import conventions
-else:  # a worker: it imports the file next to this one, and nothing else of the package
+else:  # In a worker, import only the file next to this one. The package imports torch.
     sys.path.insert(0, os.path.dirname(__file__))
     import conventions
 
     sys.path.pop(0)
-    del sys.modules["conventions"]  # a user's module may have this name
+    del sys.modules["conventions"]  # the user may have a module of this name
 
 RewardFunction = Callable[..., Any]
-Score = float | list[float] | None  # of a completion, or of each of its tokens; None: not for it
+# A completion's reward, or the rewards of its tokens, or None if the function does not apply.
+Score = float | list[float] | None
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
 
 
 class RewardFailure(RuntimeError):
-    """A call that returned no rewards; `why` is the reason that the metrics count."""
+    """A call that returned no rewards. The metrics count failures by the reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -48,27 +49,32 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    return getattr(error, "why", "error") if isinstance(error, RewardFailure) else "error"
+    """Return the reason under which the metrics count an error of a reward function."""
+    if isinstance(error, RewardFailure):
+        return error.why
+    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 def import_function(path: str) -> RewardFunction:
-    """Return the function at "package.module:function" or "file.py:function"."""
-    module_name, colon, attribute = path.rpartition(":")
-    if not (module_name and colon and attribute):
+    """Return the function at "package.module:function" or "file.py:function".
+
+    Raises:
+        ValueError: the path does not lead to a function.
+    """
+    module_name, _, attribute = path.rpartition(":")
+    if not (module_name and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
         raise ValueError(f"rewards: {expected}, got {path!r}")
+    load = _run_file if module_name.endswith(".py") else importlib.import_module
     try:
-        is_file = module_name.endswith(".py")
-        module = _run_file(module_name) if is_file else importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the module, which may raise anything
-        failed = f"could not import {module_name!r} of {path!r}: {describe(error)}"
-        raise ValueError(f"rewards: {failed}") from error
+        module = load(module_name)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        message = f"could not import {module_name!r} of {path!r}: {describe(error)}"
+        raise ValueError(f"rewards: {message}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        expected = f"a function {attribute!r} in {module_name}"
-        raise ValueError(f"rewards: expected {expected}, found {text_of(function)}")
+        expected = f"expected a function {attribute!r} in {module_name}"
+        raise ValueError(f"rewards: {expected}, got {text_of(function)}")
     return function
 
 
@@ -77,18 +83,23 @@ def _run_file(path: str) -> ModuleType:
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Dataclasses look up their module by name. A module of that name that exists stays.
+    # Dataclasses look up their module by name. Do not replace an imported module of that name.
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
 
 
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
-    """Call the function for `count` completions.
+    """Call a reward function and check its result.
+
+    Args:
+        function: the reward function. It may return an awaitable.
+        count: number of completions.
+        arguments: keyword arguments of the call.
 
     Returns:
         For each completion a number, a list of numbers (one per token), None if the function does
-        not apply, or a text that describes what was returned instead.
+        not apply, or a text that describes a value of any other type.
 
     Raises:
         RewardFailure: the function did not return one value per completion.
@@ -101,13 +112,13 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
-    if isinstance(error, RewardFailure):  # its message is a sentence of ours
+    if isinstance(error, RewardFailure):  # its message is a full sentence
         return str(error)
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def text_of(value: Any, longest: int = 500) -> str:
-    """Return the beginning of str(value), which may raise anything for a user's class."""
+    """Return the beginning of str(value). A user's class may raise any error in __str__."""
     try:
         return str(value)[:longest]
     except BaseException:
@@ -121,41 +132,39 @@ def _awaited(awaitable: Any) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(wait())  # in this thread: Ctrl-C cancels it
-    # The caller (a notebook) runs a loop in this thread.
+        return asyncio.run(wait())  # in this thread, so that Ctrl-C cancels it
+    # The caller (a notebook, for example) runs an event loop in this thread.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, wait()).result()
 
 
 def _values(result: Any, count: int) -> list[Any]:
-    must = "a reward function must return one value per completion"
+    """Return the `count` values of a function's result, or raise RewardFailure."""
+    must = f"a reward function must return one value per completion: expected {count} values"
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
-        raise RewardFailure(f"{must}: expected {count} values, got one number", WRONG_LENGTH)
+        raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
     # The order of a dict or a set does not say which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
-        came = type(result).__name__
-        raise RewardFailure(f"{must}: expected a list of {count} numbers, got {came}", NO_NUMBERS)
+        raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
     listed = list(itertools.islice(values, count + 1))  # an iterator may be endless
     if len(listed) != count:
-        came = str(len(listed)) if len(listed) < count else "more"
-        raise RewardFailure(f"{must}: expected {count} values, got {came}", WRONG_LENGTH)
+        got = len(listed) if len(listed) < count else "more"
+        raise RewardFailure(f"{must}, got {got}", WRONG_LENGTH)
     return listed
 
 
 def _score_or_text(value: Any) -> Score | str:
     values = value.tolist() if hasattr(value, "tolist") else value
-    if values is None:
-        return None
-    if not isinstance(values, (list, tuple)):
-        return _number_or_text(values)
-    scores = [_number_or_text(item) for item in values]
-    return next((item for item in scores if isinstance(item, str)), scores)  # type: ignore
+    if isinstance(values, (list, tuple)):
+        scores = [_number_or_text(item) for item in values]
+        return next((item for item in scores if isinstance(item, str)), scores)  # type: ignore
+    return None if values is None else _number_or_text(values)
 
 
 def _number_or_text(value: Any) -> float | str:
-    if not isinstance(value, (str, bytes, bytearray)):  # float() would read numbers out of these
+    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a text
         with contextlib.suppress(Exception):
             return float(value)
     return text_of(value, 60)
@@ -163,29 +172,23 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Read one JSON object per request and write one per reply. The first request loads the
-    function.
-    """
+    """Read requests and write replies as JSON, until an EOFError. The first loads the function."""
     loaded: conventions.Loaded | None = None
     while True:
-        try:
-            request = json.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        answer: dict[str, Any] = {}
+        request = json.loads(pipe.recv_bytes())
         try:
             if loaded is None:
                 loaded = conventions.load(import_function(path), **request)
-                answer = {**loaded._asdict(), "function": None}
-                answer["per_sample"] = conventions.is_per_sample(loaded.function)
+                per_sample = conventions.is_per_sample(loaded.function)
+                reply = {**loaded._asdict(), "function": None, "per_sample": per_sample}
             else:
-                answer = _answer(loaded, **request)
+                reply = _reply(loaded, **request)
         except BaseException as error:  # a user's function may raise anything
-            answer = {"error": describe(error), "why": why_of(error)}
-        pipe.send_bytes(json.dumps(answer, default=text_of).encode())
+            reply = {"error": describe(error), "why": why_of(error)}
+        pipe.send_bytes(json.dumps(reply, default=text_of).encode())
 
 
-def _answer(
+def _reply(
     loaded: conventions.Loaded, count: int, arguments: dict[str, Any], state: dict[str, Any] | None
 ) -> dict[str, Any]:
     log = conventions.RunLog()
@@ -198,18 +201,20 @@ def _answer(
 def _end_with_the_caller(lifeline: int) -> None:
     """Have the kernel kill this process group when the caller's end of the pipe closes.
 
-    A thread would need the interpreter lock, which a backtracking regular expression never
-    releases. PR_SET_PDEATHSIG watches a thread of the caller instead of its process.
+    A thread that waits for the end would need the interpreter lock, which a backtracking regular
+    expression never releases. PR_SET_PDEATHSIG watches a thread of the caller, not its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was requested
+    # The end may have closed before the signal was requested.
+    if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 
 
 if __name__ == "__main__":
     handle, lifeline = map(int, sys.argv[2:])
-    os.set_inheritable(handle, False)  # programs that the function starts do not hold the pipe
+    os.set_inheritable(handle, False)  # programs that the function starts must not hold the pipe
     _end_with_the_caller(lifeline)
-    serve(sys.argv[1], Connection(handle))
+    with contextlib.suppress(EOFError):  # the caller has closed the pipe
+        serve(sys.argv[1], Connection(handle))

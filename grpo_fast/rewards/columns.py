@@ -1,9 +1,9 @@
-"""The columns that a reward function asks for by the names of its parameters, an entry a
-completion.
+"""Columns that a reward function requests by the names of its parameters, one entry per completion.
 
-`prompts`, `completions` (texts), `answers`; `completion_ids` (the tokens, with the EOS where there
-is one) and `completion_lengths`; `prefills` (the beginning of the assistant's turn that a prompt
-holds, as an opened `<think>`, else ""); and under its own name every other field of the examples.
+- `prompts`, `completions` (texts) and `answers`.
+- `completion_ids` (tokens, with EOS if the completion ended) and `completion_lengths`.
+- `prefills`: the beginning of the assistant's turn that the prompt contains, such as `<think>`.
+- Every other field of the examples, under its name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, V
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-# By convention, the parameter that is the gold answer, and those that need no column of the data.
+# By convention: the parameter for the gold answer, and the parameters that need no data column.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
     OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
 }  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
-LONGEST_OPENED = 200  # characters at the end of a prompt
+LONGEST_OPENED = 200  # characters at the end of a prompt that are searched for a tag
 
 
 def score(
@@ -34,37 +34,41 @@ def score(
     completion_ids: Sequence[list[int]] | None = None,
     prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
-    """Return the rewards of completions; `completions[i]` answers `examples[i]`.
+    """Return the rewards of completions.
 
     Args:
-        prompt_texts: the prompts as the model received them.
+        rewards: the reward functions.
+        examples: N examples. `completions[i]` answers `examples[i]`.
+        completions: N texts.
+        completion_ids: N lists of token ids.
+        prompt_texts: N prompts as the model received them.
     """
+    names = dict.fromkeys(name for example in examples for name in example.fields)
     columns: dict[str, Any] = {
-        name: [example.fields.get(name) for example in examples]
-        for name in dict.fromkeys(name for example in examples for name in example.fields)
+        name: [example.fields.get(name) for example in examples] for name in names
     }
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
+    prompts = [example.prompt for example in examples]
     texts = prompt_texts or [""] * len(examples)
-    prefills = map(prefill_of, (e.prompt for e in examples), texts)
-    columns["prefills"] = list(prefills)
-    prompts, answers = [e.prompt for e in examples], [e.answer for e in examples]
+    columns["prefills"] = list(map(prefill_of, prompts, texts))
+    answers = [example.answer for example in examples]
     labels = [label_of(example) for example in examples]
     return rewards(prompts, completions, answers, columns, labels=labels, prompt_texts=prompt_texts)
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer as its row holds it."""
+    """Return the gold answer as the data's row contains it."""
     return example.answer if example.label is None else example.label
 
 
 def prefill_of(prompt: Prompt, text: str) -> str:
-    """Return the beginning of the assistant's turn that a prompt holds; "" without one.
+    """Return the beginning of the assistant's turn that a prompt contains, or "".
 
     Args:
-        prompt: messages that end with the assistant's, or another prompt.
-        text: the prompt as the model received it; its template may open, or close, a thought.
+        prompt: a text, or messages. The last message may be the assistant's.
+        text: the prompt as the model received it. The chat template may have added `<think>`.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         return prompt[-1]["content"]
@@ -73,25 +77,36 @@ def prefill_of(prompt: Prompt, text: str) -> str:
 
 
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
-    """Raise a ValueError where some of the examples lack a column that a function needs."""
+    """Check that the examples have the columns that the reward functions need.
+
+    Args:
+        rewards: the reward functions.
+        examples: the examples of a split.
+        split: name of the split, for the message.
+
+    Raises:
+        ValueError: an example lacks a column.
+    """
     for reward in rewards.rewards:
         if reward.is_unsure and any("answers" in e.fields for e in examples):
             words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
-            came = "a column 'answers', which TRL passes under this name"
-            raise argument_error(f"rewards: {reward.name}", f"to be written as {words}", came)
-        given, gold = GIVEN[reward.convention], GOLD[reward.convention]
-        for name in [name for name in reward.needs if name == gold or name not in given]:
-            is_own = name == "answers" and reward.convention == OURS  # read, not the row's
-            has = [
-                e.answer is not None if is_own
-                else name in e.fields or (name == gold and label_of(e) is not None)
-                for e in examples
-            ]  # fmt: skip
-            if not all(has):
+            got = "a column 'answers', which TRL passes under this name"
+            raise argument_error(f"rewards: {reward.name}", f"to be written as {words}", got)
+        gold = GOLD[reward.convention]
+        for name in reward.needs:
+            if name in GIVEN[reward.convention] and name != gold:
+                continue
+            missing = [e for e in examples if not _has(e, name, name == gold, reward.convention)]
+            if missing:
                 field = "an answer" if name == gold else f"a field {name!r}"
-                came = f"{has.count(False)} of {len(examples)} without"
-                first = str(examples[has.index(False)].prompt)[:60]
-                raise argument_error(
-                    f"rewards: {reward.name} asks for {name}", f"{field} in every {split} example",
-                    f"{came}, first {first!r}",
-                )  # fmt: skip
+                expected = f"{field} in every {split} example"
+                got = f"{len(missing)} of {len(examples)} without"
+                first = str(missing[0].prompt)[:60]
+                argument = f"rewards: {reward.name} asks for {name}"
+                raise argument_error(argument, expected, f"{got}, first {first!r}")
+
+
+def _has(example: Example, name: str, is_gold: bool, convention: str) -> bool:
+    if is_gold and convention == OURS:
+        return example.answer is not None  # our functions get the parsed answer, not the row's
+    return name in example.fields or (is_gold and label_of(example) is not None)

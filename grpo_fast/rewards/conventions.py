@@ -1,6 +1,7 @@
-"""The conventions by which reward functions are called: ours, TRL's, verl's and OpenRLHF's.
+"""Conventions for calling reward functions: ours, TRL's, verl's and OpenRLHF's.
 
-A worker (`calling.py`) runs this file alone, so it imports only the standard library.
+A worker (`calling.py`) imports this file without the package, so the file imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
-ONLY_OURS = ("answers", "completion_lengths", "prefills")  # parameters of no other convention
+# Parameters that a single convention has.
+ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class Parameters(NamedTuple):
-    """The columns that a function takes by name, and the columns that it needs."""
+    """Names of the columns that a function takes, and of the columns that it needs."""
 
-    takes: list[str] | None  # None: all columns (`**columns`)
+    takes: list[str] | None  # None for a function with `**columns`, which takes all columns
     needs: list[str]
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns that the function takes."""
         chosen = columns if self.takes is None else self.takes
         return {name: columns[name] for name in chosen if name in columns}
 
 
-USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable without a signature
+# Parameters of a callable that has no signature.
+USUAL = Parameters(["prompts", "completions", "answers"], [])
 
 
 def parameters_of(function: RewardFunction) -> Parameters:
-    """Return a function's parameters. Raises ValueError for positional-only parameters."""
+    """Return a function's parameters.
+
+    Raises:
+        ValueError: a parameter is positional-only.
+    """
     by_name, takes_all = _signature(function)
     if by_name is None:
         return USUAL
@@ -43,7 +51,10 @@ def parameters_of(function: RewardFunction) -> Parameters:
 
 
 def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None, bool]:
-    """Return the parameters that are given by name, and whether there is a `**columns`."""
+    """Return the named parameters, and whether the function has a `**columns` parameter.
+
+    The parameters are None for a callable that has no signature.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -55,29 +66,30 @@ def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None
 
 
 def convention_of(function: RewardFunction) -> str:
-    """Return the convention, ours or TRL's, that a function's parameters show.
+    """Return OURS or TRL, depending on the function's parameters.
 
-    TRL passes every column to every function, so that its functions have `**kwargs`.
+    TRL passes every column to every function, so a function for TRL has `**kwargs`.
 
     Raises:
-        ValueError: the parameters are those of two conventions, or of one that must be named.
+        ValueError: the parameters belong to two conventions, or to verl's or OpenRLHF's, which the
+            configuration must name.
     """
     by_name, takes_all = _signature(function)
     names = [p.name for p in by_name or ()]
     for name, word in (("solution_str", VERL), ("queries", OPENRLHF)):
         if name in names:
-            said = f"{name!r} is a parameter of {word}'s convention"
-            raise ValueError(f"rewards: {said}; write {{{word}: FUNCTION}} in place of FUNCTION")
+            conflict = f"{name!r} is a parameter of {word}'s convention"
+            raise ValueError(f"rewards: {conflict}; write {{{word}: FUNCTION}} instead of FUNCTION")
     ours = [name for name in names if name in ONLY_OURS]
     trls = [name for name in names if name in ONLY_TRL]
     if ours and trls:
-        said = f"{ours[0]!r} is a parameter of our convention, and {trls[0]!r} of TRL's"
-        raise ValueError(f"rewards: {said}; write {{trl: FUNCTION}} or {{grpo_fast: FUNCTION}}")
+        conflict = f"{ours[0]!r} is a parameter of our convention, and {trls[0]!r} of TRL's"
+        raise ValueError(f"rewards: {conflict}; write {{trl: FUNCTION}} or {{grpo_fast: FUNCTION}}")
     return TRL if trls or (takes_all and not ours) else OURS
 
 
 class Loaded(NamedTuple):
-    """A reward function that takes lists by name, its convention, and arguments of every call."""
+    """A reward function that takes lists by name, with its convention and constant arguments."""
 
     function: RewardFunction
     convention: str
@@ -86,11 +98,18 @@ class Loaded(NamedTuple):
 
 
 def load(function: RewardFunction, convention: str | None, options: Mapping[str, Any]) -> Loaded:
-    """Prepare a function of a convention, None: see `convention_of`. A class is instantiated."""
+    """Adapt a function of any convention to lists by name.
+
+    Args:
+        function: a function, or a class whose instances are called.
+        convention: one of CONVENTIONS. None recognises ours and TRL's; see `convention_of`.
+        options: arguments of every call, or of the class's constructor.
+    """
     options = dict(options)
     if inspect.isclass(function):
-        made: Any = function(**options)
-        function, options = made, {}
+        instance: Any = function(**options)
+        function = instance
+        options = {}
     convention = convention or convention_of(function)
     if convention == VERL:
         function = _of_verl(function)
@@ -100,6 +119,8 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
+    """Return a function of lists that calls verl's `compute_score` once for each completion."""
+
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
         result = await result if inspect.isawaitable(result) else result
@@ -118,6 +139,8 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
+    """Return a function of lists that calls OpenRLHF's `reward_func` with positional arguments."""
+
     async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
         result = reward_func(queries, prompts, labels, **options)
         result = await result if inspect.isawaitable(result) else result
@@ -127,10 +150,10 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
 
 
 class RunLog:
-    """What reward functions log through TRL's `log_extra` and `log_metric`."""
+    """Columns and metrics that reward functions log through TRL's `log_extra` and `log_metric`."""
 
     def __init__(self) -> None:
-        self.extra: dict[str, list[Any]] = {}  # column of the table of completions -> its values
+        self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
         self.metrics: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Any) -> None:
@@ -141,8 +164,8 @@ class RunLog:
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that only TRL's convention has."""
-        given = SimpleNamespace(**state), self.log_extra, self.log_metric
-        return dict(zip(ONLY_TRL, given, strict=True))
+        values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
+        return dict(zip(ONLY_TRL, values, strict=True))
 
 
 def columns_of_others(
@@ -153,30 +176,39 @@ def columns_of_others(
     labels: Sequence[Any],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """Return the lists of each convention but ours, by their names; see `RewardSet.__call__`.
+    """Return the arguments of the functions of TRL, verl and OpenRLHF, by convention.
 
-    As in TRL the completion of a prompt of messages is a list of one message.
+    Args:
+        prompts: N prompts, each a text or a list of messages.
+        completions: N completions.
+        answers: N gold answers as texts.
+        columns: the other columns of the data.
+        labels: N gold answers as the data's rows contain them.
+        prompt_texts: N prompts as the model received them.
     """
-    pairs = list(zip(prompts, completions, strict=True))
-    said = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in pairs
-    ]
-    # A column of the data comes before ours of the same name.
-    trls = {"answers": answers, "answer": labels, **columns, "prompts": prompts}
-    none = [None] * len(pairs)
-    verls = {
-        "data_source": columns.get("data_source", none), "solution_str": completions,
-        "ground_truth": labels, "extra_info": [x or {} for x in columns.get("extra_info", none)],
-    }  # fmt: skip
+    messages = []
+    for prompt, text in zip(prompts, completions, strict=True):
+        # As in TRL, the completion of a chat prompt is a list of one message.
+        is_text = isinstance(prompt, str)
+        messages.append(text if is_text else [{"role": "assistant", "content": text}])
+    none = [None] * len(messages)
     queries = [f"{prompt}{text}" for prompt, text in zip(prompt_texts, completions, strict=True)]
-    openrlhfs = {"queries": queries, "prompts": prompt_texts, "labels": labels}
-    return {TRL: {**trls, "completions": said}, VERL: verls, OPENRLHF: openrlhfs}
+    return {
+        # A column of the data replaces our column of the same name.
+        TRL: {"answers": answers, "answer": labels, **columns, "prompts": prompts,
+              "completions": messages},
+        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
+               "ground_truth": labels,
+               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
+        OPENRLHF: {"queries": queries, "prompts": prompt_texts, "labels": labels},
+    }  # fmt: skip
 
 
 def is_per_sample(function: RewardFunction) -> bool:
-    """Return whether a function declares, by an attribute `per_sample`, that each value depends on
-    one completion alone. Only such a function is called again sample by sample.
+    """Return whether a function's attribute `per_sample` is true.
+
+    The attribute declares that each value depends on one completion alone. Only such a function is
+    called again, sample by sample, after a failed call.
     """
     while isinstance(function, functools.partial):
         function = function.func

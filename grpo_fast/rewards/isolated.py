@@ -1,9 +1,11 @@
-"""A reward function in a worker process, with a time limit on each call.
+"""Reward function in a worker process, with a time limit on each call.
 
-A function that hangs, crashes or uses all memory costs its samples, not the run. The worker is a
-new interpreter that runs `calling.py`. It starts at the first call, and again after a call that
-ended without a reply. Multiprocessing, and pebble, which builds on it, would import the user's main
-script and torch in each worker, and would not end the programs that a function has started.
+If a function hangs, crashes or uses all memory, its samples are lost, but the run continues. The
+worker is a new Python process that runs `calling.py`. It starts at the first call, and again after
+a call that ended without a reply.
+
+Multiprocessing and pebble, which builds on it, are no replacement. They would import the user's
+main script and torch in each worker, and would not end the programs that a function has started.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ START_LIMIT_S = 120.0  # for importing the user's module, which is not part of a
 
 
 class IsolatedReward:
-    """Callable like the function at `path`. Calls from several threads take turns.
+    """Reward function that runs in a worker process. Calls from several threads take turns.
 
     Args:
         path: "package.module:function" or "file.py:function".
-        timeout: seconds for a call, or if `bounded` for each completion of a call.
-        options: arguments of every call, or of a class's constructor, as JSON can carry them.
-        convention: how the function is called; None recognises it by its parameters.
+        timeout: limit of a call in seconds.
+        options: arguments of every call, or of the constructor if the path leads to a class. JSON
+            must be able to represent them.
+        bounded: multiply `timeout` by the number of completions of a call.
+        convention: one of `conventions.CONVENTIONS`. None recognises it by the parameters.
 
     Raises:
-        TimeoutError: a call took longer.
-        RewardFailure: the function raised, or its process ended; has the message.
+        TimeoutError: a call took longer than its limit.
+        RewardFailure: the function raised an error, or its process ended.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class IsolatedReward:
         self.timeout = float(timeout)
         self.options = options or {}
         self.bounded = bounded
-        self._asked = convention
+        self._convention = convention
         self._lock = threading.Lock()
         self._child: subprocess.Popen | None = None
         self._loaded: dict[str, Any] = {}
@@ -63,33 +67,38 @@ class IsolatedReward:
         with self._lock:
             parameters = self._start()
             if self._loaded["convention"] == TRL:
+                # These objects cannot be sent. The worker creates its own, and returns what the
+                # function has logged.
                 objects = {name: columns.pop(name) for name in ONLY_TRL if name in columns}
-            count = len(next(iter(columns.values())))
-            limit = self.timeout * max(1, count) if self.bounded else self.timeout
             state = vars(objects["trainer_state"]) if objects else None
             arguments = parameters.select(columns)
-            answer = self._ask({"count": count, "arguments": arguments, "state": state}, limit)
-        for column, values in answer["extra"].items():
+            count = len(next(iter(columns.values())))
+            limit = self.timeout * max(1, count) if self.bounded else self.timeout
+            reply = self._request({"count": count, "arguments": arguments, "state": state}, limit)
+        for column, values in reply["extra"].items():
             objects["log_extra"](column, values)
-        for name, values in answer["metrics"].items():
+        for name, values in reply["metrics"].items():
             for value in values:
                 objects["log_metric"](name, value)
-        return answer["scores"]
+        return reply["scores"]
 
     def load(self) -> Loaded:
-        """Start the worker. Raises RewardFailure if the function cannot be imported."""
+        """Start the worker and return the function with its convention and parameters.
+
+        Raises:
+            RewardFailure: the function cannot be imported.
+        """
         with self._lock:
             parameters = self._start()
-            known = self._loaded
-            return Loaded(self, known["convention"], known["options"], parameters)
+            return Loaded(self, self._loaded["convention"], self._loaded["options"], parameters)
 
     @property
     def per_sample(self) -> bool:
-        """Whether the function declares that each value depends on one completion alone."""
+        """True if the function declares that each value depends on one completion alone."""
         return self._loaded.get("per_sample", False)
 
     def close(self) -> None:
-        """End the worker and the programs that it started; the next call starts another."""
+        """End the worker and the programs that it has started. The next call starts a worker."""
         if self._child is not None:
             self._kill()
             self._child.wait()
@@ -98,13 +107,16 @@ class IsolatedReward:
             self._lifeline.close()
 
     def _start(self) -> Parameters:
+        """Start the worker unless it runs, and return the function's parameters."""
         if self._child is None:
+            # 1. Open a pipe for requests, and one that shows the worker that this process ended.
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
-            # Never written to. The kernel closes it if this process ends in any way.
+            # Nothing is written to this pipe. The kernel closes it however this process ends.
             self._lifeline = os.fdopen(write_end, "wb", 0)
+            # 2. Start Python on calling.py, with the search path of this process.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            # Our copies of the worker's ends are closed: an open one would hide that it ended.
+            # Close our copies of the worker's ends. An open copy would hide that the worker ended.
             with os.fdopen(read_end, "rb", 0), theirs:
                 handles = theirs.fileno(), read_end
                 self._child = subprocess.Popen(
@@ -113,17 +125,19 @@ class IsolatedReward:
                     stdout=2,  # what a function prints goes to stderr
                     pass_fds=handles,
                     env={**os.environ, "PYTHONPATH": search},
-                    start_new_session=True,  # Ctrl-C is for us; one signal ends the whole group
+                    start_new_session=True,  # Ctrl-C does not reach it; one signal ends the group
                 )
+            # 3. Have the worker import the function and describe its parameters.
+            first = {"convention": self._convention, "options": self.options}
             try:
-                first = {"convention": self._asked, "options": self.options}
-                self._loaded = self._ask(first, START_LIMIT_S)
+                self._loaded = self._request(first, START_LIMIT_S)
             except RewardFailure:
                 self.close()
                 raise
         return Parameters(*self._loaded["parameters"])
 
-    def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        """Send a request to the worker and return its reply, within `limit` seconds."""
         data = json.dumps(request).encode()
         end = time.monotonic() + limit
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)
@@ -131,23 +145,24 @@ class IsolatedReward:
         timer.start()
         try:
             self._pipe.send_bytes(data)
-            answer = json.loads(self._pipe.recv_bytes())
-        except BaseException as error:  # also Ctrl-C: the reply must not go to the next call
+            reply = json.loads(self._pipe.recv_bytes())
+        except BaseException as error:
+            # Also after Ctrl-C: the next call must not receive the reply of this one.
             self.close()
             if time.monotonic() >= end:
                 raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
             if isinstance(error, (EOFError, OSError)):
-                said = f"the process of reward {self.path} ended in the middle of a call"
-                raise RewardFailure(said, "died") from None
+                message = f"the process of reward {self.path} ended in the middle of a call"
+                raise RewardFailure(message, "died") from None
             raise
         finally:
             timer.cancel()
-        if time.monotonic() >= end:  # the reply came as the worker was killed
+        if time.monotonic() >= end:  # the timer may have killed the worker after its reply
             self.close()
-        if "error" in answer:
-            raise RewardFailure(answer["error"], answer["why"])
-        return answer
+        if "error" in reply:
+            raise RewardFailure(reply["error"], reply["why"])
+        return reply
 
     def _kill(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended by itself
+        with contextlib.suppress(OSError):  # the worker has ended by itself
             os.killpg(self._child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A trained model's score as a reward: any `AutoModelForSequenceClassification` with one output."""
+"""Reward model: a sequence classification model with one output, used as a reward function."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from grpo_fast.rollout.own.model import positions
 
 
 class RewardModel:
-    """Callable as a reward function: the model's score of each completion behind its prompt.
+    """Reward function that returns a trained model's score of each prompt with its completion.
 
-    A text with more tokens than the model has positions for has no score (NaN). Raises ValueError
-    for no model at `path`, one with missing weights, or not with exactly one output.
+    A text with more tokens than the model has positions gets NaN.
+
+    Args:
+        path: folder or hub id of a model for `AutoModelForSequenceClassification`.
+        batch_size: number of texts in a forward pass.
+        device: torch device, or "auto" for the GPU if one is available.
+
+    Raises:
+        ValueError: the path has no such model, or its weights are incomplete, or it does not have
+            exactly one output.
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
@@ -48,13 +56,14 @@ class RewardModel:
         return scores
 
     @torch.no_grad()
-    def score(self, ids: Sequence[list[int]]) -> Tensor:  # (B,) fp32
+    def score(self, ids: Sequence[list[int]]) -> Tensor:
+        """Return the scores, of shape (B,) and dtype fp32, of B lists of token ids."""
         batch = padded(ids, self.pad_id, self.model.device)
         return self.model(**batch).logits[:, 0].float()
 
 
 def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` (B, L), padded on the right."""
+    """Return `input_ids` and `attention_mask`, both of shape (B, L), padded on the right."""
     rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
     mask = [torch.ones_like(row) for row in rows]
     return {
@@ -66,31 +75,37 @@ def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tens
 def encode_pairs(
     tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[list[int]]:
-    """Token ids of each prompt with its completion, ended by a special token.
+    """Return the token ids of each prompt with its completion.
 
-    Messages go through the chat template with the completion as the assistant's turn; a text and
-    its completion are the tokenizer's pair, each encoded by itself as in a rollout.
+    Each list ends with a special token. If the prompt is a list of messages, the chat template adds
+    the completion as the assistant's turn. If the prompt is a text, the tokenizer encodes the
+    prompt and the completion separately, as a rollout does.
     """
     encoded = []
     for prompt, completion in zip(prompts, completions, strict=True):
         if isinstance(prompt, str):
             ids = tokenizer(prompt, completion)["input_ids"]
         else:
-            said = [*prompt, {"role": "assistant", "content": completion}]
-            text = tokenizer.apply_chat_template(said, tokenize=False)
+            messages = [*prompt, {"role": "assistant", "content": completion}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if tokenizer.eos_token_id is not None and (
-            not ids or ids[-1] not in tokenizer.all_special_ids
-        ):
-            ids = [*ids, tokenizer.eos_token_id]
-        encoded.append(list(ids))
+        ids = list(ids)
+        is_ended = ids and ids[-1] in tokenizer.all_special_ids
+        if tokenizer.eos_token_id is not None and not is_ended:
+            ids.append(tokenizer.eos_token_id)
+        encoded.append(ids)
     return encoded
 
 
 def set_padding(model: Any, tokenizer: Any) -> int:
-    """Tell the model the padding token and return it: the score is read before the first one."""
-    # Where EOS pads, that is the token before EOS; in training, too.
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    """Set the model's padding token to the tokenizer's, and return the token.
+
+    The model reads the score at the last token before the padding. If the pad token is EOS, the
+    model reads the score at the token before EOS, in training as well.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
     require(pad is not None, "tokenizer", "a padding or end token", "one with neither")
     model.config.pad_token_id = pad
     model.config.get_text_config().pad_token_id = pad
@@ -107,13 +122,12 @@ def _load(path: str) -> tuple[Any, Any]:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
             path, output_loading_info=True, dtype=torch.float32, trust_remote_code=False
         )
-    except Exception as error:  # every reader and every architecture has its own classes
+    except Exception as error:  # file readers and architectures raise many classes
         expected = "a folder or hub id of a sequence classification model with its tokenizer"
-        raise ValueError(
-            f"rewards.path: expected {expected}, got {path!r}: {reason(error)}"
-        ) from None
+        got = f"{path!r}: {reason(error)}"
+        raise ValueError(f"rewards.path: expected {expected}, got {got}") from None
     missing = ", ".join(sorted(loaded["missing_keys"])[:1])
-    # A causal LM, for one, lacks the head of a score: it would be random.
+    # A causal LM has no score head. transformers would fill the head with random weights.
     require(not missing, "rewards.path", f"all weights in {path}", f"none for {missing}")
     outputs = model.config.num_labels
     require(outputs == 1, "rewards.path", "a model with one output", f"{outputs} in {path}")

@@ -1,10 +1,12 @@
-"""A set of weighted reward functions, none of which can stop or poison a run.
+"""Set of weighted reward functions, in which a failing function cannot stop the run.
 
-If a call raises or hangs, its samples are lost. Only a function that declares itself per-sample is
-called again sample by sample, and loses the samples that fail again: any other function could give
-other values for a part of the batch. A lost sample is NaN in the result: the trainer drops it from
-the baseline and gives it no advantage. The run ends with a RewardError above a share of lost
-samples, and at once if a function does not return one value per completion.
+If a call raises an error or takes too long, its samples are lost. A function that declares itself
+per-sample is called again sample by sample, and loses only the samples that fail again. Any other
+function is not called again, because its values could differ for a part of the batch.
+
+A lost sample is NaN in the result. The trainer leaves it out of the baseline and gives it no
+advantage. The run ends with a RewardError if too many samples are lost, and at once if a function
+does not return one value per completion.
 """
 
 from __future__ import annotations
@@ -36,61 +38,82 @@ from grpo_fast.rewards.conventions import (
     is_per_sample,
     parameters_of,
 )
+from grpo_fast.rewards.per_token import per_token_rewards, score_sum
 
 logger = logging.getLogger(__name__)
 
 FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
-RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this is not called for the rest
-NONE_APPLIES = "none_applies"  # the reason of a sample for which every function returned None
-Lost = Annotated[int, Field(ge=0, lt=1 << 53)]  # samples; JSON's readers agree on such a number
+RETRY_TIMEOUTS = 2  # after more timeouts than this, the rest of a call is lost
+NONE_APPLIES = "none_applies"  # reason of a sample for which every function returned None
+# Number of samples. Every JSON reader represents integers below 2**53 exactly.
+Lost = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class WeightedReward(NamedTuple):
-    """A reward function under the name it has in the metrics, and its weight in the sum."""
+    """A reward function with its weight.
+
+    Attributes:
+        name: name in the metrics.
+        weight: weight in the total. A function of weight 0 is only logged.
+        function: the function, which takes lists by name.
+        needs: columns without which the function cannot be called.
+        convention: one of `conventions.CONVENTIONS`.
+        is_unsure: whether the function may be written for a different convention.
+    """
 
     name: str
     weight: float
     function: RewardFunction
-    needs: Sequence[str] = ()  # columns without which it cannot be called
-    convention: str = OURS  # by which it is called
-    is_unsure: bool = False  # whether it might be written for another convention
+    needs: Sequence[str] = ()
+    convention: str = OURS
+    is_unsure: bool = False
 
 
 class RewardResult(NamedTuple):
-    """Rewards of N completions, fp32 on the CPU. NaN marks a sample without a reward."""
+    """Rewards of N completions, in fp32 on the CPU. NaN marks a sample without a reward.
 
-    # (N,) weighted sum over the functions that apply; NaN if one of them failed, or none applies
+    Attributes:
+        total: (N,) weighted sum over the functions that apply. NaN if one of them failed, or if
+            none applies.
+        per_fn: (N,) for each function. NaN where the function failed or does not apply.
+        reasons: number of samples that each function lost in this call, by reason.
+        per_token: rewards of each completion's tokens, which add up to the total. None if no
+            function returned rewards per token. A plain number counts at the last token.
+        extra: columns of TRL's `log_extra`.
+        metrics: values of TRL's `log_metric`.
+    """
+
     total: Tensor
-    per_fn: dict[str, Tensor]  # name → (N,), NaN where the function failed or does not apply
-    reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
-    # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
-    # per token; what the others gave stands at the last token.
+    per_fn: dict[str, Tensor]
+    reasons: dict[str, Counter[str]]
     per_token: list[Tensor] | None = None
-    extra: Mapping[str, list[str]] = MappingProxyType({})  # columns of `log_extra`
-    metrics: Mapping[str, list[float]] = MappingProxyType({})  # values of `log_metric`
+    extra: Mapping[str, list[str]] = MappingProxyType({})
+    metrics: Mapping[str, list[float]] = MappingProxyType({})
 
     @property
     def failures(self) -> dict[str, int]:
+        """Number of samples that each function lost in this call."""
         return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
 @dataclass
 class RewardsState:
-    """The state of a RewardSet: samples that it has lost, by function."""
+    """State of a RewardSet: the samples that each function has lost."""
 
     failed_total: dict[str, Lost]
-    recent: dict[str, list[tuple[Lost, Lost]]]  # of the latest calls: lost, asked
+    recent: dict[str, list[tuple[Lost, Lost]]]  # (lost samples, all samples) of the latest calls
     last_error: dict[str, str]
 
 
 class RewardSet:
-    """Several weighted reward functions, with names that differ, as one.
+    """Callable set of weighted reward functions.
 
     Args:
-        max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which
-        RewardError is raised.
+        rewards: the functions. Their names must differ.
+        max_failures: fraction of lost samples above which RewardError is raised. It is measured
+            over the last 10 calls of a function, once there were 3.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -104,7 +127,7 @@ class RewardSet:
         self.state = RewardsState(
             dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
         )
-        # TRL's `trainer_state`: the steps of the run that are done, and all of them.
+        # Fields of TRL's `trainer_state`: the finished steps and the number of steps of the run.
         self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
         self._lock = threading.Lock()
 
@@ -125,43 +148,52 @@ class RewardSet:
         """Score N completions.
 
         Args:
-            columns: the lists that functions may name besides the first three.
-            labels: gold answers as their rows hold them, for functions of other trainers.
-            prompt_texts: the prompts as the model received them, for OpenRLHF's functions.
+            prompts: N prompts, each a text or a list of messages.
+            completions: N texts.
+            answers: N gold answers, or None for an example without one.
+            columns: more lists of N values that functions may take by name.
+            labels: N gold answers as the data's rows contain them, for functions of TRL, verl and
+                OpenRLHF.
+            prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
 
-        Raises ValueError for lists of different lengths, RewardError above `max_failures`.
+        Raises:
+            ValueError: the lists differ in length.
+            RewardError: too many samples are lost, or a function returned too few values.
         """
-        usual = {"prompts": prompts, "completions": completions, "answers": answers}
-        lists = {**(columns or {}), **usual}
-        raw = answers if labels is None else labels
+        columns = columns or {}
+        lists = {**columns, "prompts": prompts, "completions": completions, "answers": answers}
         lengths = [len(column) for column in lists.values()]
         fits = len(set(lengths)) == 1
         require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
+        count = len(completions)
+        # 1. Call every function with the arguments of its convention.
         run_log = RunLog()
-        sent = prompt_texts or [""] * len(completions)
-        given = columns_of_others(prompts, completions, answers, columns or {}, raw, sent)
-        given |= {OURS: lists}
+        raw = answers if labels is None else labels
+        texts = prompt_texts or [""] * count
+        given = columns_of_others(prompts, completions, answers, columns, raw, texts)
+        given[OURS] = lists
         scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
-        counted = {r.name: r.weight for r in self.rewards if r.weight != 0}  # 0: only watched
-        for i in range(len(completions)):
-            if counted and all(scores[name][i] is None for name in counted):
-                for name in counted:
+        # 2. A sample to which no function applies is lost. Functions of weight 0 do not count.
+        weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
+        for i in range(count):
+            if weights and all(scores[name][i] is None for name in weights):
+                for name in weights:
                     scores[name][i] = NONE_APPLIES
                     self._note(name, "every function returned None for a sample")
+        # 3. Add up the rewards and count the lost samples.
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
-        total = torch.zeros(len(completions))
+        total = torch.zeros(count)
         for name, values in scores.items():
-            sums = [_sum(value) for value in values]
-            per_fn[name] = torch.tensor(sums, dtype=torch.float32)
+            per_fn[name] = torch.tensor([score_sum(value) for value in values], dtype=torch.float32)
             reasons[name] = Counter(value for value in values if isinstance(value, str))
-            if name in counted:
+            if name in weights:
                 applies = torch.tensor([value is not None for value in values], dtype=torch.bool)
-                total = total + counted[name] * per_fn[name].where(applies, 0.0)
-            self._count(name, reasons[name].total(), len(completions))
-        scored = [(weight, scores[name]) for name, weight in counted.items()]
-        per_token = _per_token(scored, lists.get("completion_lengths"))
-        extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == len(total)}
+                total = total + weights[name] * per_fn[name].where(applies, 0.0)
+            self._count(name, reasons[name].total(), count)
+        scored = [(weight, scores[name]) for name, weight in weights.items()]
+        per_token = per_token_rewards(scored, lists.get("completion_lengths"))
+        extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == count}
         return RewardResult(total, per_fn, reasons, per_token, extra, run_log.metrics)
 
     def state_dict(self) -> RewardsState:
@@ -179,9 +211,9 @@ class RewardSet:
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
     ) -> list[Score | str]:
-        """Return for each completion its score, or the reason why it has none."""
+        """Return for each completion its score, or the reason why the sample is lost."""
         count = len(next(iter(columns.values())))
-        scores = self._ask(reward, columns, count, run_log)
+        scores = self._call(reward, columns, count, run_log)
         if not isinstance(scores, str):
             return scores
         if count < 2 or not is_per_sample(reward.function):
@@ -192,28 +224,29 @@ class RewardSet:
             one: list[Score | str] | str = "timeout"
             if timeouts <= RETRY_TIMEOUTS:
                 sample = {name: column[i : i + 1] for name, column in columns.items()}
-                one = self._ask(reward, sample, 1, run_log)
+                one = self._call(reward, sample, 1, run_log)
                 timeouts += one == "timeout"
             retried.append(one if isinstance(one, str) else one[0])
         return retried
 
-    def _ask(
+    def _call(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Return scores and reasons, or one reason if the call fails."""
+        """Return a score or a reason for each completion, or one reason if the call fails."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
-            # A copy: a prompt may be a list of messages, which the other functions read, too.
+            # Copy, because a function could change the messages of a prompt for later functions.
             arguments = copy.deepcopy(parameters.select(lists))
             if reward.convention == TRL:
                 arguments |= parameters.select(run_log.objects(self.progress))
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode
+            # The context restores the gradient mode, which the function may change.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
                 values = calling.call(reward.function, count, arguments)
-        except KeyboardInterrupt:  # the user wants the run to end
+        except KeyboardInterrupt:  # the user ends the run
             raise
-        except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
+        except BaseException as error:  # includes sys.exit() and a cancelled coroutine
             why = calling.why_of(error)
             if why == calling.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
@@ -231,16 +264,16 @@ class RewardSet:
             self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
             return calling.WRONG_LENGTH
         is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
-        # The trainer computes in fp32: beyond its range a value is as useless as inf or NaN.
-        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, _sum(value))):
+        # The trainer computes in fp32, where a larger value would be infinite.
+        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, score_sum(value))):
             self._note(name, f"not a finite number: {reprlib.repr(value)}")
             return calling.NO_NUMBERS
         return value
 
     def _note(self, name: str, message: str) -> None:
         if not self.state.last_error[name]:
-            said = "reward %s failed (its samples are dropped and counted): %r"
-            logger.warning(said, name, message[:500])
+            text = "reward %s failed (its samples are dropped and counted): %r"
+            logger.warning(text, name, message[:500])
         self.state.last_error[name] = escape_control(message[:500])
 
     def _count(self, name: str, failed: int, asked: int) -> None:
@@ -248,33 +281,10 @@ class RewardSet:
             self.state.failed_total[name] += failed
             recent = [*self.state.recent[name], (failed, asked)][-WINDOW_CALLS:]
             self.state.recent[name] = recent
-        lost, of = sum(f for f, _ in recent), sum(n for _, n in recent)
-        if len(recent) >= MIN_CALLS and lost > self.max_failures * of:
-            raise RewardError(
-                f"reward {name}: {lost} of the last {of} samples have no reward "
-                f"(more than {self.max_failures:.0%}); last error: {self.state.last_error[name]}"
-            )
-
-
-def _sum(score: Score | str) -> float:
-    """Return a completion's reward, NaN for a reason or None."""
-    if isinstance(score, list):
-        return float(sum(score))
-    return math.nan if score is None or isinstance(score, str) else score
-
-
-def _per_token(
-    scored: list[tuple[float, list[Score | str]]],  # weight and scores of each function
-    lengths: Sequence[int] | None,
-) -> list[Tensor] | None:
-    """Return the weighted rewards of every completion's tokens; None if no function gave any."""
-    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
-        return None
-    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, scores in scored:
-        for reward, score in zip(rewards, scores, strict=True):
-            if isinstance(score, list):
-                reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # an empty completion has no last token
-                reward[-1:] += weight * _sum(score)
-    return [reward.float() for reward in rewards]
+        lost = sum(failed for failed, _ in recent)
+        samples = sum(asked for _, asked in recent)
+        if len(recent) >= MIN_CALLS and lost > self.max_failures * samples:
+            got = f"{lost} of the last {samples} samples have no reward"
+            limit = f"more than {self.max_failures:.0%}"
+            last = self.state.last_error[name]
+            raise RewardError(f"reward {name}: {got} ({limit}); last error: {last}")

@@ -1,4 +1,4 @@
-"""Rewards by rules: right and wrong answers, and the form of a completion."""
+"""Rule-based rewards for correct answers and for the form of a completion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-# ------------------------------------------------------------------------------- numbers (GSM8K)
+# --------------------------------------------------------------------------------- Numbers (GSM8K)
 def gsm8k_correct(
     *, completions: Texts, answers: Texts, prefills: Texts | None = None
 ) -> list[float]:
-    """Return 1 where the answer behind `####` or in `<answer>` is the gold answer, else 0."""
+    """Return 1 where the answer after `####` or in `<answer>` is the gold answer, else 0."""
     pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.strict(text))) for scorer, text in pairs]
 
@@ -24,47 +24,56 @@ def gsm8k_correct(
 def gsm8k_correct_lenient(
     *, completions: Texts, answers: Texts, prefills: Texts | None = None
 ) -> list[float]:
-    """Return 1 where the final answer of the completion, in any format, is the gold answer."""
+    """Return 1 where the completion's final answer is the gold answer in any format, else 0."""
     pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.lenient(text))) for scorer, text in pairs]
 
 
 def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[float]:
-    """Return 1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
+    """Return 1 where the last `####` or `<answer>…</answer>` contains any number, else 0."""
     return [float(extract_strict(text) is not None) for text in turns(completions, prefills)]
 
 
-# -------------------------------------------------- symbols separated by blanks (CS336's lecture)
+# ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
 def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
-    """Positions that hold the right symbol / n; with more than n symbols, / their number.
+    """Return the fraction of positions that have the right symbol.
 
-    Not `scaled`: the same times n, the lecture's count of right positions.
+    The denominator is the number of symbols of the completion or the answer, whichever is larger.
+
+    Args:
+        completions: N completions of symbols separated by blanks.
+        answers: N sorted answers.
+        scaled: if False, multiply by the answer's number of symbols, as in the lecture.
     """
     rewards = []
     for symbols, gold in _symbol_pairs(completions, answers):
         right = sum(a == b for a, b in zip(symbols, gold, strict=False))
         share = right / max(len(symbols), len(gold), 1)
-        rewards.append(share * (1 if scaled else len(gold)))
+        rewards.append(share if scaled else share * len(gold))
     return rewards
 
 
 def sort_inclusion_ordering(
     *, completions: Texts, answers: Texts, scaled: bool = True
 ) -> list[float]:
-    """Fraction of the prompt's symbols that occur + fraction of adjacent pairs in order: 0 … 2.
+    """Return the fraction of symbols that occur plus the fraction of adjacent pairs in order.
 
-    Not `scaled`: n times the first + (n − 1) times the second, the lecture's points.
+    The reward is between 0 and 2. As in the lecture, a symbol counts if it occurs at all, so
+    `0 0 1` gets the full score for `0 1 1`. A pair with anything that is not a number is out of
+    order. The denominator of the second fraction is the number of pairs of the longer text, so that
+    neither a single symbol nor an endless tail is rewarded.
 
-    As in the lecture a symbol is included if it occurs at all, so `0 0 1` gets the full score for
-    `0 1 1`. The answer holds exactly the prompt's symbols and stands for the prompt here. A pair
-    with anything that is no number is out of order, and the pairs in order are divided by those of
-    the longer of completion and answer: neither one symbol nor an endless tail is rewarded.
+    Args:
+        completions: N completions of symbols separated by blanks.
+        answers: N sorted answers, each with exactly the symbols of its prompt.
+        scaled: if False, return the lecture's points: n times the first fraction plus n - 1 times
+            the second, for an answer of n symbols.
     """
     return [_inclusion_ordering(*pair, scaled) for pair in _symbol_pairs(completions, answers)]
 
 
 def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
-    """1 where the completion is the answer, blanks aside."""
+    """Return 1 where the completion equals the answer except for blanks, else 0."""
     return [float(symbols == gold) for symbols, gold in _symbol_pairs(completions, answers)]
 
 
@@ -79,24 +88,24 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
-    # A longer text may be made of thousands of digits, which `int` reads slowly and then refuses.
+    # Without the limit, int() would read thousands of digits slowly and then raise an error.
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
     return included + ordered / count * (1 if scaled else max(len(gold) - 1, 1))
 
 
-# ------------------------------------------------------------- the form: length, tags and words
+# ------------------------------------------------------------------------ Length, tags and words
 def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
-    """−length / scale, in tokens: a completion of `scale` of them loses 1."""
+    """Return −length / scale for completions of `length` tokens."""
     require(scale > 0, "scale", "a number above 0", scale)
     return [-length / scale for length in completion_lengths]
 
 
 def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int) -> list[float]:
-    """DAPO's soft overlong punishment (2503.14476, eq. 13), 0 … −1.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    0 up to `max_length` − `buffer` tokens, from there falling linearly to −1 at `max_length`.
+    The reward is 0 up to `max_length` − `buffer` tokens and falls linearly to −1 at `max_length`.
     """
     expected = f"a number above 0, at most max_length = {max_length}"
     require(0 < buffer <= max_length, "buffer", expected, buffer)
@@ -108,17 +117,25 @@ def format_tags(
     *, completions: Texts, prefills: Texts | None = None, tags: Texts = TAGS,
     per_tag: float = 0.1, number: bool = False,
 ) -> list[float]:  # fmt: skip
-    """Return `per_tag` for each tag that occurs exactly once, and once more for all in their order,
-    or with `number` for a number as the answer.
+    """Return `per_tag` for each tag that occurs exactly once, plus `per_tag` for their order.
 
-    With the four tags of a thought and an answer that is 0 … 0.5. Tags that the prompt has opened
-    for the assistant count.
+    With the default tags the reward is between 0 and 0.5.
+
+    Args:
+        completions: N completions.
+        prefills: N beginnings of the assistant's turn from the prompts. Their tags count.
+        tags: the tags in their order.
+        per_tag: reward for one tag.
+        number: reward a number as the answer in place of the order of the tags.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 
 
 def distinct_words(*, completions: Texts) -> list[float]:
-    """Different words / all words, case aside; 0 without a word. It punishes repetition."""
+    """Return the number of different words divided by the number of words, to punish repetition.
+
+    Upper and lower case are the same. A completion without a word gets 0.
+    """
     words = [text.casefold().split() for text in completions]
     return [len(set(each)) / max(len(each), 1) for each in words]
 

@@ -1,18 +1,19 @@
-r"""How an evaluation judges completions: each question by the kind of its own gold answer.
+r"""Judging of completions in an evaluation, by the kind of each question's gold answer.
 
 | gold answer                | strict: the marked answer …  | lenient                           |
 |----------------------------|------------------------------|-----------------------------------|
-| number: 18, 1,080, 1/2     | is that number, nothing else | the number that the last mark     |
-|                            |                              | begins with, else the last number |
-| expression: x^2, \sqrt{2}  | is equal, by math-verify     | any marked answer, else the last  |
+| number: 18, 1,080, 1/2     | is exactly that number       | the number at the last mark, or   |
+|                            |                              | the last number, is that number   |
+| expression: x^2, \sqrt{2}  | is equal, by math-verify     | any marked answer, or the last    |
 |                            |                              | line, is equal                    |
 | other text                 | is that text                 | any marked answer, or the last    |
-|                            |                              | line, is that text but for case,  |
-|                            |                              | parentheses and full stops        |
+|                            |                              | line, is that text except for     |
+|                            |                              | case, parentheses and full stops  |
 | symbols of a generated task| (no marks) the same symbols  | as strict                         |
 
-The marks that count for "strict" are those that the prompt or the data's solutions show. If they
-show none, the whole completion must be the answer. Blanks are normalised in every comparison.
+"Strict" accepts the marks (`####`, `<answer>`, `\boxed`) that the prompt or the data's solutions
+show. If they show none, the full completion must be the answer. Every comparison ignores the
+number of blanks.
 """
 
 from __future__ import annotations
@@ -49,15 +50,22 @@ _MATHEMATICS = re.compile(
 
 
 class Scorer(NamedTuple):
-    """How the completions of one question are judged."""
+    """Rules that judge the completions of one question.
 
-    strict: Callable[[str], Hashable | None]  # reads an answer out of a completion; None: no answer
+    Attributes:
+        strict: reads the answer out of a completion, or returns None.
+        lenient: reads the answer in any format, or returns None.
+        gold: the gold answer, or None if the question has none.
+        is_expression: whether the gold answer is a mathematical expression.
+    """
+
+    strict: Callable[[str], Hashable | None]
     lenient: Callable[[str], Hashable | None]
-    gold: Hashable | None  # None: the question has no answer
+    gold: Hashable | None
     is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
-        """Return whether an answer that was read is the gold answer."""
+        """Return whether an answer that `strict` or `lenient` has read is the gold answer."""
         if answer is None or self.gold is None:
             return False
         return answer == self.gold or (
@@ -66,19 +74,24 @@ class Scorer(NamedTuple):
 
 
 def scorer_for(task: str, example: Example) -> Scorer:
-    """Return how completions of a question of a task (`grpo_fast.data.TASKS`) are judged."""
+    """Return the scorer of a question.
+
+    Args:
+        task: one of `grpo_fast.data.TASKS`.
+        example: the question.
+    """
     require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
     if task in ("sort", "arithmetic"):
         return Scorer(_symbols, _symbols, example.answer and _symbols(example.answer))
-    return answer_scorer(example.answer, _marks_asked_for(task, example))
+    return answer_scorer(example.answer, _marks_shown(task, example))
 
 
 def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> Scorer:
-    """Return how completions are judged by a gold answer.
+    """Return the scorer for a gold answer.
 
     Args:
-        answer: the gold answer; None: answers are read as text, and none is right.
-        marks: marks that a strict answer has; empty: it is the whole completion.
+        answer: the gold answer. If it is None, answers are read as text and none is right.
+        marks: marks of a strict answer. If empty, the full completion must be the answer.
     """
     number = None if answer is None else parse_number(answer)
     if number is not None:
@@ -101,28 +114,28 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
 
 
 def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
-    """Return the completions, each with the tags in front that its prompt has opened."""
-    begun = prefills or [""] * len(completions)
-    pairs = zip(begun, completions, strict=True)
+    """Return each completion, preceded by the tags that its prompt has opened."""
+    pairs = zip(prefills or [""] * len(completions), completions, strict=True)
     return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """Return an answer that was read as a text."""
+    """Return the text of an answer that a scorer has read."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
 
 
 def is_expression(answer: str) -> bool:
-    """Return whether an answer that is no number reads as mathematics rather than as words."""
+    """Return whether an answer that is not a number looks like mathematics rather than words."""
     return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
 
 
-def _marks_asked_for(task: str, example: Example) -> tuple[str, ...]:
+def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
+    """Return the marks that the prompt or the solution of an example shows."""
     prompt = example.prompt
-    asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    text = "\n".join([*asked, example.solution or ""]).casefold()
+    shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    text = "\n".join([*shown, example.solution or ""]).casefold()
     usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
     return (*usual, *([BOXED] if BOXED in text else []))
 

@@ -1,4 +1,4 @@
-"""The GPU session without a GPU: it fits the time, resumes, keeps results, ends what is late."""
+"""Tests of the GPU session without a GPU: it keeps its time limit, resumes, and keeps results."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
-    """pydantic is here, not there; what is carried as a wheel is there."""
+    """The GPU machine lacks pydantic and has the packages that are copied as wheels."""
     code = "import importlib.util as u, pydantic; assert u.find_spec('trl') is None"
     part = parts.Part(1, 30, [], [[PY, "-c", code]])
     monkeypatch.setattr(session, "parts", lambda: {"steps": part})
@@ -112,7 +112,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """A session of three small parts: one measures, one fails, one takes too long."""
+    """Return a session of three small parts: one measures, one fails, one takes too long."""
 
     def part(seconds, code, *words, measures=False):
         return parts.Part(1, seconds, [[PY, "-c", code, *words]], [], measures=measures)
@@ -285,7 +285,7 @@ def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
 
 
 def measured_session(tmp_path, ours_ms):
-    """Results as a GPU session writes them: the head at H = 4096 against TRL, and a step."""
+    """Write results as a GPU session does: the head at H = 4096 against TRL, and a step."""
     case = {
         "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,
         "inactive": "masked", "allocator": "cuda",

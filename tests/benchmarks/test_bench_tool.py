@@ -1,4 +1,4 @@
-"""The benchmark tool: what it verifies, refuses to time, computes. Nothing here is a timing."""
+"""Tests of the benchmark tool: verification, refusals and computed numbers. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.command_line import invoke, refused
 from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens; a vocabulary of no round number
+SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens, and a vocabulary that is a prime
 FP32 = torch.float32
 
 
@@ -33,7 +33,7 @@ def provider(operation: str, name: str) -> Provider:
     return next(p for p in providers_of(operation) if p.name == name)
 
 
-# ---- what a result is held to ----
+# ---- verification ----
 
 
 VARIANTS = [STANDARD, Variant(0.5, "masked", "peaked", "ragged"), Variant(0.5, "clipped"),
@@ -55,7 +55,7 @@ def test_the_exact_answer_is_autograds_in_fp64():
     problem = make_problem(SHAPE, torch.float64)
     step = provider("linear_grpo_loss", "plain torch").prepare(problem)
     errors = problem.truth("loss").errors(step())
-    assert max(errors.values()) < 1e-6  # the plain path takes its logits in fp32
+    assert max(errors.values()) < 1e-6  # plain torch computes its logits in fp32
     variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
     idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
     assert 0.2 < idle.double().mean() < 0.8
@@ -104,7 +104,7 @@ def test_an_in_place_step_gets_its_input_back():
     step = provider("logits_grpo_loss_inplace", "grpo_fast (auto)").prepare(problem)
     first, second = step()["grad_logits"].clone(), step()["grad_logits"].clone()
     assert torch.equal(first, second) and step.owned_bytes == problem.logits.nbytes
-    again = step.run()["grad_logits"]  # without the reset its input is a gradient
+    again = step.run()["grad_logits"]  # without the reset, the input is a gradient
     assert not torch.equal(first, again)
 
 
@@ -229,7 +229,7 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
 
     assert run_with(1.14) == 0 and len(attempts) == len(ratios)
     assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
-    again = len(ratios) * gate.ATTEMPTS  # before it is called a regression
+    again = len(ratios) * gate.ATTEMPTS  # each case is measured again before it fails
     assert len(attempts) == len(ratios) + again
     file.write_text(json.dumps({"ratios": {}}))
     assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
@@ -294,12 +294,11 @@ def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
 
 
 def test_benchmarks_import_nothing_from_the_tests():
-    """Nor does the package import them, but for the door of the command line."""
     pattern = re.compile(r"^\s*(?:from|import) (tests|triton_tools|conftest)\b", re.M)
     for path in (ROOT / "benchmarks").rglob("*.py"):
         assert not pattern.search(path.read_text()), path
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
-    package = (ROOT / "grpo_fast").rglob("*.py")
+    package = (ROOT / "grpo_fast").rglob("*.py")  # only the command line imports the benchmarks
     assert [path.name for path in package if pattern.search(path.read_text())] == ["cli.py"]
 
 
@@ -313,7 +312,7 @@ def test_the_tables_of_the_page_are_those_of_the_committed_results():
 
 
 def test_nothing_measured_lies_above_its_roof():
-    """The picture of the page: every case of these files, against the ceiling of their machine."""
+    """Compare every case of the page's picture with the ceiling of its machine."""
     chosen = [readme.file_of(name) for name in readme.PLOTTED]
     cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]
     flops, copied = plots.ceiling(cases)

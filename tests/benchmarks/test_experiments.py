@@ -1,4 +1,4 @@
-"""benchmarks/experiments/compare.py: which runs are made, the numbers, the lines of the picture."""
+"""Tests of benchmarks/experiments/compare.py: its runs, its numbers and its picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The folders of the runs that were made; a step's reward is seed + step, plus 1 for rloo."""
+    """Replace training, and return the folders of the runs.
+
+    A reward is seed + step, plus 1 for rloo.
+    """
     folders = []
 
     def train(config):
@@ -80,7 +83,7 @@ def test_the_band_is_one_standard_error_around_the_mean():
     runs = [[(1.0, 1.0), (2.0, 4.0)], [(1.0, 3.0)]]
     middle, low, high = band(runs, "eval_reward")
     assert middle == [(1.0, 2.0), (2.0, 4.0)]
-    assert low == [1.0, 4.0] and high == [3.0, 4.0]  # of one run: no error
+    assert low == [1.0, 4.0] and high == [3.0, 4.0]  # one run has no error
     assert all(math.isfinite(x) for x in low + high)
 
 

@@ -1,4 +1,4 @@
-"""What a call launches on a GPU stays within its budget; benchmarks/gpu/trace.py counts it."""
+"""Budgets for the GPU work of a call, which benchmarks/gpu/trace.py counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def budgets():
 
 @pytest.mark.parametrize("name", [*TRAINED, "with KL", "frozen head (LoRA)", "head alone"])
 def test_launches_and_waits(budgets, name):
-    """Nobody waits for a device that has nothing to do; one look at most, behind a product."""
+    """A call reads back from the GPU at most once, after a matrix product has been launched."""
     found = budgets[name]
     assert found["per_chunk"] <= 20 and found["outside"] <= 60
     assert found["syncs"] == 0 and found["reads"] == (name != "with KL")

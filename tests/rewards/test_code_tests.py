@@ -1,4 +1,4 @@
-"""`code_tests`: the share of tests that hold; a hostile answer costs its own reward only."""
+"""Tests of `code_tests`: rewards, hostile answers, forms of tests, and limits."""
 
 import contextlib
 import os
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import build_rewards, check_examples, isolated
-from grpo_fast.rewards.conventions import Parameters
+from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -42,14 +41,10 @@ for fd in range(64):
     "socket pair": "import socket\nsocket.socketpair()",
     "starts a program": "import subprocess\nsubprocess.run(['touch', VICTIM + '.new'])",
     "becomes a program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
-    "os._exit": "import os\nos._exit(0)",
-    "sys.exit": "import sys\nsys.exit(0)",
     "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
-    "sleeps": "import time\ntime.sleep(1000)",
     "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
     "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
     "time.sleep(1000)",
-    "huge list": "x = [0] * 10**11",
     "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)",
     "kills the group": "import os\nos.killpg(0, 9)",
@@ -93,18 +88,6 @@ def test_the_reward_is_the_share_of_tests_that_hold(rewards):
     torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
 
 
-def test_a_source_with_preparations_and_a_check_function(rewards):
-    source = """
-import math
-def check(f):
-    assert f(2, 3) == 5
-    assert f(0, 0) == 0
-check(add)
-assert math.isclose(add(0.1, 0.2), 0.3)
-"""
-    assert ask(rewards, GOOD, "def add(a, b): return 5", tests=source).total.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim = tmp_path / "folder" / "victim"
@@ -119,7 +102,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 
 
 def _session(leader: int) -> set[int]:
-    """The processes of a worker's session; nothing that it starts can leave it."""
+    """Return the processes of a worker's session. A process that it starts cannot leave it."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -129,8 +112,7 @@ def _session(leader: int) -> set[int]:
     return found
 
 
-def test_nothing_is_connected_to(rewards):
-    """A server that is there hears nothing."""
+def test_an_answer_cannot_connect_to_a_server(rewards):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -142,27 +124,9 @@ def test_nothing_is_connected_to(rewards):
 
 
 def test_many_answers_that_hang_have_their_own_time():
-    """More seconds than one call may take: the limit of the call is for each completion."""
+    # Seven times 0.5 s is more than the timeout, which is multiplied by the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
-
-
-def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
-    waited = []
-
-    def start(self):
-        self._loaded = {"convention": "grpo_fast", "options": {}}
-        return Parameters(None, [])
-
-    def answer(self, request, limit):
-        waited.append(limit)
-        return {"scores": [0.0] * request["count"], "extra": {}, "metrics": {}}
-
-    monkeypatch.setattr(isolated.IsolatedReward, "_start", start)
-    monkeypatch.setattr(isolated.IsolatedReward, "_ask", answer)
-    ask(build(timeout=7.0), GOOD, GOOD, GOOD)
-    build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
-    assert waited == [21.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +178,7 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """changed(before, after): the set of code_tests whose files have `after` for `before`."""
+    """Return a function that builds code_tests from files with replaced text."""
     folder = tmp_path / "workers"
     folder.mkdir()
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))
@@ -231,7 +195,6 @@ def changed(monkeypatch, tmp_path):
 
 
 def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(changed):
-    """Nothing runs unconfined: the worker refuses at its import."""
     with pytest.raises(ValueError, match="code_tests cannot be used.*expected Linux on x86-64"):
         changed(('"x86_64": (', '"m68k": ('), ("aarch64", "vax"))
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""`code_tests`: an answer that does not solve the task scores 0, whatever it does."""
+"""Cheats: an answer that does not solve the task must score 0 in `code_tests`."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-SECRET = "4711"  # what f returns; nothing in the process of the answer may lead to it
+# Returned by a right solution. The answer must not find the secret in its process.
+SECRET = "4711"
 TESTS = f"""
 import math
 def check(f):
@@ -57,8 +58,17 @@ def everywhere(data):
         try: os.write(fd, data)
         except OSError: pass
 """
+SAY = (
+    EVERYWHERE
+    + """
+import json
+def say(message):
+    data = json.dumps(message).encode()
+    everywhere(len(data).to_bytes(4, "big") + data)
+"""
+)
 CHEATS = {
-    # ------------------------------------------------------------------ the eleven that were found
+    # First, the cheats that have scored 1 in an earlier version.
     "prints the mark of a caller's frame": EVERYWHERE + """
 import sys
 frame = sys._getframe()
@@ -113,7 +123,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
 """,
     "reads its parent's environment": "import os\n"
     "e = open(f'/proc/{os.getppid()}/environ').read()\ndef f(x): return [4711] if e else 0",
-    # ---------------------------------------------------------------------- values that are no data
+    # Objects in place of plain data.
     "a class in place of a function": LIAR + "class f(Liar): pass\nclass g(f): pass\nclass h(f): pass",
     "lists that are equal to everything": LIAR + "class L(list):\n    __eq__ = Liar.__eq__\n"
     "    __contains__ = Liar.__eq__\n    __len__ = Liar.__len__\n    count = Liar.count\n"
@@ -128,7 +138,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "def g(x): return f(x).take",
     "a result that changes": LIAR + "def g(x): return Liar()\ndef h(x): return Liar()",
     "NaN": "def f(x): return [float('nan')] * 4\ng = h = f",
-    # ------------------------------------------------------------------- names that the tests use
+    # Definitions of names that the tests use.
     "its own isinstance, abs, len, sorted": "isinstance = lambda *a: True\nabs = lambda x: 0.0\n"
     "len = lambda x: 4\nsorted = lambda x: []\nset = list = lambda x: 0\n"
     "def f(x): return x\ndef g(x): return 1.0",
@@ -137,24 +147,26 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "its own check": "def check(f): pass\n__builtins__['check'] = check\ndef f(x): pass",
     "patched builtins": "import builtins\nfor name in ('isinstance', 'len', 'abs', 'sorted', 'all'):\n"
     "    setattr(builtins, name, lambda *a, **k: True)\ndef f(x): return x",
-    # ---------------------------------------------------------------------------- what it is given
+    # Exceptions.
     "raises StopIteration": "def f(x): raise StopIteration\ng = h = f",
     "raises what the tests may expect": "def f(x): raise AssertionError\n"
     "def g(x): raise SystemExit(0)\ndef h(x): raise KeyboardInterrupt",
-    # --------------------------------------------------------------------------------- the channel
-    "lines for the tests that hold": EVERYWHERE + "everywhere(b'ready\\n' + b'held\\n' * 99)",
+    # Messages to the judge, and calls that never end.
+    "lines for the tests that hold": EVERYWHERE + "everywhere(b'held\\n' * 99)",
     "lines for the tests, later": EVERYWHERE + "def f(x): everywhere(b'held\\n' * 99)\ng = h = f",
     "garbage on the channel": EVERYWHERE + "everywhere(b'\\xff' * 5000)",
     "a huge message": EVERYWHERE + "everywhere(b'\\x00\\xff\\xff\\xff' + b'[' * (1 << 24))",
-    "a message of objects": EVERYWHERE + "import json\n"
-    "def say(m):\n    m = json.dumps(m).encode()\n    everywhere(len(m).to_bytes(4, 'big') + m)\n"
-    "for m in (['value', None, None], {}, [], ['value', {'__eq__': 1}, None], ['held'], 'ready',\n"
-    "          ['value', ['name', 'eval'], None], ['back', 0, [], {}], ['back', 'x', 1, 2],\n"
-    "          ['error', ['exception', 0, 'X', [['name', 'SystemExit']]], [], None]):\n"
+    "a message of objects": SAY + "say('defined')\n"
+    "for m in (['value', None, None], {}, [], ['value', {'__eq__': 1}, None], ['held'], 'defined',\n"
+    "          ['value', ['name', 'eval'], None], ['call', 'call', ['list', ['list', ['own', 0]], ['dict']]],\n"
+    "          ['call', 'eval', ['list', ['list', '1'], ['dict']]], ['call', 1],\n"
+    "          ['error', ['exception', 0, 'X', [['name', 'SystemExit']]], ['list'], ['dict']]):\n"
     "    say(m)",
-    "replies before it is asked": EVERYWHERE + "import json\n"
-    "def say(m):\n    m = json.dumps(m).encode()\n    everywhere(len(m).to_bytes(4, 'big') + m)\n"
-    "for _ in range(99): say(['value', True, None])",
+    "an error of lines for the tests": "class E(Exception): pass\ndef f(x): raise E('held\\n' * 99)\ng = h = f",
+    "a change whose keys raise lines": "class K:\n    n = 0\n    def __hash__(self):\n        K.n += 1\n"
+    "        if K.n > 1: raise ValueError('held\\n' * 99)\n        return 0\n"
+    "def f(x):\n    x[:] = [{K(): 1}]\n    return x\ng = h = f",
+    "replies before it is asked": SAY + "say('defined')\nfor _ in range(99): say(['value', True, None])",
     "closes everything": "import os\nos.closerange(0, 64)",
     "closes everything, later": "import os\ndef f(x): os.closerange(0, 64)\ng = h = f",
     "leaves with success": "import os\nos._exit(0)",
@@ -167,9 +179,9 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "def g(x):\n    for _ in range(60): x = [x, x]\n    return x",
     "a number that takes long": "def g(x): return 1 << (1 << 26)\nh = f = g",
     "calls back what it was not given": EVERYWHERE + "import gc\n"
-    "for o in gc.get_objects():\n    if type(o).__name__ == 'Server': s = o\n"
+    "for o in gc.get_objects():\n    if type(o).__name__ == 'Answer': s = o\n"
     "def f(x): return s.call_back(0, (), {})\ng = h = f",
-    # ------------------------------------------------------------------------------------- outside
+    # Files, processes and other things outside the answer's functions.
     "reads the tests on the disk": "import os\ntext = ''\nfor root in ('/home', '/root', '/tmp', '/work', '.'):\n"
     "    for d, _, files in os.walk(root):\n        for n in files[:99]:\n"
     "            try: text += open(os.path.join(d, n)).read()\n            except Exception: pass\n"

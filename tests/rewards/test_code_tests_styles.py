@@ -1,12 +1,12 @@
 # ruff: noqa: E501
-"""`code_tests`: right solutions in the usual styles score 1, and wrong ones of the same style 0."""
+"""Styles of tests: right solutions score 1 in `code_tests`, and wrong solutions score 0."""
 
 import pytest
 
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# style: (right code, wrong code, tests)
+# By style: right code, wrong code, tests.
 STYLES = {
     "a function": (
         "def add(a, b): return a + b", "def add(a, b): return a - b",

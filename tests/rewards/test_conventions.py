@@ -1,4 +1,4 @@
-"""Reward functions in the conventions of TRL, verl, OpenRLHF and ours: recognised or refused."""
+"""Tests of reward functions in the conventions of TRL, verl, OpenRLHF and grpo_fast."""
 
 import json
 import math
@@ -211,7 +211,7 @@ def test_one_word_in_the_configuration(file, tmp_path):
                   {"verl": "exact_match"}, {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
-    # Relative to the recipe's own folder, as for other paths.
+    # The path is relative to the recipe's folder.
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "mine.py").write_text(MODULE)
     settings = load_recipe("sort").model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""A trained model's scores as a reward: those of each text alone, and what is refused."""
+"""Tests of RewardModel: scores do not depend on the batch, and wrong models are refused."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """A random model with one output, of a size that shows what it is given."""
+    """Return the folder of a random model with one output."""
     return classifier(tmp_path_factory.mktemp("scorer"))
 
 

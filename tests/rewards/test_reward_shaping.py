@@ -1,4 +1,4 @@
-"""Length and format rewards against sums by hand; a number for each token."""
+"""Length and format rewards against explicit formulas, and rewards per token."""
 
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ def found(name, *, texts=None, lengths=None, **options):
 
 
 def punishment(length, longest, cache):
-    """DAPO's equation 13, with its three cases."""
+    """Return the value of DAPO's equation 13, case by case."""
     if length <= longest - cache:
         return Fraction(0)
     if length <= longest:
@@ -69,7 +69,7 @@ def test_options_that_make_no_sense(name, options, said, caplog):
     assert str(found(name, lengths=[1], **options)) == "[nan]" and said in caplog.text
 
 
-# ------------------------------------------------------------------ A number per token
+# --------------------------------------------------------------------------- Rewards per token
 IDS = [[5, 6, 7], [8], []]
 
 

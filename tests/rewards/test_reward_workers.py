@@ -1,4 +1,4 @@
-"""Own functions run in workers, get the columns that they name, and lose samples by reason."""
+"""Tests of custom functions in workers: their columns, and the reasons of lost samples."""
 
 import importlib.util
 import os
@@ -65,7 +65,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def build(file):
-    """build(name, …): the set of one function of MODULE, its worker ended with the test."""
+    """Return a function that builds the set of one function. Its worker ends with the test."""
     made = []
 
     def make(name, **keywords):
@@ -86,7 +86,7 @@ def ask(rewards, *completions, answers=None):
     return rewards(["p"] * n, list(completions), answers or ["x"] * n)
 
 
-# ------------------------------------------------------------------------------------ Where it runs
+# ------------------------------------------------------------------------------ Where functions run
 def test_own_functions_run_elsewhere_unless_asked_for_here(build):
     assert ask(build("pid"), "a").total.item() != os.getpid()
     assert ask(build("pid", in_process=True), "a").total.item() == os.getpid()
@@ -125,7 +125,7 @@ def test_options_that_a_function_does_not_take(build, here):
         build("asks", in_process=here, units=2)
 
 
-# ---------------------------------------------------------------------------------------- By reason
+# -------------------------------------------------------------------------- Reasons of lost samples
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
@@ -182,7 +182,7 @@ def test_what_a_function_needs_is_asked_for_before_the_run(build, name):
     check_examples(build_rewards([spec("gsm8k_format")]), [bad], "training")
 
 
-# ----------------------------------------------------------------------------- Built in, in workers
+# -------------------------------------------------------------------- Built-in functions in workers
 def test_a_pattern(build):
     found = build("format_pattern", pattern="<a>.*</a>")
     assert ask(found, "so <a>1\n2</a>.", "<a>", "").total.tolist() == [1.0, 0.0, 0.0]
@@ -190,7 +190,7 @@ def test_a_pattern(build):
     assert ask(whole, "so <a>1</a>", "<a>1</a>").total.tolist() == [0.0, 1.0]
     lost = ask(build("format_pattern", pattern="("), "a")
     assert lost.reasons == {"format_pattern": {"error": 1}}
-    # One that never ends costs its sample.
+    # A search that never ends costs its sample.
     rewards = build("format_pattern", pattern="^(a+)+$", timeout=1)
     result = ask(rewards, "aaa", "a" * 60 + "b")
     assert result.total[0] == 1 and result.reasons == {"format_pattern": {"timeout": 1}}

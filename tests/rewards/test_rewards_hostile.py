@@ -1,4 +1,4 @@
-"""Whatever a reward function returns or raises costs its samples: here and isolated."""
+"""Tests of odd results and errors of reward functions, in this process and in a worker."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ import pytest
 from grpo_fast.rewards import RewardError, build_rewards, import_function
 from tests.reward_specs import own, spec
 
-# One function, told by the prompt what to do, so that one worker serves all cases.
+# The prompt selects the behaviour of one function, so that one worker serves all cases.
 MODULE = r"""
-import asyncio, collections, decimal, fractions, itertools, os, sys
+import asyncio, collections, decimal, itertools, os, sys
 import numpy as np
 import torch
 
@@ -73,44 +73,28 @@ class Late:
 
 
 GOOD = {
-    "float32": each(np.float32(0.5)),
-    "float16": each(np.float16(0.5)),
     "decimal": each(decimal.Decimal("0.5")),
-    "fraction": each(fractions.Fraction(1, 2)),
-    "0-d tensor": each(torch.tensor(0.5)),
     "0-d bf16 tensor": each(torch.tensor(0.5, dtype=torch.bfloat16)),
-    "0-d array": each(np.array(0.5)),
     "array": lambda n: np.full(n, 0.5, dtype=np.float32),
     "tensor": lambda n: torch.full((n,), 0.5),
     "object array": lambda n: np.array([decimal.Decimal("0.5")] * n, dtype=object),
     "generator": lambda n: (0.5 for _ in range(n)),
-    "map": lambda n: map(float, ["0.5"] * n),
-    "tuple": lambda n: (0.5,) * n,
     "deque": lambda n: collections.deque([0.5] * n),
     "values of a dict": lambda n: dict.fromkeys(range(n), 0.5).values(),
     "awaitable": lambda n: Late([0.5] * n),
     "awaitable generator": lambda n: Late(0.5 for _ in range(n)),
 }
-INTEGERS = {
-    "int64": each(np.int64(1)),
-    "bool": each(True),
-    "bool_": each(np.True_),
-    "uint8": each(torch.tensor(1).byte()),
-}
+INTEGERS = {"bool": each(True), "bool_": each(np.True_), "uint8": each(torch.tensor(1).byte())}
 BAD = {
     "dict": lambda n: {i: 1.0 for i in range(n)},
-    "counter": lambda n: collections.Counter(range(n)),
     "user dict": lambda n: collections.UserDict({i: 1.0 for i in range(n)}),
     "set": lambda n: {float(i) for i in range(n)},
-    "frozenset": lambda n: frozenset(range(n)),
     "keys": lambda n: dict.fromkeys(range(n)).keys(),
     "string": lambda n: "1" * n,
     "bytes": lambda n: b"1" * n,
     "none": lambda n: None,
     "nested list": each([1.0]),
     "matrix": lambda n: torch.ones(n, 2),
-    "column": lambda n: np.ones((n, 1)),
-    "tensors of two": each(torch.ones(2)),
     "strings": each("1"),
     "number in bytes": each(b"1"),
     "complex": each(1 + 1j),
@@ -124,7 +108,6 @@ BAD = {
     "coroutine that exits": lambda n: exits(),
     "exit with a message": lambda n: sys.exit(Mute()),
     "cancelled": lambda n: throw(asyncio.CancelledError()),
-    "generator exit": lambda n: throw(GeneratorExit()),
     "mute error": lambda n: throw(MuteError()),
     "generator that fails": lambda n: (1.0 if i else throw(ValueError("late")) for i in range(n)),
     "generator that exits": lambda n: (sys.exit(0) for i in range(n)),
@@ -151,7 +134,7 @@ def odd(*, prompts, completions, answers):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    """odd_rewards, importable here and in workers."""
+    """Return the module odd_rewards, which workers can import as well."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "odd_rewards.py").write_text(MODULE)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
@@ -164,7 +147,7 @@ def module(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
-    """The function that does what its first prompt says, called in this process or in another."""
+    """Return the function `odd`, which runs in this process or in a worker."""
     isolated = request.param == "isolated"
     options = {"timeout": 30} if isolated else {"in_process": True}
     function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
@@ -177,7 +160,7 @@ def ask(function, what, n):
     return own(function, max_failures=1.0)([what] * n, ["a"] * n, ["x"] * n)
 
 
-# ---------------------------------------------------------------------------------- What it returns
+# ------------------------------------------------------------------------------------------ Results
 def test_everything_that_is_a_number_counts(odd, module):
     good = {what: ask(odd, what, 3).total.tolist() for what in module.GOOD}
     assert good == dict.fromkeys(module.GOOD, [0.5] * 3)
@@ -198,7 +181,6 @@ def test_everything_else_costs_its_samples(odd, module):
      ("one more", "more"), ("one less", "1")],
 )  # fmt: skip
 def test_a_reward_of_the_wrong_length_is_refused(odd, what, came):
-    """A mean over the batch is no reward of any sample."""
     said = (
         f"f: a reward function must return one value per completion: expected 2 values, got {came}"
     )
@@ -209,8 +191,8 @@ def test_a_reward_of_the_wrong_length_is_refused(odd, what, came):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("dict", "must return one value per completion: expected a list of 2 numbers, got dict"),
-        ("none", "must return one value per completion: expected a list of 2 numbers, got None"),
+        ("dict", "must return one value per completion: expected 2 values in a list, got dict"),
+        ("none", "must return one value per completion: expected 2 values in a list, got None"),
         ("exit", "SystemExit: 0"),
         ("strings", "not a finite number: '1'"),
         ("mute", "not a finite number: '<Mute without a text>'"),
@@ -219,7 +201,7 @@ def test_a_reward_of_the_wrong_length_is_refused(odd, what, came):
 )
 def test_the_message_says_what_came(odd, caplog, what, said):
     ask(odd, what, 2)
-    assert len(caplog.records) == 1 and said in caplog.text  # of the first call, for both samples
+    assert len(caplog.records) == 1 and said in caplog.text  # one message for both samples
 
 
 def test_the_error_that_ends_the_run_shows_no_control_characters():
@@ -244,7 +226,7 @@ def test_a_value_that_is_no_number_costs_its_own_sample_without_a_second_call(mo
     assert result.total.isnan().tolist() == [False, True, True, False] and calls == [4]
 
 
-# ------------------------------------------------------------------------------------ How it leaves
+# ---------------------------------------------------------------------------- Errors and interrupts
 @pytest.mark.parametrize("what", ["error", "value"])
 def test_a_text_that_interrupts_costs_its_samples(odd, what):
     result = None

@@ -1,4 +1,4 @@
-"""A reward in a worker process: replies belong to calls, and nothing outlives the caller."""
+"""Tests of IsolatedReward: each call gets its own reply, and every process ends with the caller."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def hang(*, prompts, completions, answers):
             child.wait()
     if completions == ["regex"]:  # does not let go of the interpreter lock
         re.match(r"(a+)+$", "a" * 60 + "b")
-    time.sleep(30)  # without a deadline the test ends, too
+    time.sleep(30)  # the test ends even if no deadline ends this call
 
 
 def stuck_afterwards(*, prompts, completions, answers):
@@ -69,7 +69,7 @@ def half_a_reply(*, prompts, completions, answers):
 
 @pytest.fixture
 def isolated(tmp_path, monkeypatch):
-    """`isolated("value", timeout=…)`: a function of MODULE in a worker, ended with the test."""
+    """Return a function that runs a function of MODULE in a worker, which ends with the test."""
     (tmp_path / "tried_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
@@ -102,7 +102,7 @@ def wait_until(condition, seconds=20.0):
         time.sleep(0.02)
 
 
-# -------------------------------------------------------------------------- Whose reply it is
+# ---------------------------------------------------------------------------- Replies of calls
 def test_no_reply_is_left_by_an_interrupted_call(isolated):
     reward = isolated("value")
     assert ask(reward, "1") == [1.0]
@@ -147,9 +147,9 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     assert ask(reward, "5") == [5.0] and reward._child.pid == worker
 
 
-# ---------------------------------------------------------------------- Nothing outlives its caller
+# ----------------------------------------------------------------- Processes end with the caller
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
-    """Idle or busy, also holding the interpreter lock, with the processes they started."""
+    """Workers end if they are idle, sleep, hold the interpreter lock or have started a process."""
     (tmp_path / "import_hangs.py").write_text(
         "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )

@@ -1,4 +1,4 @@
-"""Ours, the peers and the limits, by operation."""
+"""Providers of each operation: ours, the peers and the limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.kernels.providers.base import Provider
 
 
 def providers_of(operation: str) -> list[Provider]:
-    """The candidates of an operation, its limits first."""
+    """Return the providers of an operation, with the limits first."""
     if operation == "linear_grpo_loss":
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):

@@ -1,4 +1,4 @@
-"""What a provider is: a name, a step for a problem, and the reason where it cannot run."""
+"""Base of the providers: what each has, and the steps that they share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ GIB = 2**30
 
 
 class Provider(NamedTuple):
-    """One candidate.
+    """One candidate of a benchmark.
 
     Attributes:
-        name: as printed.
-        role: "ours", "peer", "dense" (cross entropy only: cannot express the coefficients of RL) or
-            "limit".
+        name: name in the tables.
+        role: "ours", "peer", "limit", or "dense" for a cross entropy without coefficients per
+        token.
         prepare: Problem -> Step.
-        needs: the package it comes from, None for torch itself.
-        why_not: device type and dtype -> why it cannot run there, or None.
-        wide_logits: how many fp32 buffers of N·V it holds at once; refused where they do not fit.
+        needs: package that the provider imports, or None.
+        why_not: (device type, dtype) -> reason why the provider cannot run, or None.
+        wide_logits: number of fp32 buffers of N·V elements that the provider allocates at once.
+        The
+            provider does not run if they do not fit into memory.
     """
 
     name: str
@@ -38,22 +40,21 @@ class Provider(NamedTuple):
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Why this provider cannot run here, or None."""
+        """Return the reason why this provider cannot run here, or None."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)
         if reason or shape is None:
             return reason
-        needed, free = self.wide_logits * 4 * shape.n * shape.v, free_bytes(torch.device(device))
-        if needed > 0.9 * free:
-            return (
-                f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"
-            )
-        return None
+        needed = self.wide_logits * 4 * shape.n * shape.v
+        free = free_bytes(torch.device(device))
+        if needed <= 0.9 * free:
+            return None
+        return f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"
 
 
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
-    """Loss and gradients to hidden and weight by autograd, fresh ones each time."""
+    """Return a step that computes a loss and its gradients for hidden and weight."""
 
     def run() -> Result:
         loss = loss_of()
@@ -64,14 +65,13 @@ def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
 
 
 def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Step:
-    """Logps and their gradients for `problem.grad_logps` coming in."""
+    """Return a step that computes logps and their gradients. `problem.grad_logps` is upstream."""
     upstream = problem.grad_logps
 
     def run() -> Result:
         logps = logps_of()
-        gradients = torch.autograd.grad(
-            logps, (problem.hidden, problem.weight), upstream.to(logps.dtype)
-        )
+        inputs = (problem.hidden, problem.weight)
+        gradients = torch.autograd.grad(logps, inputs, upstream.to(logps.dtype))
         return {"logps": logps.detach(), "grad_hidden": gradients[0], "grad_weight": gradients[1]}
 
     return Step(run)
@@ -80,7 +80,7 @@ def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Ste
 def differentiate_logits(
     problem: Problem, loss_of: Callable[[Tensor], Tensor], inplace: bool = False
 ) -> Step:
-    """Loss and its gradient to (B, L + 1, V) logits, in place where asked for."""
+    """Return a step that computes a loss and its gradient for logits of shape (B, L + 1, V)."""
     buffer = problem.logits.clone() if inplace else problem.logits
 
     def run() -> Result:
@@ -102,7 +102,7 @@ def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
 
 
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Σ mask·(-min(r·A, clip(r)·A)) / count, all (N,) fp32, for peers that stop at logps."""
+    """Return Σ mask·(-min(r·A, clip(r)·A)) / count, for peers that only compute logps (N,)."""
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     return -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count

@@ -1,4 +1,4 @@
-"""What no implementation can beat on this machine: the bare matrix products, the bare copy."""
+"""Limits that no implementation can beat: the bare matrix products and the bare copy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.measure import Result, Step
 
 
 def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], Step]:
-    """hidden·Wᵀ (for three, d·W and dᵀ·hidden) into mapped buffers, by the vendor's library.
+    """Return a provider's `prepare` for one GEMM (hidden·Wᵀ) or three (also d·W and dᵀ·hidden).
 
-    A block of rows at a time where N·V would not fit. `compute_dtype` float32 converts 16-bit
-    inputs once, outside the measurement: the limit of machines whose 16-bit products are slower
-    than their fp32 ones.
+    The products write to allocated buffers, in blocks of rows if N·V does not fit. If
+    `compute_dtype` is float32, 16-bit inputs are converted once and the conversion is not timed.
+    This is the limit of machines whose 16-bit products are slower than their fp32 products.
     """
 
     def prepare(problem: Problem) -> Step:
@@ -43,7 +43,7 @@ def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], 
 
 
 def copy(problem: Problem) -> Step:
-    """One read and one write of the logits."""
+    """Return a step that reads and writes the logits once."""
     source = problem.logits
     target = torch.empty_like(source)
 
@@ -56,7 +56,7 @@ def copy(problem: Problem) -> Step:
 
 def only_16_bit(device: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
-        return "the same as the other limit"
+        return "the same as the limit in the dtype of the inputs"
     return None if device == "cpu" else "16-bit products are the faster ones on a GPU"
 
 

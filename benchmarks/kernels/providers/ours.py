@@ -1,4 +1,4 @@
-"""grpo_fast's own providers, one for each backend."""
+"""Providers of grpo_fast, one for each backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Why a backend cannot run on a device."""
+    """Return a function that gives the reason why a backend cannot run on a device."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import route as backends
@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """`grpo_fast.linear_grpo_loss`, forward and backward."""
+    """Return a provider's `prepare` for `grpo_fast.linear_grpo_loss`, forward and backward."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss
@@ -60,7 +60,7 @@ def loss(backend: str) -> Callable[[Problem], Step]:
 
 
 def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
-    """`grpo_fast.linear_logps`; a masked row has target -100."""
+    """Return a provider's `prepare` for `grpo_fast.linear_logps`. A masked row has target -100."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_logps
@@ -78,7 +78,9 @@ def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
 
 
 def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
-    """`grpo_fast.logits_grpo_loss` on (B, L + 1, V) logits, each spare row masked."""
+    """Return a provider's `prepare` for `grpo_fast.logits_grpo_loss` on (B, L + 1, V) logits. Spare
+    rows are masked.
+    """
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import logits_grpo_loss
@@ -104,7 +106,7 @@ def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
 def providers(
     make: Callable[[str], Callable[[Problem], Step]], chosen: tuple[str, ...] = BACKENDS
 ) -> list[Provider]:
-    """One provider for each backend."""
+    """Return one provider for each backend."""
     return [
         Provider(f"grpo_fast ({name})", "ours", make(name), why_not=unavailable(name))
         for name in chosen

@@ -1,13 +1,14 @@
-"""The peers, called as their own documentation says.
+"""Providers of the peers, called as their documentation says.
 
-Most give logps; the objective is then two lines of torch. A package that is not installed, or a
-device or dtype that it does not take, makes its provider say so: nothing is imitated.
+Most peers compute logps. Two lines of torch then compute the objective. If a package is not
+installed, or does not support the device or dtype, its provider gives the reason.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,25 +28,17 @@ from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
 IGNORED = -100
-# Problem -> (() -> logps (N,)); what a masked row gets does not matter.
+# Problem -> (() -> logps (N,)). The logps of masked rows are not used.
 Logps = Callable[[Problem], Callable[[], Tensor]]
 
 
 def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """What one writes first: all logits, then cross entropy in fp32."""
+    """Compute all logits, then the cross entropy in fp32."""
     return -F.cross_entropy((hidden @ weight.T).float(), target_ids, reduction="none")
 
 
-def plain_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    target_ids: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    count: int,
-) -> Tensor:
-    return dapo(plain_logps(hidden, weight, target_ids), old, advantages, mask, count)
+def plain_loss(hidden: Tensor, weight: Tensor, target_ids: Tensor, *arguments: Any) -> Tensor:
+    return dapo(plain_logps(hidden, weight, target_ids), *arguments)
 
 
 def plain(problem: Problem) -> Callable[[], Tensor]:
@@ -58,7 +51,7 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 
 def compiled_loss(problem: Problem) -> Step:
-    """The logps and the objective in one graph."""
+    """Compile the logps and the objective as one graph."""
     function, arguments = torch.compile(plain_loss, dynamic=False), dapo_arguments(problem)
     return differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
@@ -66,14 +59,14 @@ def compiled_loss(problem: Problem) -> Step:
 
 
 def trl(problem: Problem) -> Callable[[], Tensor]:
-    """`GRPOTrainer`'s fused head (trl.trainer.utils.add_fused_lm_head), logps only.
+    """Use `GRPOTrainer`'s fused head (trl.trainer.utils.add_fused_lm_head) for the logps.
 
-    On a GPU it scores active rows.
+    On a GPU TRL computes only active rows.
     """
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
 
-    chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE  # the trainer's own constant
+    chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE  # the trainer's constant
     mask = problem.mask_or_none if problem.hidden.is_cuda else None
 
     def call() -> Tensor:
@@ -89,19 +82,21 @@ def trl(problem: Problem) -> Callable[[], Tensor]:
 
 
 def cce(problem: Problem) -> Callable[[], Tensor]:
-    """Cut Cross-Entropy (torch_compile without a GPU); masked rows are ignored targets."""
+    """Use Cut Cross-Entropy (torch_compile without a GPU). Masked rows have ignored targets."""
     from cut_cross_entropy import linear_cross_entropy
 
-    implementation, targets = "cce" if problem.hidden.is_cuda else "torch_compile", ignored(problem)
-    return lambda: (
-        -linear_cross_entropy(
-            problem.hidden, problem.weight, targets, reduction="none", impl=implementation
-        ).float()
-    )
+    implementation = "cce" if problem.hidden.is_cuda else "torch_compile"
+    targets = ignored(problem)
+
+    def call() -> Tensor:
+        inputs = (problem.hidden, problem.weight, targets)
+        return -linear_cross_entropy(*inputs, reduction="none", impl=implementation).float()
+
+    return call
 
 
 def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
-    """Liger's store-free scaled cross entropy (CuTe-DSL) for Hopper."""
+    """Use Liger's scaled cross entropy for Hopper (CuTe-DSL), which does not store logits."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
     )
@@ -113,7 +108,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """verl's Triton kernel; it gives the entropy, too."""
+    """Use verl's Triton kernel, which also computes the entropy."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
@@ -127,7 +122,7 @@ def ignored(problem: Problem) -> Tensor:
 
 
 def liger_loss(problem: Problem) -> Step:
-    """Liger's chunked loss with its own defaults (one completion per chunk, compiled), KL off."""
+    """Use Liger's chunked loss with its defaults: one completion per chunk, compiled. KL is off."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     head = LigerFusedLinearGRPOLoss(
@@ -138,40 +133,28 @@ def liger_loss(problem: Problem) -> Step:
     target_ids, old_logps, mask = (
         x.view(padded) for x in (problem.target_ids, problem.old_logps, problem.mask)
     )
-    return differentiate(
-        problem,
-        lambda: head(
-            hidden,
-            problem.weight,
-            target_ids,
-            mask,
-            problem.advantages,
-            old_per_token_logps=old_logps,
-        )[0],
-    )
+    inputs = (hidden, problem.weight, target_ids, mask, problem.advantages)
+    return differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
 
 
 def quack_dense(problem: Problem) -> Step:
-    """QuACK's chunked linear cross entropy, mean reduction: no per-token coefficients."""
+    """Use QuACK's chunked linear cross entropy with mean reduction.
+
+    It has no coefficients per token.
+    """
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return differentiate(
-        problem,
-        lambda: chunked_linear_cross_entropy(problem.hidden, problem.weight, problem.target_ids),
-    )
+    inputs = (problem.hidden, problem.weight, problem.target_ids)
+    return differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs))
 
 
 def torch_dense(chunked: bool) -> Callable[[Problem], Step]:
-    """torch's own fused linear cross entropy, mean reduction."""
+    """Use torch's fused linear cross entropy with mean reduction."""
 
     def prepare(problem: Problem) -> Step:
         options = torch.nn.LinearCrossEntropyOptions() if chunked else None
-        return differentiate(
-            problem,
-            lambda: F.linear_cross_entropy(
-                problem.hidden, problem.weight, problem.target_ids, options=options
-            ),
-        )
+        inputs = (problem.hidden, problem.weight, problem.target_ids)
+        return differentiate(problem, lambda: F.linear_cross_entropy(*inputs, options=options))
 
     return prepare
 
@@ -180,7 +163,9 @@ def torch_dense(chunked: bool) -> Callable[[Problem], Step]:
 
 
 def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
-    """All rows, the spare ones masked: a slice of the logits would be copied by the flattening."""
+    """Compute the loss of all rows. Spare rows are masked, because slicing them off would copy the
+    logits.
+    """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
     return dapo(logps, *arguments)  # type: ignore[arg-type]
 
@@ -192,9 +177,9 @@ def logits_arguments(problem: Problem) -> tuple:
 
 def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
     def prepare(problem: Problem) -> Step:
-        function = (
-            torch.compile(plain_logits_loss, dynamic=False) if compile_it else plain_logits_loss
-        )
+        function: Callable[..., Tensor] = plain_logits_loss
+        if compile_it:
+            function = torch.compile(plain_logits_loss, dynamic=False)
         arguments = logits_arguments(problem)
         return differentiate_logits(problem, lambda logits: function(logits, *arguments))
 
@@ -202,7 +187,7 @@ def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
 
 
 def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
-    """Liger's fused GRPO loss from (B, L + 1, V) logits."""
+    """Use Liger's fused GRPO loss from (B, L + 1, V) logits."""
 
     def prepare(problem: Problem) -> Step:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -224,7 +209,7 @@ def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
     return prepare
 
 
-# ---- why one cannot run ----
+# ---- reasons why a peer cannot run ----
 
 
 def needs_gpu(device: str, dtype: torch.dtype) -> str | None:
@@ -232,11 +217,8 @@ def needs_gpu(device: str, dtype: torch.dtype) -> str | None:
 
 
 def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
-    if (
-        device != "cuda"
-        or not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() != (9, 0)
-    ):
+    is_gpu = device == "cuda" and torch.cuda.is_available()
+    if not is_gpu or torch.cuda.get_device_capability() != (9, 0):
         return "its CuTe-DSL kernels need an sm_90 GPU"
     if importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
@@ -264,56 +246,47 @@ def as_logps(logps: Logps, gradient: bool) -> Callable[[Problem], Step]:
     return prepare
 
 
-# name -> logps, package, why it cannot run, fp32 buffers of N·V
+def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
+    return None
+
+
+# By name: logps, package, reason why the peer cannot run, number of fp32 buffers of N·V elements.
 LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None], float]] = {
-    "plain torch": (plain, None, lambda device, dtype: None, 3.0),
-    "torch.compile": (compiled, None, lambda device, dtype: None, 2.0),
-    "TRL": (trl, "trl", lambda device, dtype: None, 0.0),
-    "CCE": (cce, "cut_cross_entropy", lambda device, dtype: None, 0.0),
+    "plain torch": (plain, None, runs_anywhere, 3.0),
+    "torch.compile": (compiled, None, runs_anywhere, 2.0),
+    "TRL": (trl, "trl", runs_anywhere, 0.0),
+    "CCE": (cce, "cut_cross_entropy", runs_anywhere, 0.0),
     "Liger SM90": (liger_sm90, "liger_kernel", needs_hopper, 0.0),
     "verl": (verl, "verl", needs_gpu, 0.0),
 }
 
 
 def logps_peers(gradient: bool) -> list[Provider]:
+    less = 0 if gradient else 1  # without a gradient, one buffer less
     return [
-        Provider(
-            name, "peer", as_logps(logps, gradient), needs, why_not, wide if gradient else wide - 1
-        )
+        Provider(name, "peer", as_logps(logps, gradient), needs, why_not, wide - less)
         for name, (logps, needs, why_not, wide) in LOGPS.items()
     ]
 
 
 def loss_peers() -> list[Provider]:
-    own = {"torch.compile": compiled_loss}
-    found = [
-        Provider(name, "peer", own.get(name) or as_loss(logps), needs, why_not, wide)
-        for name, (logps, needs, why_not, wide) in LOGPS.items()
-    ]
+    found = []
+    for name, (logps, needs, why_not, wide) in LOGPS.items():
+        prepare = compiled_loss if name == "torch.compile" else as_loss(logps)
+        found.append(Provider(name, "peer", prepare, needs, why_not, wide))
+    name = "F.linear_cross_entropy"
+    chunked = torch_dense(chunked=True)
     return [
         *found,
         Provider("Liger", "peer", liger_loss, needs="liger_kernel"),
         Provider("QuACK", "dense", quack_dense, needs="quack", why_not=needs_hopper),
-        Provider(
-            "F.linear_cross_entropy",
-            "dense",
-            torch_dense(chunked=False),
-            why_not=needs_dense,
-            wide_logits=2.0,
-        ),
-        Provider(
-            "F.linear_cross_entropy, chunked",
-            "dense",
-            torch_dense(chunked=True),
-            why_not=needs_dense,
-        ),
+        Provider(name, "dense", torch_dense(chunked=False), None, needs_dense, wide_logits=2.0),
+        Provider(f"{name}, chunked", "dense", chunked, None, needs_dense),
     ]
 
 
 def logits_peers(inplace: bool) -> list[Provider]:
-    liger = Provider(
-        "Liger Triton", "peer", liger_triton(inplace), needs="liger_kernel", why_not=needs_gpu
-    )
+    liger = Provider("Liger Triton", "peer", liger_triton(inplace), "liger_kernel", needs_gpu)
     if inplace:
         return [liger]
     return [

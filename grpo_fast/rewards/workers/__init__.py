@@ -1,1 +1,1 @@
-"""Rewards whose run time depends on the text: each is run from its file in a process of its own."""
+"""Rewards that run in worker processes, because their run time depends on the completion."""

@@ -1,7 +1,8 @@
-"""The process that runs an answer: it serves the answer's names to a judge, or is a program.
+"""Process that runs an answer, either as a program or to serve the answer's functions to a judge.
 
-It holds the answer's code and nothing else: no tests, no expected values, an empty environment.
-What the answer does to this process can only change what it sends: plain data, to the judge.
+This process holds the answer's code and nothing else: no tests, no expected values, an empty
+environment. Whatever the answer does to this process, it can only change the plain data that the
+process sends to the judge.
 """
 
 import builtins
@@ -13,158 +14,105 @@ import types
 import sandbox
 import wire
 
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-# Types that the judge has as well.
-SHARED = {kind.__name__: kind for kind in PLAIN}
 
+class Answer(wire.Peer):
+    """The answer's end of the connection: it carries out the judge's requests."""
 
-class Server:
-    """Carries out the judge's calls. Objects stay here; the judge gets their numbers."""
-
-    def __init__(self, channel: wire.Channel, names: dict) -> None:
-        self.channel = channel
+    def __init__(self, descriptor, names):
+        super().__init__(descriptor)
         self.names = names
-        self.objects: list = []
-        self.numbers: dict = {}  # id → number; `objects` keeps each alive, so that no id returns
 
-    def serve(self) -> None:
-        while True:
-            self.carry_out(self.channel.receive())
+    def operation(self, name):
+        own = {"call": call, "plain": plain, "lookup": self.lookup}
+        return own.get(name) or getattr(builtins, name, None) or getattr(operator, name)
 
-    def carry_out(self, request) -> None:
-        _, function, args, kwargs = request
-        try:
-            call = self.value(function)
-            args = [self.value(tree) for tree in args]
-            kwargs = {name: self.value(tree) for name, tree in kwargs.items()}
-            given = [*args, *kwargs.values()]
-            before = [self.tree(value) for value in given]
-            result = self.tree(call(*args, **kwargs))
-            after = [self.tree(value) for value in given]
-            reply = ["value", result, after if after != before else None]
-        except BaseException as error:  # the judge raises the same
-            reply = self.failure(error)
-        try:
-            self.channel.send(reply)
-        except ValueError as error:  # too long
-            self.channel.send(self.failure(error))
+    def lookup(self, name):
+        if name not in self.names:
+            raise NameError(f"name {name!r} is not defined")
+        return self.names[name]
 
-    def failure(self, error: BaseException) -> list:
-        try:
-            args = [self.tree(arg) for arg in error.args]
-            return ["error", self.tree(type(error)), args, self.refer(error)]
-        except Exception:
-            return ["error", ["name", "RuntimeError"], [], None]
-
-    def tree(self, value):
-        return wire.encode(value, self.refer)
-
-    def value(self, tree):
-        return wire.decode(tree, self.resolve)
-
-    def refer(self, value) -> list:
+    def refer(self, value):
         if isinstance(value, type):
             name = value.__name__
             is_error = issubclass(value, BaseException)
-            if getattr(builtins, name, None) is value and (is_error or name in SHARED):
+            if getattr(builtins, name, None) is value and (is_error or value in wire.PLAIN):
                 return ["name", name]
             if is_error:
                 bases = [self.refer(base) for base in value.__bases__ if base is not object]
                 return ["exception", self.number(value), name, bases]
         return ["object", self.number(value)]
 
-    def number(self, value) -> int:
-        number = self.numbers.setdefault(id(value), len(self.objects))
-        if number == len(self.objects):
-            self.objects.append(value)
-        return number
-
-    def resolve(self, kind, key, *_):
-        if kind in ("object", "exception"):
+    def resolve(self, tag, key, *_):
+        if tag in ("own", "exception"):
             return self.objects[key]
-        if kind == "name":
-            own = {"lookup": self.lookup, "plain": plain}.get(key)
-            return own or getattr(builtins, key, None) or getattr(operator, key)
+        if tag == "name":
+            return getattr(builtins, key)
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
-    def lookup(self, name: str):
-        if name not in self.names:
-            raise NameError(f"name {name!r} is not defined")
-        return self.names[name]
+    def call_back(self, key, args, kwargs):
+        """Call a function of the tests. It may call functions of the answer in turn."""
+        arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
+        kind, parts = self.request("call", arguments)
+        if kind == "value":
+            return self.decode(parts[0])
+        error, args, _ = map(self.decode, parts)
+        raise error(*args)
 
-    def call_back(self, key: int, args, kwargs):
-        """Call a function of the tests, which may call functions of the answer in turn."""
-        trees = {name: self.tree(value) for name, value in kwargs.items()}
-        self.channel.send(["back", key, [self.tree(value) for value in args], trees])
-        while True:
-            message = self.channel.receive()
-            if message[0] == "call":
-                self.carry_out(message)
-            elif message[0] == "value":
-                return self.value(message[1])
-            else:
-                raise getattr(builtins, message[1], RuntimeError)(*message[2:])
+
+def call(function, *args, **kwargs):
+    return function(*args, **kwargs)
 
 
 def plain(value):
-    """Return the builtin value of an object whose class extends a builtin one."""
-    for kind in PLAIN:
+    """Return the builtin value of an object whose class extends a builtin class."""
+    for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
-    raise TypeError(f"a {type(value).__name__} is no plain data")
+    raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def module(name: str) -> dict:
+def module(name):
     """Return the namespace of a new module, which dataclasses and enums look up by its name."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
 
-def serve(code: str, source: int, sink: int) -> None:
-    channel = wire.Channel(source, sink)
+def serve(request):
+    """Run the code, then carry out the judge's requests until the judge ends."""
     names = module("answer")
-    channel.send("ready")
-    server = Server(channel, names)
+    answer = Answer(sandbox.take(0), names)
+    answer.receive()  # the judge has hidden its memory
+    sandbox.confine(request)
     try:
-        exec(compile(code, "<answer>", "exec"), names)
-    except BaseException as error:
-        channel.send(server.failure(error))
-        return
-    channel.send(["value", None, None])
-    server.serve()
-
-
-def run(code: str) -> int:
-    """Run the code as a program; returns its exit status."""
-    status = 0
-    try:
-        exec(compile(code, "<answer>", "exec"), module("__main__"))
-    except SystemExit as leaving:
-        status = 0 if leaving.code in (None, 0) else 1
+        exec(compile(request["code"], "<answer>", "exec"), names)
     except BaseException:
-        status = 1
+        return
+    answer.send(wire.pack("defined"))
+    while True:
+        _, *parts = answer.receive()
+        answer.serve(*parts)
+
+
+def run(request):
+    """Run the code as a program and return its exit status."""
+    sandbox.confine(request)
     try:
+        try:
+            exec(compile(request["code"], "<answer>", "exec"), module("__main__"))
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                return 1
         sys.stdout.flush()
     except BaseException:
-        status = 1
-    return status
+        return 1
+    return 0
 
 
-def main(requested: str) -> None:
-    request = sandbox.request(int(requested))
-    is_program = request["program"]
-    channel = (-1, -1) if is_program else sandbox.take_standard_streams()
+def main(descriptor):
+    request = sandbox.request(descriptor)
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does
     status = 1
     try:
-        sandbox.confine(request["memory"], request["seconds"])
-        if is_program:
-            os.write(1, sandbox.READY)
-            status = run(request["code"])
-        else:
-            serve(request["code"], *channel)
-    except OSError as error:
-        # Of the sandbox: nothing of the answer has run. The reader takes it for no message.
-        os.write(channel[1] if not is_program else 1, str(error).encode())
+        status = run(request) if request["program"] else serve(request)
     finally:
-        os._exit(status)  # no handlers of the answer's own
+        os._exit(status or 0)  # skips exit handlers, which the answer may have registered

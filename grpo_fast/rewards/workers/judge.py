@@ -1,51 +1,177 @@
-"""The process that runs the tests of an answer, which runs in another process.
+"""The process that runs the tests of an answer. The answer runs in a different process.
 
-Each name that the tests take from the answer is a proxy here: a call sends plain data to the
-answer's process (`answer.py`) and returns plain data that this process has built. An object of the
-answer stays where it is, and its proxy never decides how it compares with a value of the tests.
+A call of the answer's function sends plain data and gets plain data, which this process builds. An
+object of the answer stays in the answer's process. Its handle here never decides how the object
+compares with a value of the tests.
 """
 
+import builtins
 import contextlib
 import os
 
 import sandbox
 import sources
 import wire
-from session import Session
+from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
+
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
+# Builtin classes that the answer may name. None of them is a function such as `eval`.
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
+         and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
 
-def run(source: str, session: Session, out: int) -> None:
-    """Run the tests one by one; writes a line for each that holds."""
-    namespace = {"__name__": "tests", sources.ASSERTING: session.asserting}
+class Judge(wire.Peer):
+    """The judge's end of the connection: it calls the answer for the tests."""
+
+    def __init__(self, descriptor):
+        super().__init__(descriptor)
+        self.handles = {}  # (number, role) → Handle, so that `is` works
+        self.errors = {}  # number → class that represents an exception class of the answer
+        self.changes = []  # arguments of calls, before and after
+        self.uses_objects = False  # whether the tests use objects that are not plain data
+
+    def operation(self, name):
+        """Return the one operation of an answer: calling a function that it got as an argument."""
+        return {"call": lambda function, *args, **kwargs: function(*args, **kwargs)}[name]
+
+    def ask(self, operation, args, kwargs=None, role=VALUE):
+        """Have the answer's process carry out an operation.
+
+        Args:
+            operation: "call", "lookup", "plain", or a function of `builtins` or `operator`.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            role: role of the handle if the result is an object; see `Handle`.
+        """
+        given = [args, kwargs or {}]
+        # Not in the try block: tests may pass an object that cannot be sent, which is their error.
+        tree = self.encode(given)
+        try:
+            kind, parts = self.request(operation, tree)
+            if kind == "value":
+                result, after = map(self.decode, parts)
+            else:
+                error = self.error_of(*map(self.decode, parts), is_next=operation == "next")
+        except Exception:  # the answer's process has ended or does not follow the protocol
+            os._exit(0)
+        if kind != "value":
+            raise error
+        if after is not None:
+            self.changes.append((given, after))
+        if type(result) is Handle:
+            return self.handle(state_of(result)[1], role)
+        return result
+
+    def error_of(self, kind, args, attributes, is_next):
+        """Return the exception that the answer has raised."""
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        # Except in next(), StopIteration would end a `map` over test cases early.
+        if not is_error or (issubclass(kind, ENDS) and not is_next):
+            return RuntimeError(f"the answer raised {kind}")
+        try:
+            error = kind(*args)
+        except Exception:  # for example a UnicodeDecodeError without arguments
+            return RuntimeError(f"the answer raised {kind}")
+        error.__dict__.update(attributes)
+        return error
+
+    def apply_changes(self):
+        """Give the arguments of finished calls the contents of the answer's copies."""
+        changes = self.changes
+        self.changes = []
+        for before, after in changes:
+            refresh(before, after)
+
+    def handle(self, number, role):
+        return self.handles.setdefault((number, role), Handle(self, number, role))
+
+    def refer(self, value):
+        if type(value) is Handle:
+            return ["own", state_of(value)[1]]
+        for number, kind in self.errors.items():
+            if value is kind:
+                return ["exception", number]
+        name = getattr(value, "__name__", None)
+        if isinstance(name, str) and getattr(builtins, name, MISSING) is value:
+            return ["name", name]
+        if callable(value):
+            return ["function", self.number(value)]
+        kind = type(value).__name__
+        raise TypeError(f"code_tests: expected plain data or a function as argument, got a {kind}")
+
+    def resolve(self, tag, key, *parts):
+        if tag == "object":
+            return self.handle(int(key), VALUE)
+        if tag == "own":
+            return self.objects[key]
+        if tag == "name":
+            return TYPES[key]
+        if tag == "exception" and key not in self.errors:
+            name, bases = parts
+            kinds = tuple(self.resolve(*base) for base in bases)
+            if not all(issubclass(kind, Exception) for kind in kinds):
+                raise TypeError("expected bases that are exceptions")
+            self.errors[key] = type(name, kinds, {})
+        return self.errors[key]
+
+
+def refresh(old, new):
+    """Give the lists, dicts and sets in `old` the contents of `new`, and return the result.
+
+    The containers stay the same objects, so that all variables of the tests see the change.
+    """
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, (list, tuple)):
+        items = [refresh(a, b) for a, b in zip(old, new, strict=False)] + [*new[len(old) :]]
+        if isinstance(old, tuple):
+            return old
+        old[:] = items
+    elif isinstance(old, dict):
+        items = {key: refresh(old.get(key), new[key]) for key in new}
+        old.clear()
+        old.update(items)
+    elif isinstance(old, set):
+        old.intersection_update(new)
+        old.update(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+    else:
+        return new
+    return old
+
+
+def run(source, judge, out):
+    """Run the tests one by one, and write a line to `out` for each test that holds."""
+    namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
-    session.uses_objects = sources.uses_objects(source)
+    judge.uses_objects = sources.uses_objects(source)
+    # 1. Look up the names that the tests take from the answer.
     for name in sources.names_of_answer(source):
+        # A name in CapWords is a class, whose objects the tests expect.
+        is_class = name[0].isupper() and "_" not in name
         with contextlib.suppress(NameError):
-            namespace[name] = session.name(name)
+            namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
+    # 2. Run the statements.
     for statement, is_test in sources.statements_of(source):
         try:
             exec(sources.compiled(statement), namespace)
-        except BaseException:  # sys.exit() is no way to pass, either
+        except BaseException:  # a test that calls sys.exit() does not hold
+            with contextlib.suppress(BaseException):
+                judge.apply_changes()
             continue
         if is_test:
             os.write(out, sandbox.HELD)
 
 
-def main(requested: str, results: str) -> None:
-    request = sandbox.request(int(requested))
-    out = int(results)
-    channel = wire.Channel(*sandbox.take_standard_streams())
+def main(descriptor):
+    request = sandbox.request(descriptor)
+    judge = Judge(sandbox.take(0))
+    out = sandbox.take(1)
     try:
-        sandbox.confine(request["memory"], request["seconds"])
-        if channel.receive() != "ready":
-            raise OSError("expected an answer's process that is ready")
-        os.write(out, sandbox.READY)
-    except (OSError, wire.Malformed) as error:
-        os.write(out, str(error).encode())
-        os._exit(1)
-    try:
-        session = Session(channel)
-        if session.exchange()[0] == "value":  # the answer's code ran to its end
-            run(request["tests"], session, out)
+        sandbox.confine(request)
+        judge.send(wire.pack("go"))
+        if judge.receive() == "defined":  # the answer's code has run without an error
+            run(request["tests"], judge, out)
     finally:
         os._exit(0)

@@ -1,7 +1,7 @@
-"""Mathematical equality by the package math-verify, which may take forever: run in a worker.
+"""Mathematical equality by the package math-verify, whose comparisons may never end.
 
-Its time limits are signals, which only the main thread of a process gets. An expression that cannot
-be compared within `seconds` is NaN: the sample has no reward.
+This file runs in a worker process: math-verify's time limits are signals, which only the main
+thread of a process receives.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 
-ANYWHERE: dict[str, Any] = {}  # math-verify's own order: boxed, LaTeX, then plain numbers
+ANYWHERE: dict[str, Any] = {}  # math-verify's default order: boxed, LaTeX, then plain numbers
 BOXED = {"extraction_config": [LatexExtractionConfig(boxed_match_priority=0)]}
 
 
 def math_equal(
     *, completions: Sequence[str], answers: Sequence[str], seconds: int = 5
 ) -> list[float]:
-    r"""1 where what the completion has in \boxed{} or in LaTeX is equal to the answer.
+    r"""Return 1 where the expression in \boxed{} or in LaTeX is equal to the answer, else 0.
 
-    Equal as expressions: `\frac{1}{2}` is 0.5, `1+x` is `x+1`, {1, 2} is {2, 1}.
+    Expressions are compared as mathematics: `\frac{1}{2}` equals 0.5, `1+x` equals `x+1`, and
+    {1, 2} equals {2, 1}.
+
+    Args:
+        completions: N completions.
+        answers: N gold answers.
+        seconds: limit for one comparison. A comparison that takes longer is NaN.
     """
     pairs = zip(completions, answers, strict=True)
     return [_equal(text, gold, BOXED, seconds, {"strict": True}) for text, gold in pairs]
@@ -31,9 +37,16 @@ def math_equal(
 def math_close(
     *, completions: Sequence[str], answers: Sequence[str], seconds: int = 5, digits: int = 2
 ) -> list[float]:
-    """1 where an expression anywhere in the completion is the answer to so many decimal digits.
+    """Return 1 where an expression anywhere in the completion is close to the answer, else 0.
 
-    Intervals and tuples, relations and their sets, and names of variables are taken for one.
+    An interval equals the tuple of its ends, a relation equals its set of solutions, and the names
+    of variables do not matter.
+
+    Args:
+        completions: N completions.
+        answers: N gold answers.
+        seconds: limit for one comparison. A comparison that takes longer is NaN.
+        digits: number of decimal digits that are compared.
     """
     loose = {"strict": False, "allow_set_relation_comp": True, "float_rounding": digits}
     pairs = zip(completions, answers, strict=True)
@@ -44,16 +57,18 @@ for _function in (math_equal, math_close):
     _function.per_sample = True  # type: ignore[attr-defined]
 
 
-def _equal(text: str, gold: str, where: dict[str, Any], seconds: int, how: dict[str, Any]) -> float:
+def _equal(
+    text: str, gold: str, extraction: dict[str, Any], seconds: int, options: dict[str, Any]
+) -> float:
     is_marked = "$" in gold or "\\boxed" in gold
     expected = (not is_marked and parse(f"${gold}$")) or parse(gold)
     if not expected:
         raise ValueError(f"answers: expected a mathematical expression, got {gold[:60]!r}")
     try:
-        parsed = parse(text, parsing_timeout=seconds, raise_on_error=True, **where)
-        equal = verify(expected, parsed, timeout_seconds=seconds, raise_on_error=True, **how)
+        parsed = parse(text, parsing_timeout=seconds, raise_on_error=True, **extraction)
+        equal = verify(expected, parsed, timeout_seconds=seconds, raise_on_error=True, **options)
     except TimeoutException:
         return math.nan
-    except Exception:  # sympy has no class of its own for what it cannot compare
+    except Exception:  # sympy raises many classes for expressions that it cannot compare
         return 0.0
     return float(equal)

@@ -1,4 +1,4 @@
-"""Format by a regular expression, which may take forever: this file is run in a worker."""
+"""Format by a regular expression, whose search may never end. This file runs in a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 
 def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = False) -> list[float]:
-    """1 where the pattern is found (`whole`: is all of the text). A dot is a line end, too."""
+    """Return 1 where the completion contains the pattern, else 0.
+
+    Args:
+        completions: N completions.
+        pattern: regular expression, in which a dot matches a line end too.
+        whole: require that the pattern matches the full completion.
+    """
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search
     return [float(find(text) is not None) for text in completions]

@@ -1,16 +1,15 @@
-"""What a source of tests says: which statements are tests, which names it takes from the answer."""
+"""Analysis of a source of tests: its tests, and the names that it takes from the answer."""
 
 import ast
 import builtins
 import contextlib
 import importlib
 import symtable
-from types import CodeType
 
-ASSERTING = "<asserting>"  # no name that a source can have
+import wire
 
-
-# Names that tests use without an import because answers import them as well.
+APPLY_CHANGES = "<apply changes>"  # a source cannot contain this name
+# Names that tests use without an import, because answers import them as well.
 WELL_KNOWN = {
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
     "datetime": "date datetime timedelta",
@@ -19,17 +18,16 @@ WELL_KNOWN = {
     "math": "inf isclose nan pi tau",
     "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
 }
-PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-ATTRIBUTES = {name for kind in PLAIN for name in dir(kind)}
 MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
+ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 
 
-def statements_of(source: str) -> list[tuple[ast.stmt, bool]]:
-    """Return each statement, and whether it is a test; the others prepare.
+def statements_of(source):
+    """Return (statement, is_test) for each statement of the source.
 
-    A test is an assert, or the call of a function that the tests define or that is called
-    assert…: `check(f)`, `case.assertEqual(f(1), 2)`. A call of the answer (`stack.push(1)`) judges
-    nothing.
+    A test is an assert, or a call of a function that the tests define or whose name begins with
+    assert: `check(f)`, `case.assertEqual(f(1), 2)`. Every other statement is setup, also a call of
+    the answer such as `stack.push(1)`.
     """
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -37,11 +35,11 @@ def statements_of(source: str) -> list[tuple[ast.stmt, bool]]:
     return [(statement, _is_test(statement, defined, answers)) for statement in tree.body]
 
 
-def count_tests(source: str) -> int:
+def count_tests(source):
     return sum(is_test for _, is_test in statements_of(source))
 
 
-def _is_test(statement: ast.stmt, defined: set[str], answers: set[str]) -> bool:
+def _is_test(statement, defined, answers):
     if isinstance(statement, ast.Assert):
         return True
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
@@ -55,12 +53,12 @@ def _is_test(statement: ast.stmt, defined: set[str], answers: set[str]) -> bool:
     return name.startswith("assert") or (function is root and name in defined)
 
 
-def names_of_answer(source: str) -> set[str]:
-    """Return the names that tests take from the answer: those that they do not define.
+def names_of_answer(source):
+    """Return the names that tests take from the answer: the names that they do not define.
 
-    The answer must not define what judges it, such as `isinstance`, `math` or `Counter`. The names
-    of builtins, of modules and of well-known types are therefore the answer's only if the tests
-    name nothing else (`assert sum(10, 15) == 6`).
+    The answer must not define what judges it, such as `isinstance`, `math` or `Counter`. Names of
+    builtins, modules and well-known types are therefore the answer's only if the tests use no other
+    undefined name (`assert sum(10, 15) == 6`).
     """
     free = free_names(source) - modules_of(source)
     known = vars(builtins).keys() | MODULE_OF.keys()
@@ -68,50 +66,56 @@ def names_of_answer(source: str) -> set[str]:
     return own or (free if len(free) == 1 else set())
 
 
-def borrowed(source: str) -> dict[str, object]:
-    """Return what tests use without an import and is not the answer's: name → module or type."""
+def borrowed(source):
+    """Return the modules and types that tests use without an import, by name.
+
+    A name that the tests take from the answer is not among them.
+    """
+    modules = {name: MODULE_OF[name] for name in free_names(source) & MODULE_OF.keys()}
+    modules |= dict.fromkeys(modules_of(source))
     found = {}
-    wanted = dict.fromkeys(modules_of(source))
-    wanted |= {name: MODULE_OF[name] for name in free_names(source) & MODULE_OF.keys()}
-    for name in wanted.keys() - names_of_answer(source):
+    for name in modules.keys() - names_of_answer(source):
         with contextlib.suppress(ImportError):
-            module = importlib.import_module(wanted[name] or name)
-            found[name] = getattr(module, name) if wanted[name] else module
+            module = importlib.import_module(modules[name] or name)
+            found[name] = getattr(module, name) if modules[name] else module
     return found
 
 
-def modules_of(source: str) -> set[str]:
-    """Return the names that tests use as modules, `name.attribute` alone.
-
-    A name in CapWords is a class.
-    """
+def modules_of(source):
+    """Return the names that tests use as modules: only as `name.attribute`, and not in CapWords."""
     nodes = list(ast.walk(ast.parse(source)))
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
     others = {n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in bases}
     return {name for name in free_names(source) - others if not name[0].isupper()}
 
 
-def uses_objects(source: str) -> bool:
+def uses_objects(source):
     """Return whether tests use an object that is not plain data.
 
     They do if they read an attribute that no builtin type has, or call a method for its effect.
     """
-    tree = ast.parse(source)
-    bound = {alias.asname or alias.name for node in ast.walk(tree)
-             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}  # fmt: skip
-    modules = bound | modules_of(source)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-             and not node.attr.startswith("assert")
-             and not (isinstance(node.value, ast.Name) and node.value.id in modules)]  # fmt: skip
-    effects = {id(node.value.func) for node in ast.walk(tree)
-               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)}  # fmt: skip
-    return any(node.attr not in ATTRIBUTES or id(node) in effects for node in found)
+    nodes = list(ast.walk(ast.parse(source)))
+    modules = modules_of(source)
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules |= {alias.asname or alias.name for alias in node.names}
+    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    effects = {id(value.func) for value in statements if isinstance(value, ast.Call)}
+    for node in nodes:
+        if not isinstance(node, ast.Attribute) or node.attr.startswith("assert"):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id in modules:
+            continue
+        if node.attr not in ATTRIBUTES or id(node) in effects:
+            return True
+    return False
 
 
-def free_names(source: str) -> set[str]:
+def free_names(source):
     """Return the global names that a source reads and does not define."""
     top = symtable.symtable(source, "<tests>", "exec")
-    names, tables = set(), [top]
+    names = set()
+    tables = [top]
     while tables:
         table = tables.pop()
         tables += table.get_children()
@@ -122,27 +126,27 @@ def free_names(source: str) -> set[str]:
     return names - bound
 
 
-class _Deferred(ast.NodeTransformer):
-    """Marks asserts, and calls such as `self.assertEqual(…)`, by a context; see `judge.Session`."""
+class _ApplyChanges(ast.NodeTransformer):
+    """Adds a call of APPLY_CHANGES after each statement.
 
-    def visit_Assert(self, node: ast.stmt) -> ast.With:
-        return _with(True, [node])
+    Changes that the answer makes to its arguments reach the tests after the statement. Therefore
+    `assert f(x) == sorted(x)` sorts the x that was given, even if f has emptied its x.
+    """
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return _with(True, [node]) if _is_test(node, set(), set()) else node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self.generic_visit(node)
-        node.body = [_with(False, node.body)]
+    def generic_visit(self, node):
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):  # the body of a lambda is an expression
+                setattr(node, field, [part for s in statements for part in (s, _apply_after(s))])
         return node
 
 
-def _with(is_asserting: bool, body: list[ast.stmt]) -> ast.With:
-    context = ast.Call(ast.Name(ASSERTING, ast.Load()), [ast.Constant(is_asserting)], [])
-    node = ast.With([ast.withitem(context)], body)
-    return ast.fix_missing_locations(ast.copy_location(node, body[0]))
+def _apply_after(statement):
+    call = ast.Call(ast.Name(APPLY_CHANGES, ast.Load()), [], [])
+    return ast.fix_missing_locations(ast.copy_location(ast.Expr(call), statement))
 
 
-def compiled(statement: ast.stmt) -> CodeType:
-    part = ast.Module([_Deferred().visit(statement)], [])
-    return compile(part, "<tests>", "exec")
+def compiled(statement):
+    """Compile a statement of the tests, with a call of APPLY_CHANGES after each statement in it."""
+    return compile(_ApplyChanges().visit(ast.Module([statement], [])), "<tests>", "exec")

@@ -1,8 +1,8 @@
-"""The format in which an answer's process and its judge exchange plain data.
+"""The messages between a judge, which runs tests, and the process that runs an answer.
 
 A message is its length in 4 bytes, then JSON. Decoding builds exact builtin types, and a few types
-of the standard library from a closed table, never a class that the message names. Size and depth
-are bounded on both sides.
+of the standard library from a closed table, never a class that the message names. Both sides bound
+the size and the depth of a message.
 """
 
 import importlib
@@ -13,118 +13,170 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 MOST_BYTES = 16 << 20
 MOST_DEPTH = 100
-EXACT = 1 << 53  # JSON's readers agree on integers up to here; longer ones travel in base 16
-
-SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-BYTES = {"bytes": bytes, "bytearray": bytearray}
-NUMBERS = {"complex": complex, "range": range}
-TEXTS = {  # name → module, the constructor's name
-    "Fraction": ("fractions", None),
-    "Decimal": ("decimal", None),
-    "date": ("datetime", "fromisoformat"),
-    "datetime": ("datetime", "fromisoformat"),
+# Classes that both processes have.
+PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
+# Classes that are sent as a list of their items, or of their keys and values.
+FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
+FROM_PAIRS = (dict, Counter, OrderedDict)
+TAGS: dict[type, str] = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
+KINDS = {tag: kind for kind, tag in TAGS.items()}
+TAGS[defaultdict] = "dict"  # the default factory is not sent
+# Types that are sent as their text, and the modules that define them.
+FROM_TEXT = {
+    "complex": "builtins",
+    "Fraction": "fractions",
+    "Decimal": "decimal",
+    "date": "datetime",
+    "datetime": "datetime",
 }
-NAMES = {kind: name for table in (SEQUENCES, MAPPINGS, BYTES) for name, kind in table.items()}
-NAMES[defaultdict] = "dict"  # its factory stays behind
 
 
 class Malformed(Exception):
-    """A message that is not of this format, or that has no end."""
+    """A message that has a different format or that ends early."""
 
 
-class Channel:
-    """Two pipe ends: messages out and messages in."""
+def encode(value, refer, depth=0):
+    """Return the JSON tree of a value. `refer(value)` encodes whatever is not plain data."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:  # Python refuses to read longer decimal numbers
+        return value if value.bit_length() < 64 else ["int", hex(value)]
+    if depth > MOST_DEPTH:
+        raise ValueError(f"expected data nested at most {MOST_DEPTH} deep")
+    if kind in TAGS:
+        tag = TAGS[kind]
+        parts = value
+        if kind is range:
+            parts = (value.start, value.stop, value.step)
+        elif KINDS[tag] in FROM_PAIRS:
+            parts = [part for pair in value.items() for part in pair]
+        return [tag, *(encode(part, refer, depth + 1) for part in parts)]
+    # A process that has not imported the module cannot hold a value of the type.
+    module = sys.modules.get(FROM_TEXT.get(kind.__name__, ""))
+    if module is not None and getattr(module, kind.__name__, None) is kind:
+        return [kind.__name__, str(value)]
+    return refer(value)
 
-    def __init__(self, source: int, sink: int) -> None:
-        self.source = source
-        self.sink = sink
 
-    def send(self, message: object) -> None:
-        data = json.dumps(message).encode()
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"expected data of at most {MOST_BYTES} bytes, got {len(data)}")
-        left = memoryview(len(data).to_bytes(4, "big") + data)
+def decode(tree, resolve, depth=0):
+    """Return the value of a JSON tree. `resolve(tag, *parts)` decodes trees of other tags.
+
+    Raises:
+        Malformed: the tree is not a value, for example a set of lists.
+    """
+    if not isinstance(tree, (list, dict)):
+        return tree
+    try:
+        tag, *parts = tree if isinstance(tree, list) and depth <= MOST_DEPTH else ()
+        if tag == "int":
+            return int(parts[0], 16)
+        if tag in FROM_TEXT:
+            kind = getattr(importlib.import_module(FROM_TEXT[tag]), tag)
+            return getattr(kind, "fromisoformat", kind)(parts[0])
+        if tag not in KINDS:
+            return resolve(tag, *parts)
+        parts = [decode(part, resolve, depth + 1) for part in parts]
+        kind = KINDS[tag]
+        if kind is range:
+            return range(*parts)
+        if kind in FROM_PAIRS:
+            return kind(dict(zip(parts[::2], parts[1::2], strict=True)))
+        return kind(parts)
+    except Exception as error:
+        raise Malformed(f"expected a value, got {tree!r:.60}: {error!r:.200}") from None
+
+
+class Peer:
+    """One end of the connection between a judge and an answer. Each end can call the other.
+
+    An object that is not plain data stays in its process. The other process gets its number.
+
+    A subclass defines three methods. `operation(name)` returns the function that carries out a
+    request. `refer(value)` returns the tree of a value that is not plain data.
+    `resolve(tag, *parts)` returns the value of a tree that the other process's `refer` has written.
+
+    Args:
+        descriptor: a connected socket.
+    """
+
+    def __init__(self, descriptor):
+        self.descriptor = descriptor
+        self.objects = []
+        # Numbers by id(object). `objects` keeps each object alive, so that no id is used twice.
+        self.numbers = {}
+
+    def encode(self, value):
+        return encode(value, self.refer)
+
+    def decode(self, tree):
+        return decode(tree, self.resolve)
+
+    def number(self, value):
+        """Return the number by which the other process refers to an object of this process."""
+        number = self.numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)
+        return number
+
+    def request(self, operation, args):
+        """Send a request, serve the requests that come back, and return (kind, parts) of the reply.
+
+        Args:
+            operation: name of the operation.
+            args: tree of [positional arguments, keyword arguments].
+        """
+        self.send(pack(["call", operation, args]))
+        while True:
+            kind, *parts = self.receive()
+            if kind != "call":
+                return kind, parts
+            self.serve(*parts)
+
+    def serve(self, operation, args):
+        """Carry out a request and send its reply: an error, or the result and changed arguments."""
+        try:
+            call = self.operation(operation)
+            args = self.decode(args)
+            before = self.encode(args)
+            result = self.encode(call(*args[0], **args[1]))
+            after = self.encode(args)
+            reply = pack(["value", result, None if after == before else after])
+        except BaseException as error:  # the other process raises the same error
+            reply = self.failure(error)
+        self.send(reply)
+
+    def failure(self, error):
+        """Return the reply for an exception: its type, arguments and attributes."""
+        try:
+            return pack(["error", *map(self.encode, (type(error), [*error.args], vars(error)))])
+        except Exception:  # an argument that cannot be sent
+            return pack(["error", ["name", "RuntimeError"], ["list"], ["dict"]])
+
+    def send(self, data):
+        left = memoryview(data)
         while left:
-            left = left[os.write(self.sink, left) :]
+            left = left[os.write(self.descriptor, left) :]
 
-    def receive(self) -> object:
+    def receive(self):
         size = int.from_bytes(self._read(4), "big")
         if size > MOST_BYTES:
             raise Malformed(f"expected a message of at most {MOST_BYTES} bytes, got {size}")
-        try:
-            return json.loads(self._read(size))
-        except (ValueError, RecursionError) as error:
-            raise Malformed(f"expected JSON, got {error}") from None
+        return json.loads(self._read(size))
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size):
         data = bytearray()
         while len(data) < size:
-            part = os.read(self.source, min(size - len(data), 1 << 20))
+            part = os.read(self.descriptor, size - len(data))
             if not part:
                 raise Malformed("the other process has closed its end")
             data += part
         return bytes(data)
 
 
-def encode(value, refer, depth=0):
-    """Return the JSON tree of plain data; `refer` encodes everything else."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return value if -EXACT < value < EXACT else ["int", hex(value)]
-    if depth > MOST_DEPTH:
-        raise ValueError(f"expected data nested at most {MOST_DEPTH} deep")
-    name = NAMES.get(kind)
-    if name in SEQUENCES:
-        return [name, *(encode(item, refer, depth + 1) for item in value)]
-    if name in MAPPINGS:
-        pairs = [part for pair in value.items() for part in pair]
-        return [name, *(encode(part, refer, depth + 1) for part in pairs)]
-    if name in BYTES:
-        return [name, value.hex()]
-    if kind is complex:
-        return ["complex", value.real, value.imag]
-    if kind is range:
-        return ["range", *(encode(part, refer) for part in (value.start, value.stop, value.step))]
-    name = kind.__name__
-    module = sys.modules.get(TEXTS[name][0]) if name in TEXTS else None
-    if module is not None and getattr(module, name, None) is kind:
-        return [name, str(value)]
-    return refer(value)
-
-
-def decode(tree, resolve, depth=0):
-    """Return the value of a JSON tree; `resolve` decodes what `refer` encoded.
-
-    Raises Malformed for anything else, also for a set of lists or a date of nonsense.
-    """
-    if not isinstance(tree, list):
-        if isinstance(tree, dict):
-            raise Malformed("expected a value, got a JSON object")
-        return tree
-    if depth > MOST_DEPTH or not tree or type(tree[0]) is not str:
-        raise Malformed("expected a tagged value")
-    name = tree[0]
-    try:
-        if name in SEQUENCES:
-            return SEQUENCES[name](decode(item, resolve, depth + 1) for item in tree[1:])
-        if name in MAPPINGS:
-            parts = [decode(item, resolve, depth + 1) for item in tree[1:]]
-            return MAPPINGS[name](dict(zip(parts[::2], parts[1::2], strict=True)))
-        if name == "int":
-            return int(tree[1], 16)
-        if name in BYTES:
-            return BYTES[name].fromhex(tree[1])
-        if name in NUMBERS:
-            return NUMBERS[name](*(decode(part, resolve, depth + 1) for part in tree[1:]))
-        if name in TEXTS and type(tree[1]) is str:
-            module, constructor = TEXTS[name]
-            kind = getattr(importlib.import_module(module), name)
-            return getattr(kind, constructor)(tree[1]) if constructor else kind(tree[1])
-        return resolve(*tree)
-    except Malformed:
-        raise
-    except Exception as error:
-        raise Malformed(f"expected a {name}, got {error}") from None
+def pack(message):
+    """Return the bytes of a message."""
+    data = json.dumps(message).encode()
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"expected data of at most {MOST_BYTES} bytes, got {len(data)}")
+    return len(data).to_bytes(4, "big") + data

@@ -1,0 +1,35 @@
+"""Rewards of single tokens, and their sum over a completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rewards.calling import Score
+
+
+def score_sum(score: Score | str) -> float:
+    """Return a completion's reward as one number. A reason or None gives NaN."""
+    if isinstance(score, list):
+        return float(sum(score))
+    return math.nan if score is None or isinstance(score, str) else score
+
+
+def per_token_rewards(
+    scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
+    lengths: Sequence[int] | None,
+) -> list[Tensor] | None:
+    """Return the weighted rewards of each completion's tokens, or None if no function gave any."""
+    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
+        return None
+    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    for weight, scores in scored:
+        for reward, score in zip(rewards, scores, strict=True):
+            if isinstance(score, list):
+                reward += weight * torch.tensor(score, dtype=torch.float64)
+            elif score is not None:  # an empty completion has no last token
+                reward[-1:] += weight * score_sum(score)
+    return [reward.float() for reward in rewards]

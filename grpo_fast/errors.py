@@ -125,10 +125,6 @@ class WriteError(RunError):
     """A run's file could not be written. The file holds what it held before."""
 
 
-class CheckpointError(RunError):
-    """A checkpoint could not be written. The message says why, and what is still there."""
-
-
 class RankError(RunError):
     """Another rank has failed or does not answer. The message names it."""
 

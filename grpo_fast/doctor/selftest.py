@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -213,8 +214,10 @@ def resumed_differences() -> float:
         full = Path(folder, "full")
         resumed = Path(folder, "resumed")
         loop.train(load_recipe("sort", [*RUN, f"output_dir={full}"]))
-        first = checkpoints_in(full)[-1]
-        loop.train(load_recipe("sort", [*RUN, f"output_dir={resumed}", f"resume={first}"]))
+        shutil.copytree(full, resumed)
+        newest, first = checkpoints_in(resumed)
+        shutil.rmtree(newest)
+        loop.train(load_recipe("sort", [*RUN, f"output_dir={resumed}", "resume=auto"]))
         ends = [load_file(run / "model" / "model.safetensors") for run in (full, resumed)]
         start = load_file(export(first, Path(folder, "first")) / "model.safetensors")
     if all(torch.equal(start[name], ends[0][name]) for name in start):

@@ -190,7 +190,7 @@ def load_shards(*folders: str) -> Any:
                 apart += [f"{folder} {x}" for x in ours.keys() ^ theirs.keys()]
                 apart += [
                     f"{folder} {x}" for x, tensor in ours.items()
-                    if not torch.equal(distributed.whole(tensor).detach(), theirs[x])
+                    if not torch.equal(distributed.full_tensor(tensor).detach(), theirs[x])
                     or tensor.requires_grad != theirs[x].requires_grad
                     or (kind == "named_parameters") != hasattr(tensor, "full_tensor")
                 ]  # fmt: skip

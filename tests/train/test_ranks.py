@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,11 @@ LEFT = [
 ]
 
 
+def copied(run: Path, name: str) -> str:
+    """A copy of a run's folder, in which the run goes on."""
+    return str(shutil.copytree(run, run.with_name(name)))
+
+
 @pytest.mark.parametrize("case, kind, passes, place", LEFT)
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     ranks, plain, tmp_path, case, kind, passes, place
@@ -137,28 +143,29 @@ def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     """A signal that one rank gets ends all of them at the same step."""
     left, whole = tmp_path / "left", tmp_path / "whole"
     other = "ddp" if kind == "fsdp2" else "fsdp2"
-    found = ranks(
-        2,
-        ["train_until", case, kind, str(left), 1, passes],
-        ["train", case, kind, str(tmp_path / "two"), f"resume={left}"],
-        ["train", case, other, str(tmp_path / "other"), f"resume={left}"],
-        ["train", case, kind, str(whole)],
-    )
+    found = ranks(2, ["train_until", case, kind, str(left), 1, passes])
     assert all(x[0]["code"] == SAVED and x[0]["seen"] >= passes for x in found), found
     [saved] = checkpoints_in(left)
     assert saved.name == place
-    assert differences(tmp_path / "two", whole, 0.0) == []
-    ranks(4, ["train", case, kind, str(tmp_path / "four"), f"resume={left}"])
-    ranks(1, ["train", case, None, str(tmp_path / "one"), f"resume={left}"])
-    for name in ("other", "four", "one"):
-        assert differences(tmp_path / name, plain(case)) == [], name
+    two, others, four, one = (copied(left, name) for name in ("two", "other", "four", "one"))
+    ranks(
+        2,
+        ["train", case, kind, two, "resume=auto"],
+        ["train", case, other, others, "resume=auto"],
+        ["train", case, kind, str(whole)],
+    )
+    assert differences(Path(two), whole, 0.0) == []
+    ranks(4, ["train", case, kind, four, "resume=auto"])
+    ranks(1, ["train", case, None, one, "resume=auto"])
+    for name in (others, four, one):
+        assert differences(Path(name), plain(case)) == [], name
 
 
 def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
     ranks(1, ["train_until", "mu", None, str(tmp_path / "left"), 0, 70])
     assert len(checkpoints_in(tmp_path / "left")) == 1
     for kind in ("ddp", "fsdp2"):
-        ranks(2, ["train", "mu", kind, str(tmp_path / kind), f"resume={tmp_path / 'left'}"])
+        ranks(2, ["train", "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])
         assert differences(tmp_path / kind, plain("mu")) == []
 
 

@@ -18,7 +18,7 @@ from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning import memory_model
 from grpo_fast.train.planning.memory_model import Shape, predict, predict_run, trainable_parameters
-from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
+from grpo_fast.train.planning.plan import KNOWN_MODELS, OPTIONS, Group, plan, render
 from tests.tiny import SYMBOLS, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -225,22 +225,22 @@ def shown(found):
 def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     found = plan("qwen2.5-0.5b", ["gpu=141", "prompt=8192", "completion=512", "group=16"])
     assert found.shape.parameters == 494_032_768 and found.shape.tied
-    memory = dict(found.memory)
-    assert set(memory) == {label for label, _ in OPTIONS}
+    memory = found.memory
+    assert list(memory) == list(OPTIONS)
     most = [memory[label].tokens(found.usable) for label in (
         "as configured", "checkpointing", "+ tiled MLP", "+ tiled MLP, offload",
         "+ tiled MLP, offload, 8-bit Adam",
     )]  # fmt: skip
     assert most == sorted(set(most))
     text = shown(found)
-    assert "494M parameters in 141 GB" in text and "16,368" in text and "139,248" in text
-    assert len(found.cases) == len(CASES)  # the wanted one is among them
+    assert "494M parameters in 141 GB" in text
+    assert found.group.tokens == 8192 + 16 * 511
     # The head's workspace is that of the GPU in question, not of the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 48 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
-    assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
+    assert recipe.group == (8192, 128, 4) and "as configured" in shown(recipe)
     config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])
-    assert recipe.memory[0][1] == predict_run(recipe.shape, config, "cuda", 0)
+    assert recipe.memory["as configured"] == predict_run(recipe.shape, config, "cuda", 0)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
     assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
@@ -270,7 +270,9 @@ def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
     monkeypatch.setattr("grpo_fast.train.planning.plan.host_memory", lambda: 64 * 10**9)
     found = plan("sort", [])
     assert (found.device, found.gb, found.usable) == ("cpu", 64.0, 32e9)
-    assert found.memory[0][1] == predict_run(found.shape, load_recipe("sort"), "cpu", 64 * 10**9)
+    assert found.memory["as configured"] == predict_run(
+        found.shape, load_recipe("sort"), "cpu", 64 * 10**9
+    )
     assert "64 GB of this machine, which has no GPU" in " ".join(shown(found).split())
 
 
@@ -285,8 +287,8 @@ def test_a_gpu_by_its_name(word, gb):
 
 def test_what_fits_comes_first_and_a_sentence_last():
     small, large, none = (plan("qwen2.5-7b", [f"gpu={gb}"]) for gb in (80, 1000, 4))
-    labels = [label for label, _ in small.ranked]
-    assert labels[0] == "checkpointing, LoRA r=16" and set(labels) == {name for name, _ in OPTIONS}
+    labels = small.ranked
+    assert labels[0] == "checkpointing, LoRA r=16" and set(labels) == set(OPTIONS)
     assert labels[2] == "as configured"
     sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
     assert small.verdict.startswith(sentence) and render(small)[-1] == small.verdict
@@ -295,11 +297,10 @@ def test_what_fits_comes_first_and_a_sentence_last():
     assert none.verdict.endswith(" GB are needed, 3.6 GB are planned with.")
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_group_without_end_is_planned_at_once(shared):
-    assert Case(7, 5, 3).tokens(shared) == trunk_tokens(7, [5, 5, 5], shared=shared)
-    assert Case(7, 5, 10**12).tokens(shared) == 10**12 * 4 + (7 if shared else 7 * 10**12)
-    assert Case(7, 5, 1).tokens(shared) == 7 + 4
+def test_a_group_without_end_is_planned_at_once():
+    assert Group(7, 5, 3).tokens == trunk_tokens(7, [5, 5, 5], shared=True)
+    assert Group(7, 5, 10**12).tokens == 10**12 * 4 + 7
+    assert Group(7, 5, 1).tokens == 7 + 4
 
 
 WRONG = [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}',

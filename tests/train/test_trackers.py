@@ -81,6 +81,8 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     expected = "expected trackers whose packages are installed, got tensorboard, wandb"
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
+    with pytest.raises(ValueError, match="log.trackers: expected one of .*mlflow.*, got 'tensor'"):
+        loop.train(load_recipe("sort", [*WORDS, "log.trackers=[tensor]", words[1]]))
     assert not list(tmp_path.iterdir())
 
 

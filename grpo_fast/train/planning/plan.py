@@ -97,7 +97,7 @@ class Plan(NamedTuple):
     shape: Shape
     device: str  # "cuda" or "cpu"
     gb: float  # memory of the device, in 10⁹ bytes
-    memory: dict[str, Memory]  # by options; the first is the configuration as it is
+    memory: dict[str, Memory]  # by options, the unchanged configuration first
     group: Group
     dtypes: str
 
@@ -212,7 +212,7 @@ def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> t
         config = _transformers_config(model, data)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # every architecture raises errors of its own
+    except Exception as error:  # every architecture raises different errors
         if model.config is not None:
             kind = model.config["model_type"]
             raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error

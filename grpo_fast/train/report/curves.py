@@ -95,7 +95,7 @@ def smooth(points: Series) -> Series:
     half = max(1, len(points) // 40)
     smoothed = []
     for index in range(0, len(points), 1 + len(points) // SMOOTHED):
-        # Narrower at the ends, on both sides: a window on one side would lag behind a slope.
+        # Shrink the window at the ends on both sides: a window on one side would shift a slope.
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
         smoothed.append((points[index][0], math.fsum(window) / len(window)))

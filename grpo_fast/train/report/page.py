@@ -51,7 +51,7 @@ class CompletionsPage:
         most: The largest size of the file in bytes.
     """
 
-    def __init__(self, path: str | Path, title: str, most: int) -> None:
+    def __init__(self, path: str | Path, title: str, most: int = 8 << 20) -> None:
         self.path = Path(path)
         self.title = title
         self.most = most

@@ -97,8 +97,7 @@ class RunReport(AbstractContextManager[Any]):
         with written(folder):
             self._metrics = JsonLines(folder / "metrics.jsonl", self._lengths[0])
             self._prompts = JsonLines(folder / "prompts.jsonl", self._lengths[1])
-        most = config.page_megabytes * 2**20
-        self._page = CompletionsPage(folder / "completions.html", folder.name, most)
+        self._page = CompletionsPage(folder / "completions.html", folder.name)
         settings = read_yaml_file(folder / "config.yaml", "config.yaml")
         self._trackers = start_trackers(config.trackers, folder, settings)
         # 2. The page shows the finished steps. Tables of later steps will be written again.

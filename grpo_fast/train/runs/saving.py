@@ -58,7 +58,7 @@ class Saver:
         stopping.may_stop = lambda: not self.has_moved()
 
     def mark(self, **changes: Any) -> None:
-        """Remember the run as it is now, with these changes of its state."""
+        """Remember the current state of the run, with some of its fields changed."""
         trainer = self.trainer
         collector = self.collector
         tensors = trainer.weights()

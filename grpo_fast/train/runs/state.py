@@ -33,7 +33,7 @@ STATE = "state.json"
 
 @dataclass
 class Rows:
-    """What the latest step has to log."""
+    """The rows that the latest step has to log."""
 
     metrics: dict[str, float]
     updates: list[dict[str, float]]
@@ -106,7 +106,7 @@ def refused(argument: str, checkpoint: Path) -> Iterator[None]:
     """Raise a ValueError that names the argument and the checkpoint for any error inside."""
     try:
         yield
-    except Exception as error:  # safetensors and torch raise classes of their own
+    except Exception as error:  # safetensors and torch raise many classes
         is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
         if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
             raise

@@ -37,7 +37,7 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
 LEFT_ALONE = 3  # exit status of a rank that misses another
-EVERY, FILES, PASSES = 5, 11, 5  # steps between saves; what one flushes; passes of a rollout
+EVERY, FILES, PASSES = 5, 10, 5  # steps between saves; what one flushes; passes of a rollout
 
 
 def die(*_: Any) -> None:

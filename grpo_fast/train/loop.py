@@ -30,7 +30,6 @@ from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start
 from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import Rows
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.step import Step, update_rows
@@ -106,12 +105,14 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
         before = _evaluated(0, saver, evaluate)
         saver.report.log(0, before)
         saver.mark(before=before, after=before)
-    _log(saver, evaluate)  # a resumed run may have saved a step before it was logged
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # 2. to 6.
         # 7. Log the step, and evaluate if that is due.
-        saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
-        _log(saver, evaluate)
+        _log(step, collector, trainer, saver.report)
+        found = _evaluated(number, saver, evaluate)
+        metrics = finite(metrics | found)
+        saver.report.log(number, metrics)
+        saver.mark(step=number, metrics=metrics, after=found or saver.state.after)
         # 8. Save a checkpoint if one is due.
         if saver.is_due():
             saver.save()
@@ -141,13 +142,15 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
     return step, trainer.finish(step)
 
 
-def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Return what a finished step has to log. Collective: each rank has a part of its batch."""
+def _log(step: Step, collector: Collector, trainer: Trainer, report: RunReport) -> None:
+    """Log prompts, updates and completions of a step. Collective: each rank has a part of them."""
     config = trainer.config
     number = step.number
-    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
+    report.prompts([vars(record) for record in step.records])
     if config.log.every_update:
-        rows.updates = update_rows(step.updates, (number - 1) * trainer.updates_per_step + 1)
+        first = (number - 1) * trainer.updates_per_step + 1
+        for row in update_rows(step.updates, first):
+            report.log(number, row)
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
         size = config.rollout.group_size
@@ -156,38 +159,18 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
         shown = samples[list(range(min(len(samples), groups * size)))]
         examples = collector.examples_of(shown)
         sent = prompt_texts(trainer.policy, [example.prompt for example in examples])
-        rows.completions = rows_of(
+        rows = rows_of(
             shown, step.batch.used_advantages(), examples, sent, trainer.policy.tokenizer,
             partial(scorer_for, config.data.task), group_size=size,
         )  # fmt: skip
-    return rows
-
-
-def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Log the latest finished step, unless it is logged, with an evaluation if one is due."""
-    rows = saver.state.unlogged
-    if rows is None:
-        return
-    number = saver.state.step
-    config = saver.config
-    report = saver.report
-    metrics = rows.metrics
-    after = saver.state.after
-    report.prompts(rows.prompts)
-    for row in rows.updates:
-        report.log(number, row)
-    if rows.completions:
-        report.completions(number, rows.completions)
-    every = config.eval.every
-    if number == config.steps or (every and number % every == 0):
-        found = _evaluated(number, saver, evaluate)
-        metrics = finite(metrics | found)
-        after = found or after
-    report.log(number, metrics)
-    saver.mark(metrics=metrics, after=after, unlogged=None)
+        report.completions(number, rows)
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
-    """Return metrics on the held-out questions, with the weights after `number` steps."""
+    """Return metrics on the held-out questions after a step, or {} if no evaluation is due."""
+    every = saver.config.eval.every
+    is_due = number in (0, saver.config.steps) or (every and number % every == 0)
+    if not is_due:
+        return {}
     with awake(saver.collector.engine, saver.trainer.policy, version=number) as engine:
         return evaluate(engine)

@@ -1,4 +1,4 @@
-"""A run that is left at any place goes on bit for bit: weights, metrics, prompts, pages."""
+"""Runs that are interrupted anywhere and resume bit for bit: weights, metrics, prompts, pages."""
 
 import itertools
 import os
@@ -64,13 +64,13 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """The folder of a run that has checkpoints of its three steps, and its result."""
+    """Return the folder of a run with checkpoints of its three steps, and the result of the run."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     return folder, run(folder, *EVERY)
 
 
 def left_at(folder, monkeypatch, at, *overrides, **options):
-    """A run that a signal ends in place of its `at`-th forward pass."""
+    """Start a run that a signal ends at its `at`-th forward pass."""
     leave = Leave(monkeypatch, at)
     with pytest.raises(Stopped) as stopped:
         run(folder, *overrides, **options)
@@ -85,7 +85,7 @@ def same(found, expected):
 
 
 def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
-    """Leave at these shares of all forward passes, one after the other in the same run."""
+    """Interrupt a run at each of these fractions of its forward passes, and resume it."""
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *overrides, **options)
     assert {"model/model.safetensors:lm_head.weight", "metrics", "prompts", "page"} <= whole.keys()
@@ -102,7 +102,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
-    """A dropout or an engine would draw from them. What a step drew before is drawn again."""
+    """A resumed step repeats the draws from torch's generator, as of a dropout or an engine."""
     loss, decode = gradients.packed_loss, hf.decode
 
     def with_dropout(*arguments):
@@ -185,7 +185,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
 
 
 STEP = "step_000002"
-# Where a save ends: what is called there, and whether this call (its number, its arguments) is it.
+# Places in a save where a process is killed: the function that is called there, and a condition on
+# the number of the call and its arguments.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
@@ -197,7 +198,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """As after kill -9: what was half written is there, and nobody has tidied up."""
+    """As after kill -9, the unfinished files stay on the disk."""
 
     class Killed(BaseException):
         pass
@@ -288,7 +289,7 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, steps, kills", [(1, 60, (2, 1, 1)), (2, 16, (1, 1, 0))])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(ranks, steps, kills):
-    """`make soak` in small: SIGKILL in saves, in a rollout and at a random moment."""
+    """A small `make soak`: SIGKILL in saves, in a rollout and at a random moment."""
     words = ["--ranks", str(ranks), "--steps", str(steps)]
     for name, count in zip(("saves", "rollouts", "moments"), kills, strict=True):
         words += [f"--{name}", str(count)]

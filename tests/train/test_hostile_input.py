@@ -1,4 +1,4 @@
-"""Folders, files and settings made to break the commands: each ends in one sentence, none hangs."""
+"""Hostile folders, files and settings: every command ends with one sentence, and none hangs."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
-    # A missing package is left to the one who names it.
+    # The error for a missing package passes, because `__main__` names the extra to install.
     error = ModuleNotFoundError("No module named 'peft'", name="peft")
     monkeypatch.setattr(EVAL, Mock(side_effect=error))
     with pytest.raises(ModuleNotFoundError):
@@ -148,7 +148,7 @@ def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, sai
 
 
 def test_the_last_position_is_used(tmp_path):
-    """Four tokens of prompt and thirteen new ones: the last of them is not fed."""
+    """A prompt of four tokens leaves room for thirteen, because the last one is not fed back."""
     words = (CONFIG, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
 

@@ -1,4 +1,4 @@
-"""The memory model against autograd and the allocator's peak, its inverse; `grpo-fast plan`."""
+"""The memory model compared with autograd and with the allocator's peak; `grpo-fast plan`."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ TOKENS = 1024
 
 
 def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
-    """(policy, shape, its memory as predicted, a packed row of TOKENS tokens)."""
+    """Return a policy, its shape, its predicted memory, and a packed row of TOKENS tokens."""
     fields = {**SIZES, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
@@ -45,7 +45,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
 
 
 def kept_bytes(policy, packed):
-    """Bytes of the different storages that autograd keeps, weights apart."""
+    """Return the bytes of the storages that autograd keeps, without weights."""
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
     def pack(x):
@@ -61,7 +61,7 @@ def kept_bytes(policy, packed):
 
 
 def peak_bytes(step):
-    """The allocator's peak beyond what was there before."""
+    """Return the allocator's peak above the memory before the call."""
     gc.collect()  # cycles of other tests, freed in the middle, would be taken off the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
@@ -81,7 +81,7 @@ def peak_bytes(step):
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
-    """Forward and backward of the trunk peak within 12% of the prediction (tiny: norms count)."""
+    """The peak of forward and backward is within 12% of the prediction, for a tiny model."""
     policy, _, memory, packed = a_trunk("llama", dtype, **options)
 
     def step():
@@ -93,7 +93,7 @@ def test_the_prediction_against_the_allocators_peak(dtype, options):
 
 
 def a_comb(turns, tokens):
-    """A row of a conversation that branches at every turn."""
+    """Return a packed conversation that branches at every turn."""
     trunk = [n % 11 for n in range(turns * tokens)]
     samples = [
         (trunk[: n * tokens] + [11 + n % 2] * (tokens + 1), [0] * ((n + 1) * tokens) + [1])
@@ -103,8 +103,9 @@ def a_comb(turns, tokens):
 
 
 def test_the_prediction_for_deep_trees_against_the_allocators_peak():
-    """Queries twice as wide as the model, a tiled MLP: attention's backward pass is the peak.
-    Asserted: within 12%, where a shared prompt's prediction is 25% off.
+    """Attention's backward pass is the peak, with wide queries and a tiled MLP.
+
+    The prediction is within 12%. The prediction for a shared prompt would be 25% too low.
     """
     options = {**CHECKPOINTING, "tiled_mlp": 64, "head_dim": 32}
     policy, shape, memory, _ = a_trunk("llama", "float32", kv_heads=4, trees=True, **options)
@@ -124,7 +125,7 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
-    """Attention's backward pass alone, by a kernel that computes nothing: within 5%."""
+    """The sums of attention's backward pass, with a kernel that computes nothing, are within 5%."""
     layout, e = a_comb(15, 40).layout, dtype.itemsize
     kernel = Kernel(
         lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)),
@@ -151,7 +152,7 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Within 2% beside the final norm, which is released first and left out of the model."""
+    """Autograd keeps the prediction within 2%, apart from the final norm, which is freed."""
     policy, shape, memory, packed = a_trunk(family, "float32")
     final_norm, head_norms = 2 * 4 * shape.hidden, 0
     if family == "qwen3":
@@ -162,7 +163,7 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """To the byte: k and v are kept with their own heads, not widened to those of q."""
+    """The cost is exact to the byte: k and v are not expanded to the heads of q."""
     kept, predicted = [], []
     for kv_heads in (1, 4):
         policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)
@@ -235,7 +236,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     text = shown(found)
     assert "494M parameters in 141 GB" in text
     assert found.group.tokens == 8192 + 16 * 511
-    # The head's workspace is that of the GPU in question, not of the machine that plans.
+    # The head's workspace depends on the requested GPU, not on the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 48 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.group == (8192, 128, 4) and "as configured" in shown(recipe)
@@ -254,7 +255,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
-        ("sort", ["gpu=Q100"], "gpu: expected the GB of the GPU's memory (gpu=80), or one of A10,"),
+        ("sort", ["gpu=Q100"], "gpu: expected the GB of a GPU's memory (gpu=80), or one of A10,"),
         ("sort", ["gpu=TB"], "gpu: expected the GB"),
     ],
 )

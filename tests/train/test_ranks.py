@@ -1,4 +1,4 @@
-"""Runs on several processes: what one would do, ends that all share, checkpoints that move."""
+"""Runs on several processes: equal to one process, shared endings, checkpoints that move."""
 
 import json
 import re
@@ -19,8 +19,8 @@ FINE = {"skipped": 0, "tokens": 30}
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # exact: its variance is refused beside shards; apart: its engine copies whole weights; the
-    # others show with shards what they show without
+    # "exact" logs a variance, which shards refuse, and the engine of "apart" copies full weights.
+    # The other cases would test with shards what they test without.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """The folder of a case's run in one process."""
+    """Return a function that gives the folder of a case's run in one process."""
     root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
 
     def run(case: str) -> Path:
@@ -51,7 +51,7 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Metrics, prompts and weights; micro-batches are uneven, and in `few` a rank has no group."""
+    """Metrics, prompts and weights are equal. In the case `few` a rank has no group."""
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
     assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
@@ -66,7 +66,7 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 
 
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
-    """Weights, buffers that no file holds, ties and adapters; the other ranks read no file."""
+    """All ranks have the same weights, buffers, ties and adapters, and only rank 0 reads files."""
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
         assert apart == []
@@ -80,7 +80,7 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """FSDP2 gathers the same ahead on all ranks, or they wait; layers are shards once more."""
+    """FSDP2 must prefetch in the same order on all ranks, and shard the layers again."""
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 
@@ -95,7 +95,7 @@ APART = {
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """31: the rank and the key that differ are named by all, and nothing is written."""
+    """All ranks name the rank and the key that differ, and nothing is written."""
     reward = "def score(completions):\n    return [1.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(reward)
     for name, (words, said) in APART.items():
@@ -106,7 +106,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """31: the configuration is the same, the files behind it are not (as on two machines)."""
+    """The configurations are equal, and the files that they name differ, as on two machines."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -121,7 +121,8 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# (case, kind, at which forward pass of rank 1, checkpoint): in a rollout and in updates
+# Case, kind, the forward pass of rank 1 at which a signal comes (in a rollout or in an update), and
+# the checkpoint.
 LEFT = [
     ("mu", "ddp", 45, "step_000002"),
     ("mu", "fsdp2", 45, "step_000002"),
@@ -132,7 +133,7 @@ LEFT = [
 
 
 def copied(run: Path, name: str) -> str:
-    """A copy of a run's folder, in which the run goes on."""
+    """Copy the folder of a run, so that the run can resume more than once."""
     return str(shutil.copytree(run, run.with_name(name)))
 
 
@@ -140,7 +141,7 @@ def copied(run: Path, name: str) -> str:
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     ranks, plain, tmp_path, case, kind, passes, place
 ):
-    """A signal that one rank gets ends all of them at the same step."""
+    """A signal to one rank ends all ranks at the same step."""
     left, whole = tmp_path / "left", tmp_path / "whole"
     other = "ddp" if kind == "fsdp2" else "fsdp2"
     found = ranks(2, ["train_until", case, kind, str(left), 1, passes])
@@ -208,13 +209,13 @@ def test_trackers_are_rank_0s(ranks):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """44: rank 0, too, which takes the store of the ranks with it where torchrun has none."""
+    """Without torchrun, the store of the ranks ends with rank 0."""
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
-    # 82: rank 0 has all of the weights, and needs no other rank to save them.
+    # Rank 0 has the full weights, and can save them alone.
     saved = [path.name for path in checkpoints_in(tmp_path / "run")]
     assert saved == (["step_000000"] if dead == 1 else [])
 

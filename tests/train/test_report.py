@@ -1,4 +1,4 @@
-"""The run's folder, its metrics, its readable samples and its pictures."""
+"""The folder of a run, its logs, its progress and its picture."""
 
 import io
 import json
@@ -74,7 +74,7 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
 
 
 def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
-    """The first and the last step, then at most one line in SECONDS, and every evaluation."""
+    """Lines are printed for the first and last step, every evaluation, and once in SECONDS."""
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
     shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
@@ -163,7 +163,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
 
 
 def test_numbers_that_no_picture_has(tmp_path):
-    """A run's folder may come from anywhere."""
+    """The metrics of a stranger's run may have numbers that no axis can show."""
     huge = "1" * 400
     odd = [(1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in odd]
@@ -194,7 +194,7 @@ def test_a_long_series_is_smoothed_at_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "folder", "curves", ".png", "x.pgf"])
 def test_a_picture_needs_a_files_name(tmp_path, name):
-    """matplotlib adds an ending by itself and would write beside the name that was asked for."""
+    """matplotlib would add a suffix, and write to a different name than the requested one."""
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -214,7 +214,7 @@ def test_plot_several_runs(tmp_path):
     assert all(t in svg for t in ("Reward", "Entropy (nats)", "Throughput (tokens/s)"))
     assert "Clip fraction" not in svg  # constant here
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
-    with pytest.raises(ValueError, match="no metrics to draw"):
+    with pytest.raises(ValueError, match="expected metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")
     with pytest.raises(ValueError, match="at least one"):
         plot_runs([], tmp_path / "z.png")
@@ -234,5 +234,5 @@ def test_smoothing_has_neither_bias_nor_lag():
 def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
-    # Strict and lenient are one here: said once.
+    # Equal strict and lenient accuracies are printed once.
     assert final_line(same, same) == "strict 50.0% → 50.0%"

@@ -1,4 +1,4 @@
-"""A run's metrics in TensorBoard and the like, by way of accelerate's own trackers."""
+"""The metrics of a run in TensorBoard and other trackers of accelerate."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """What accelerate asks of a tracker; keeps what it is given."""
+    """A tracker that keeps everything it receives from accelerate."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []

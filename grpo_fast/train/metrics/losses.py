@@ -77,7 +77,7 @@ class LossMetrics:
         if kind == "sum":
             return values.sum()
         if kind is not None:
-            # A micro-batch without tokens reports 0, which is not its minimum or maximum.
+            # Leave out micro-batches without tokens, which report 0.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
             values = torch.stack(filled) if filled else values
             return values.min() if kind == "min" else values.max()

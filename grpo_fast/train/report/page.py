@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
@@ -36,7 +35,7 @@ class Part(NamedTuple):
 
     place: int  # among all steps that were added
     step: int
-    html: Markup
+    html: str
 
 
 class CompletionsPage:
@@ -80,7 +79,7 @@ class CompletionsPage:
         return template.render(digest=DIGEST, title=self.title, left_out=left_out, parts=self.parts)
 
 
-def step_html(step: int, rows: Sequence[Row], most: int) -> Markup:
+def step_html(step: int, rows: Sequence[Row], most: int) -> str:
     """Return the HTML of a step, without the last completions if they exceed `most` bytes."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
@@ -98,7 +97,7 @@ def step_html(step: int, rows: Sequence[Row], most: int) -> Markup:
             left_out=len(rows) - shown,
         )  # fmt: skip
         if shown == 0 or len(html.encode()) <= most:
-            return Markup(html)
+            return html
         shown = shown * 3 // 4
 
 

@@ -98,7 +98,9 @@ class RunReport(AbstractContextManager[Any]):
             self._metrics = JsonLines(folder / "metrics.jsonl", self._lengths[0])
             self._prompts = JsonLines(folder / "prompts.jsonl", self._lengths[1])
         self._page = CompletionsPage(folder / "completions.html", folder.name)
-        settings = read_yaml_file(folder / "config.yaml", "config.yaml")
+        settings = {}
+        if config.trackers:
+            settings = read_yaml_file(folder / "config.yaml", "config.yaml")
         self._trackers = start_trackers(config.trackers, folder, settings)
         # 2. The page shows the finished steps. Tables of later steps will be written again.
         for path in sorted((folder / "completions").glob("step_*.parquet")):

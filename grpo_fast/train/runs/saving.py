@@ -51,7 +51,7 @@ class Saver:
         self.can_save = config.optim.states == "full"  # no file holds 8-bit or offloaded moments
         self.saved_at = time.monotonic()
         self.state = State(
-            step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
+            step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
             collector=collector.state_dict(), trainer=trainer.state_dict(), settings=settings,
         )  # fmt: skip
         self.mark()
@@ -98,7 +98,7 @@ class Saver:
         return self.can_save and bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest mark and prune the older ones. Collective."""
+        """Write a checkpoint of the latest marked step, and remove older ones. Collective."""
         state = self.state
         plan = self.config.checkpoint
         run = self.report.folder
@@ -130,7 +130,7 @@ class Saver:
         except NonFiniteLogits as error:
             advice = "a lower optim.lr or a wider model.dtype may help"
             error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # The weights of the latest mark are broken: they must not replace a good checkpoint.
+            # The current weights are broken, and must not replace a good checkpoint.
             error.add_note(self._newest())
             raise
         except BaseException as error:

@@ -60,7 +60,7 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 def config_of(loss: str, options: dict[str, float]) -> LossConfig:
     """Return the configuration of a loss with those options that it reads."""
     params = OBJECTIVES[loss].params
-    read = {
+    read: dict[str, Any] = {
         name: value
         for name, value in options.items()
         if name in params or ("ratio_max" in params and name in BOUNDS)

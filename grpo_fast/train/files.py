@@ -73,7 +73,7 @@ class JsonLines:
         check_regular(path)
         self.path = path
         self.length = length
-        # "a" and no buffer: every write goes to the end of the file, also after a truncation.
+        # Append mode without a buffer: every write goes to the end, also after a truncation.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 

@@ -70,8 +70,8 @@ def result(folder: Path) -> dict[str, Any]:
 class Leave:
     """Sends a run a signal at its `at`-th forward pass or end of a step, and counts both.
 
-    Trials of the model and a warm start come before there is anything to save: they do not count,
-    unless `before` says that only they do.
+    Trials of the model and a warm start come before anything can be saved, and are not counted.
+    With `before`, only they are counted.
     """
 
     def __init__(

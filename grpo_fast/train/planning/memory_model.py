@@ -210,7 +210,7 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
 def _per_token(
     shape: Shape, model: ModelConfig, e: int, on_cpu: bool, trees: bool
 ) -> tuple[float, float, int]:
-    """Return bytes per token kept by all layers and used by one layer, and bytes of an MLP tile."""
+    """Return the bytes per token that all layers keep, that one layer uses, and of an MLP tile."""
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
@@ -237,7 +237,7 @@ def _tree_backward(shape: Shape, e: int) -> int:
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
-    """Predict the memory of a run, whose critic, if it is a model, has the policy's shape.
+    """Predict the memory of a run. A critic model is assumed to have the policy's shape.
 
     Args:
         shape: The sizes of the policy.

@@ -103,12 +103,12 @@ class Plan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of the memory that is planned with."""
+        """The fraction of the memory that the plan may use."""
         return USABLE_GPU if self.device == "cuda" else USABLE_CPU
 
     @property
     def usable(self) -> float:
-        """The bytes that are planned with."""
+        """The bytes that the plan may use."""
         return self.share * self.gb * 1e9
 
     def groups(self, options: str) -> int:

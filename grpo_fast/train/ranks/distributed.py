@@ -278,7 +278,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def fill_(tensor: Tensor, full: Tensor) -> None:
+def fill_(tensor: Any, full: Tensor) -> None:
     """Copy a full tensor into `tensor`, or this rank's part of it into a sharded one."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor

@@ -54,13 +54,13 @@ class Worded(TyperCommand):
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
     """Turn an error inside into one line on stderr and an exit status.
 
+    A ValueError ends with USAGE_ERROR, because the user can correct its cause. An unexpected error
+    is named with its type.
+
     Args:
         debug: Print the traceback, too.
-        *failures: Errors that end with the status `code`.
-        code: The status of `failures`.
-
-    A ValueError ends with USAGE_ERROR, because the user can correct its cause. The line of any
-    other error names the type of the error.
+        *failures: Expected errors, which end with the status `code`.
+        code: The exit status of `failures`.
     """
     try:
         yield

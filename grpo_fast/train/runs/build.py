@@ -75,7 +75,7 @@ def load(start: Start) -> Loaded:
 
 
 def _be_deterministic(seed: int) -> None:
-    """Make every run of a seed give the same bits."""
+    """Seed torch, and make its operations deterministic."""
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)

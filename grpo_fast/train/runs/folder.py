@@ -71,7 +71,7 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Before the lock is released: another process may be waiting for the file.
+        # Remove the file before the lock is released: afterwards another process may hold it.
         with suppress(OSError):
             (path / LOCK).unlink()
             path.rmdir()  # fails, as it should, unless the run has ended before its first file

@@ -117,7 +117,7 @@ class Saver:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the latest mark if an error or a signal ends the run inside.
+        """Save the latest marked step if an error or a signal ends the run inside.
 
         The error gets a note that names the checkpoint from which the run can be resumed.
         """
@@ -138,7 +138,7 @@ class Saver:
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
-        """Save the latest mark if it can be saved. Return a sentence with the checkpoint."""
+        """Save the latest marked step if possible. Return a sentence with the checkpoint."""
         if not self.can_save:
             states = self.config.optim.states
             return f"not saved: a checkpoint needs optim.states=full, and this run has {states}"

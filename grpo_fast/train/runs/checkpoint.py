@@ -96,7 +96,7 @@ def problem_of(checkpoint: Path) -> str | None:
     except FormatError:
         raise
     except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(checkpoint)} is missing"
+        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file cannot be read ({reason(error)})"
     return None

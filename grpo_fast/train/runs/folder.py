@@ -60,6 +60,7 @@ def locked(folder: str | Path) -> Iterator[Path]:
         ValueError: Another process has the folder, or it cannot be created.
     """
     path = Path(folder)
+    is_new = not os.path.lexists(path)
     lock = FileLock(path / LOCK, timeout=0)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,8 @@ def locked(folder: str | Path) -> Iterator[Path]:
         # Remove the file before the lock is released: afterwards another process may hold it.
         with suppress(OSError):
             (path / LOCK).unlink()
-            path.rmdir()  # fails, as it should, unless the run has ended before its first file
+            if is_new:
+                path.rmdir()  # fails, as it should, unless the run has ended before its first file
         lock.release()
 
 

@@ -34,6 +34,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
+from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
 from tests.train.resuming import TINY, Leave
@@ -124,6 +125,10 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
+    if fault == "disk":
+        full = OSError(28, "No space left on device")
+        with patch.object(checkpoint, "save_file", side_effect=full):
+            return train(case, kind, folder, *words)
     with patch.object(gradients, "packed_loss", failing):
         return train(case, kind, folder, *words)
 

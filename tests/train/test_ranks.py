@@ -186,6 +186,14 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind)
     assert [x[0]["skipped"] for x in found] == [1, 1], found
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
+    folder = str(tmp_path / "run")
+    found = ranks(2, ["train_with", "disk", "mu", kind, folder, "checkpoint.every=1"])
+    assert [x[0].get("error") for x in found] == ["WriteError"] * 2, found
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_an_error_of_one_rank_is_raised_by_all(ranks):
     cases = {
         (None, None): ["NoneType", "None"],

@@ -138,27 +138,29 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    part.parent.mkdir(exist_ok=True)
-    for unfinished in part.parent.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(unfinished)
-    (part / WEIGHTS).mkdir(parents=True)
-    fill(part)
+    with written(part):  # here, so that all ranks raise a WriteError
+        part.parent.mkdir(exist_ok=True)
+        for unfinished in part.parent.glob(f"*{UNFINISHED}"):
+            shutil.rmtree(unfinished)
+        (part / WEIGHTS).mkdir(parents=True)
+        fill(part)
 
 
 def _finish(part: Path, final: Path, value: float | None) -> None:
     """Write the manifest, flush everything to the disk, and give the folder its final name."""
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
-    manifest = Manifest(value=value, files=sums)
-    (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    # Files and names must be on the disk before the rename, or a power cut leaves a checkpoint
-    # whose name is final and whose files are empty.
-    for path in (*part.rglob("*"), part):
-        sync(path)
-    set_aside(final)  # a damaged checkpoint: os.replace does not replace a folder that has files
-    os.replace(part, final)
-    sync(final.parent)
-    sync(final.parent.parent)
+    with written(final):
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
+        manifest = Manifest(value=value, files=sums)
+        (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        # Files and names must be on the disk before the rename, or a power cut leaves a checkpoint
+        # whose name is final and whose files are empty.
+        for path in (*part.rglob("*"), part):
+            sync(path)
+        set_aside(final)  # os.replace does not replace a folder that has files
+        os.replace(part, final)
+        sync(final.parent)
+        sync(final.parent.parent)
 
 
 def set_aside(checkpoint: Path) -> None:
@@ -202,7 +204,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             tensor = distributed.full_tensor(tensors[name].detach())
             if distributed.is_main():
                 full[name] = tensor.cpu().contiguous()
-        with distributed.together():
+        with distributed.together(), written(folder):
             if distributed.is_main():
                 save_file(full, folder / f"{number:05d}.safetensors")
 

@@ -198,7 +198,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """As after kill -9, the unfinished files stay on the disk."""
+    """The unfinished files stay on the disk, as they do after kill -9."""
 
     class Killed(BaseException):
         pass

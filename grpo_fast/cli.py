@@ -256,31 +256,20 @@ def plan(
         Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
 
 
-@app.command(cls=Worded)
+@app.command()
 def plot(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN... | losses [NAME,...] [KEY=VALUE]...",
-            help="Folders of runs, or their metrics.jsonl; or loss types, drawn over the ratio: "
-            "losses grpo,cispo,sapo advantage=1,-1 epsilon_low=0.2",
-        ),
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or their metrics.jsonl.")
     ],
     out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Draw the curves of runs in one picture, or value and slope of any losses over the ratio."""
+    """Draw the curves of runs in one picture."""
     with told(debug, OSError, code=USAGE_ERROR):
-        if what[0] == "losses":
-            from grpo_fast.train.report.loss_curves import plot_losses
+        from grpo_fast.train.report.curves import plot_runs
 
-            path = plot_losses(what[1:], os.path.expanduser(out or "losses.png"))
-        else:
-            from grpo_fast.train.report.curves import plot_runs, usual_picture
-
-            runs = [os.path.expanduser(run) for run in what]
-            path = plot_runs(runs, os.path.expanduser(out) if out else usual_picture(runs))
-        typer.echo(str(path))
+        path = None if out is None else os.path.expanduser(out)
+        typer.echo(str(plot_runs([os.path.expanduser(run) for run in runs], path)))
 
 
 @app.command(cls=Worded)

@@ -173,10 +173,6 @@ class WriteError(RunError):
     """A file of a run could not be written. The previous version of the file is intact."""
 
 
-class CheckpointError(RunError):
-    """A checkpoint could not be written. The message says why, and which one still exists."""
-
-
 class RankError(RunError):
     """Another rank failed or does not answer. The message names the rank."""
 

@@ -1,10 +1,9 @@
-"""`make soak`: a tiny run that is killed again and again ends in the bits of one that is not.
+"""`make soak`: a tiny run that is killed many times ends with the bits of an undisturbed run.
 
     python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
-Each kill is SIGKILL in a process of its own: in the middle of a save (at a random file that it
-writes), in the middle of a rollout (at a random token), and at a random moment. Of several ranks
-one is killed, and the others end because of it.
+Each kill is a SIGKILL to a child process: during a save (at a random file), during a rollout (at a
+random token), or at a random moment. Of several ranks one is killed, and the others end after it.
 """
 
 import argparse
@@ -36,17 +35,17 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
-LEFT_ALONE = 3  # exit status of a rank that misses another
-EVERY, FILES, PASSES = 5, 11, 5  # steps between saves; what one flushes; passes of a rollout
+LEFT_ALONE = 3  # exit status of a rank after another rank was killed
+EVERY, FILES, PASSES = 5, 10, 5  # steps between saves, flushes of a save, passes of a rollout
 
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until it arrives
+    time.sleep(60)  # until the signal arrives
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """At a file of one of the saves in the next steps."""
+    """Die at a random file of one of the saves in the next steps."""
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
@@ -58,7 +57,7 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """At a forward pass inside a rollout of one of the next steps."""
+    """Die at a random forward pass of a rollout in the next steps."""
     left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
@@ -72,7 +71,7 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
-    """After a random time, of so many seconds for a step."""
+    """Die after a random time, if a step takes `seconds`."""
     timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
     timer.daemon = True
     timer.start()
@@ -81,7 +80,7 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """The run from its newest checkpoint in processes of its own; whether one was killed."""
+    """Resume the run in child processes, and return whether one of them was killed."""
     port, children = free_port(), []
     for rank in range(ranks):
         children.append(os.fork())
@@ -125,7 +124,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         whole, killed = Path(root) / "whole", Path(root) / "killed"
         torch.set_num_threads(1)
-        run(Path(root) / "imports", *OPTIONS, "steps=1")  # no child need make them
+        run(
+            Path(root) / "imports", *OPTIONS, "steps=1"
+        )  # before forking, so that each child has them
         attempt(whole, options, lambda: None, ranks)
         seconds = (time.monotonic() - began) / asked.steps
         print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
@@ -145,7 +146,7 @@ def main() -> int:
             at = saved[0].name if saved else "no checkpoint"
             print(f"kill {number}: {arm.__name__[4:]}, {at}", flush=True)
         if attempt(killed, options, lambda: None, ranks):
-            sys.exit("soak: killed by somebody else")
+            sys.exit("soak: another process killed the run")
         expected, found = result(whole), result(killed)
         different = [name for name in expected if found.get(name) != expected[name]]
         same = not different and found.keys() == expected.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,9 @@ def resumed_differences() -> float:
         full = Path(folder, "full")
         resumed = Path(folder, "resumed")
         loop.train(load_recipe("sort", [*RUN, f"output_dir={full}"]))
-        first = checkpoints_in(full)[-1]
-        loop.train(load_recipe("sort", [*RUN, f"output_dir={resumed}", f"resume={first}"]))
+        shutil.copytree(full, resumed)
+        newest = checkpoints_in(resumed)[0]
+        shutil.rmtree(newest)
+        loop.train(load_recipe("sort", [*RUN, f"output_dir={resumed}", "resume=auto"]))
         expected, found = (load_file(x / "model" / "model.safetensors") for x in (full, resumed))
     return float(sum(int((expected[name] != found[name]).sum()) for name in expected))

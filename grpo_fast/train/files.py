@@ -1,4 +1,4 @@
-"""Files of a run: regular ones only; lines of JSON that are complete or absent."""
+"""Files of a run: regular files, and logs of JSON lines that are complete or absent."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def written(path: Path) -> Iterator[None]:
         raise WriteError(f"{said}, got {reason(error)}") from error
 
 
-def check_regular(path: Path) -> None:
-    """Raise a ValueError for a pipe or a device, which would block or never end."""
-    fits = path.is_file() or not path.exists()
-    require(fits, str(path), "a regular file", "a folder, a pipe or a device")
-
-
 def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file. Raises ValueError for a pipe or a device, which would block."""
     check_regular(path)
     return path.read_bytes()
 
 
-def sha256_of(path: Path) -> tuple[int, str]:
-    """Return the size of a file in bytes and its sha256."""
+def check_regular(path: Path) -> None:
+    """Raise a ValueError for anything that exists and is not a regular file."""
+    fits = path.is_file() or not path.exists()
+    require(fits, str(path), "a regular file", "a folder, a pipe or a device")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a regular file."""
     check_regular(path)
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -62,16 +62,19 @@ def plain_json(value: Any) -> Any:
 
 
 class JsonLines:
-    """An open file of JSON lines: `append` writes all of its rows, or none.
+    """An open file of JSON lines. `append` writes all of its rows, or none.
 
     Args:
-        length: bytes of the file that stay; the rest is cut off.
+        path: The file, which is created if it is missing.
+        length: Number of bytes of the file that stay. The rest is removed.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         check_regular(path)
-        self.path, self.length = path, length
-        self._file = path.open("ab", buffering=0)  # "a": a write goes to the end after a cut, too
+        self.path = path
+        self.length = length
+        # Append mode without a buffer: every write goes to the end, also after a truncation.
+        self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -79,7 +82,7 @@ class JsonLines:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
         try:
-            while rest:  # a disk that is nearly full takes the beginning
+            while rest:  # a disk that is nearly full takes the beginning only
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._file.truncate(self.length)
@@ -88,6 +91,7 @@ class JsonLines:
         self.length += len(text)
 
     def sync(self) -> None:
+        """Flush the file to the disk, unless it is closed."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from functools import partial
 from typing import Any
@@ -27,9 +28,8 @@ from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.resume import entered
+from grpo_fast.train.runs.resume import run_start
 from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import Rows
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.step import Step, update_rows
@@ -39,19 +39,26 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a recipe and return its summary, which is also in `output_dir/summary.json`.
+    """Run a recipe. The numbered comments in this file name the parts of a run.
 
-    The same configuration on the same machine gives the same metrics bit for bit, timings apart.
+    The same configuration on the same machine gives the same metrics bit for bit, apart from
+    timings.
+
+    Args:
+        config: The configuration, for example from `load_recipe`.
+
+    Returns:
+        The summary of the run, which is also in `output_dir/summary.json`.
 
     Raises:
-        ValueError: a configuration, data or a model cannot be used.
-        RunError: the run cannot go on, or the disk is full or read-only.
-        Stopped: a signal ended the run (a SystemExit).
+        ValueError: A configuration, data or a model cannot be used.
+        RunError: The run cannot continue, or the disk is full or read-only.
+        Stopped: A signal ended the run (a SystemExit).
     """
     started = time.perf_counter()
     memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.process_group(*ranks), entered(config) as start:
+    with distributed.process_group(*ranks), run_start(config) as start:
         # 1. Load rewards, data and models, and refuse what can be refused before any work.
         loaded = load(start)
         policy = loaded.policy
@@ -63,7 +70,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             stopping.listening(policy.lm.base_model, policy.agreed),
             report,
             build_engine(policy, config.rollout) as engine,
-            distributed.answered(),
+            distributed.naming_dead_ranks(),
         ):
             saver = build(start, loaded, engine, report, stopping)
             kernels = {
@@ -72,8 +79,11 @@ def train(config: RunConfig) -> dict[str, Any]:
             }
             report.note(*opening_lines(config.rollout, kernels, engine.fallback))
             report.note(*loaded.asking)
-            report.note(*_about_updates(saver.trainer))
-            with saver.saved_when_it_ends(), distributed.answered():
+            if saver.trainer.updates_per_step == 1:
+                report.note(ONE_UPDATE)
+            elif OBJECTIVES[saver.trainer.loss_config.loss_type].clips == "ppo":
+                report.note(USUAL_CLIP)
+            with saver.saved_when_it_ends(), distributed.naming_dead_ranks():
                 _make_steps(saver, loaded.evaluate, stopping)
                 summary = {
                     "before": saver.state.before, "after": saver.state.after, **kernels,
@@ -88,19 +98,21 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
-    """Make, log and save the steps that are left, after an evaluation of the untrained model."""
+    """Evaluate the untrained model, then make, log and save the remaining steps."""
     trainer = saver.trainer
     collector = saver.collector
     if saver.state.before is None:
         before = _evaluated(0, saver, evaluate)
         saver.report.log(0, before)
         saver.mark(before=before, after=before)
-    _log(saver, evaluate)  # a step that was saved before it was logged
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # 2. to 6.
         # 7. Log the step, and evaluate if that is due.
-        saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
-        _log(saver, evaluate)
+        _log(step, collector, trainer, saver.report)
+        found = _evaluated(number, saver, evaluate)
+        metrics = finite(metrics | found)
+        saver.report.log(number, metrics)
+        saver.mark(step=number, metrics=metrics, after=found or saver.state.after)
         # 8. Save a checkpoint if one is due.
         if saver.is_due():
             saver.save()
@@ -109,7 +121,13 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Make one step of training and return it with its metrics."""
+    """Make one step of training and return it with its metrics. Collective.
+
+    Args:
+        number: The number of the step, from 1.
+        collector: Samples and scores the completions.
+        trainer: Updates the weights.
+    """
     clock = Clock()
     # 2. Sample G completions of each prompt, 3. score them, 4. compute advantages.
     collected = collector.next(number, clock)
@@ -124,58 +142,35 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
     return step, trainer.finish(step)
 
 
-def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Return what a finished step has to log. Collective: each rank has a part of its batch."""
+def _log(step: Step, collector: Collector, trainer: Trainer, report: RunReport) -> None:
+    """Log prompts, updates and completions of a step. Collective: each rank has a part of them."""
     config = trainer.config
     number = step.number
-    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
+    report.prompts([vars(record) for record in step.records])
     if config.log.every_update:
-        rows.updates = update_rows(step.updates, (number - 1) * trainer.updates_per_step + 1)
+        first = (number - 1) * trainer.updates_per_step + 1
+        for row in update_rows(step.updates, first):
+            report.log(number, row)
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
-        examples = collector.examples_of(step.batch.samples)
+        size = config.rollout.group_size
+        groups = math.ceil(config.log.completions / size)
+        samples = step.batch.samples
+        shown = samples[list(range(min(len(samples), groups * size)))]
+        examples = collector.examples_of(shown)
         sent = prompt_texts(trainer.policy, [example.prompt for example in examples])
-        rows.completions = rows_of(
-            step.batch.samples, step.batch.used_advantages(), examples, sent,
-            trainer.policy.tokenizer, partial(scorer_for, config.data.task),
-            count=config.log.completions, group_size=config.rollout.group_size,
+        rows = rows_of(
+            shown, step.batch.used_advantages(), examples, sent, trainer.policy.tokenizer,
+            partial(scorer_for, config.data.task), group_size=size,
         )  # fmt: skip
-    return rows
-
-
-def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Log the latest finished step, unless it is logged, with an evaluation if one is due."""
-    rows = saver.state.unlogged
-    number = saver.state.step
-    config = saver.config
-    if rows is None:
-        return
-    report = saver.report
-    metrics = rows.metrics
-    after = saver.state.after
-    report.prompts(rows.prompts)
-    for row in rows.updates:
-        report.log(number, row)
-    if rows.completions:
-        report.completions(number, rows.completions)
-    every = config.eval.every
-    if number == config.steps or (every and number % every == 0):
-        found = _evaluated(number, saver, evaluate)
-        metrics = finite(metrics | found)
-        after = found or after
-    report.log(number, metrics)
-    saver.mark(metrics=metrics, after=after, unlogged=None)
+        report.completions(number, rows)
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
-    """Return metrics on the held-out questions, by the weights after `number` steps."""
+    """Return metrics on the held-out questions after a step, or {} if no evaluation is due."""
+    every = saver.config.eval.every
+    is_due = number in (0, saver.config.steps) or (every and number % every == 0)
+    if not is_due:
+        return {}
     with awake(saver.collector.engine, saver.trainer.policy, version=number) as engine:
         return evaluate(engine)
-
-
-def _about_updates(trainer: Trainer) -> list[str]:
-    if trainer.updates_per_step == 1:
-        return [ONE_UPDATE]
-    if OBJECTIVES[trainer.loss_config.loss_type].clips == "ppo":
-        return [USUAL_CLIP]
-    return []

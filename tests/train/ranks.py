@@ -1,6 +1,6 @@
-"""Several processes for tests: forked from one that has imported everything; gloo between them.
+"""Several processes for tests, forked from one that has imported everything, with gloo.
 
-A job is a function, of this module or as module:name, and its arguments; all ranks run it.
+A job is a function of this module, or module:name, with its arguments. All ranks run it.
 """
 
 import copy
@@ -34,6 +34,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
+from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
 from tests.train.resuming import TINY, Leave
@@ -70,12 +71,12 @@ CASES: dict[str, list[str]] = {
 
 
 def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
-    """A reward for every token, of its id and its place."""
+    """Return a reward for every token, computed from its id and its place."""
     return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]
 
 
 class Apart(TransformersEngine):
-    """Samples with a copy of the weights, in threads that have nothing to do with other ranks."""
+    """An engine that samples in a thread, with a copy of the weights and without other ranks."""
 
     is_apart = True
 
@@ -86,7 +87,7 @@ class Apart(TransformersEngine):
 
 # ------------------------------------------------------------------------------------- jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
-    """A run of a case; how it ended."""
+    """Make the run of a case, and return how it ended."""
     given = [] if kind is None else [f"distributed={kind}"]
     if kind == "hsdp":
         given.append("distributed_replicas=2")
@@ -103,14 +104,14 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """The same; a signal comes to one rank before its forward pass of this number."""
+    """Make the run of a case in which one rank receives a signal before a forward pass."""
     with MonkeyPatch.context() as patched:
         leave = Leave(patched, passes if distributed.rank() == rank else None)
         return {**train(case, kind, folder, *words), "seen": leave.passes}
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
-    """The same, with a fault in the second update: of the last rank, if there are several."""
+    """Make the run of a case with a fault in the second update of the last rank."""
     calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
@@ -124,12 +125,16 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
+    if fault == "disk":
+        full = OSError(28, "No space left on device")
+        with patch.object(checkpoint, "save_file", side_effect=full):
+            return train(case, kind, folder, *words)
     with patch.object(gradients, "packed_loss", failing):
         return train(case, kind, folder, *words)
 
 
 def raise_together(*kinds: str | None) -> Any:
-    """Each rank raises an error of its class, or none; what comes of it."""
+    """Raise an error of a given class on each rank, or none, and return what is raised together."""
     said = kinds[distributed.rank()]
     error: BaseException | None = None
     try:
@@ -144,7 +149,7 @@ def raise_together(*kinds: str | None) -> Any:
 
 
 def track() -> Any:
-    """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
+    """Return what a tracker on rank 0 receives, and whether collectives work afterwards."""
     from tests.train.test_trackers import Fake
 
     if distributed.is_main():
@@ -156,7 +161,7 @@ def track() -> Any:
 
 
 def shards(case: str, kind: str, folder: str) -> Any:
-    """How much of the weights, gradients and moments a rank holds, as fractions of the whole."""
+    """Return the fractions of all weights, gradients and moments that this rank holds."""
     found: dict[str, Any] = {}
 
     def looking(self: Any) -> float:
@@ -174,7 +179,7 @@ def shards(case: str, kind: str, folder: str) -> Any:
 
 
 def load_shards(*folders: str) -> Any:
-    """Models that rank 0 alone reads, against the same ones read whole: what is different."""
+    """Return the tensors that differ between models that rank 0 sends and loaded ones."""
     apart = []
     for folder in folders:
         for lora in (None, {"r": 2}):
@@ -190,7 +195,7 @@ def load_shards(*folders: str) -> Any:
                 apart += [f"{folder} {x}" for x in ours.keys() ^ theirs.keys()]
                 apart += [
                     f"{folder} {x}" for x, tensor in ours.items()
-                    if not torch.equal(distributed.whole(tensor).detach(), theirs[x])
+                    if not torch.equal(distributed.full_tensor(tensor).detach(), theirs[x])
                     or tensor.requires_grad != theirs[x].requires_grad
                     or (kind == "named_parameters") != hasattr(tensor, "full_tensor")
                 ]  # fmt: skip
@@ -204,7 +209,7 @@ def load_shards(*folders: str) -> Any:
 
 
 def load_large(megabytes: int) -> Any:
-    """How far this rank's memory grows at most while a model of this size is read and dealt."""
+    """Return the growth of this rank's memory while a model is read and sharded."""
     import resource
 
     fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
@@ -223,9 +228,9 @@ def load_large(megabytes: int) -> Any:
 
 
 def pass_unevenly() -> Any:
-    """Passes of shards after a rollout in which each rank made passes of another kind.
+    """Make passes of a sharded model after a rollout with different passes on each rank.
 
-    Whether layers are shards again behind the forward pass, and all have a gradient.
+    Return whether layers are sharded again after the forward pass, and whether all have gradients.
     """
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
               "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
@@ -242,7 +247,7 @@ def pass_unevenly() -> Any:
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
-    """A run in which every rank was started with words of its own."""
+    """Make a run in which every rank has different settings."""
     words = list(words_of_ranks[distributed.rank()])
     for word in [word for word in words if word.startswith("cd=")]:
         words.remove(word)
@@ -251,7 +256,7 @@ def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
 
 
 def ended(folder: str, rank: int) -> Any:
-    """A run of which one rank is killed, met as under torchrun; how it ended on the others."""
+    """Make a run in which one rank is killed, and return how it ended on the others."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["ANOTHER_PORT"]}
     torch.distributed.destroy_process_group()
     if int(os.environ["RANK"]) == rank:
@@ -289,7 +294,7 @@ def child(rank: int, ranks: int, ports: tuple[str, str], jobs: list[Any], file: 
 
 
 def serve(folder: Path) -> None:
-    """Answer requests, [ranks, [job, …]], until there are no more."""
+    """Answer requests of the form [ranks, [job, …]] until the input ends."""
     report.plot_runs = lambda *_: None  # type: ignore[assignment]
     import_all(folder)
     for number, line in enumerate(sys.stdin):
@@ -310,7 +315,7 @@ def serve(folder: Path) -> None:
 
 
 def import_all(folder: Path) -> None:
-    """What a run imports on its way takes longer than the run: no child need do it."""
+    """Make the imports of a run before forking: they take longer than the run."""
     import peft  # noqa: F401
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
@@ -321,7 +326,7 @@ def import_all(folder: Path) -> None:
 
 
 class Ranks:
-    """The process that others are forked from."""
+    """The process from which ranks are forked."""
 
     def __init__(self, folder: Path) -> None:
         self.log = (folder / "log").open("w", encoding="utf-8")
@@ -332,7 +337,7 @@ class Ranks:
         )  # fmt: skip
 
     def __call__(self, ranks: int, *jobs: list[Any], timeout: float = 240) -> list[list[Any]]:
-        """What every rank returned for the jobs; nothing of one that did not come back."""
+        """Return the results of the jobs for every rank, an empty list for a rank that died."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(timeout, self.kill)
         late.start()
@@ -357,7 +362,7 @@ class Ranks:
 
 # --------------------------------------------------------------------------------- comparing
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Every number that a run has left, by name; its prompts are compared as bytes."""
+    """Return every number in the folder of a run by name, and the bytes of its prompts."""
     rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for number, row in enumerate(rows):
         for name, value in json.loads(row).items():
@@ -371,7 +376,10 @@ def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
-    """What is further apart than the tolerance, of values beyond 1 relatively; 0: the same bits."""
+    """Return the values that differ by more than a tolerance, relative for values above 1.
+
+    A tolerance of 0 means the same bits.
+    """
     ours, theirs = dict(numbers(folder)), dict(numbers(expected))
     apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
     for name in ours.keys() & theirs.keys():
@@ -384,7 +392,7 @@ def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[s
 
 
 if __name__ == "__main__":
-    # What runs print goes to the log, and nothing but answers to the one who asks.
+    # Output of the runs goes to the log, so that the pipe has nothing but answers.
     ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Tiny runs that are left at a chosen place and go on, and what of their folders must be equal."""
+"""Tiny runs that are interrupted at a chosen place and resume, and the results to compare."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ RAISE_IF_ASKED = Stopping.raise_if_asked
 
 
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
-    """The report of a new run in this folder."""
+    """Return the report of a new run in a folder."""
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,13 +41,13 @@ def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:
 
 
 def run(folder: Path, *overrides: str, recipe: str = "sort") -> dict[str, Any]:
-    """The whole run, or what is left of it; what its folder holds, timings apart."""
+    """Make a run, or the rest of it, and return its result."""
     loop.train(config_of(folder, *overrides, recipe=recipe))
     return result(folder)
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Everything that must not depend on where a run was left: numbers, texts, weights."""
+    """Return all results of a run that an interruption must not change: numbers, texts, weights."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
     found: dict[str, Any] = {
@@ -68,10 +68,10 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Sends a run a signal at its `at`-th forward pass or end of a step; counts both.
+    """Sends a run a signal at its `at`-th forward pass or end of a step, and counts both.
 
-    Trials of the model and a warm start come before there is anything to save: they do not count,
-    unless `before` says that only they do.
+    Trials of the model and a warm start come before anything can be saved, and are not counted.
+    With `before`, only they are counted.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Leave:
         self.passes = 0
 
         def ask(stopping: Stopping, *_: Any) -> None:
-            # A Saver, once there is one, decides when its run may stop.
+            # From its construction on, a Saver decides when its run may stop.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:
                 self.passes += 1

@@ -1,18 +1,19 @@
 """`rollout.ahead`: a step's completions come from the weights that the step before began with."""
 
 import json
+import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.runs.checkpoint import checkpoints_in, stored_in
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def holds(checkpoint):
-    """Whether a checkpoint has completions that are sampled ahead."""
-    return any(name.startswith("ahead.") for name in load_file(checkpoint / "state.safetensors"))
+    """Return whether a checkpoint has completions that were sampled ahead."""
+    return any(name.startswith("ahead.") for name in stored_in(checkpoint / "weights"))
 
 
 class Apart(ranks.Apart):
@@ -142,9 +143,11 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
     whole = run(tmp_path / "whole", *options)
     saved = checkpoints_in(tmp_path / "whole")
     assert [holds(path) for path in saved] == [False, True, True, True]
-    for index, path in enumerate(saved[1:]):
-        (folder := tmp_path / f"again-{index}").mkdir()
-        found = run(folder, *options, f"resume={path}")
+    for index in range(1, len(saved)):
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"again-{index}"))
+        for newer in checkpoints_in(folder)[:index]:
+            shutil.rmtree(newer)
+        found = run(folder, *options, "resume=auto")
         assert [key for key in whole if found[key] != whole[key] and key != "page"] == []
 
 

@@ -1,4 +1,4 @@
-"""What a run wrote and what it was worth: rows, their parquet files, and the page of a run."""
+"""Completions as rows, as parquet files, and as the page of a run."""
 
 import base64
 import functools
@@ -17,7 +17,7 @@ from grpo_fast.rewards import scorer_for
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import page
-from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, token_html
+from grpo_fast.train.report.page import CompletionsPage, harmless, step_html
 from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
 from tests.train.tiny_runs import TINY_SORT, logged
@@ -30,7 +30,7 @@ HOSTILE = (
 
 
 def row(**changes):
-    """One of `rows_of`: two tokens."""
+    """Return a row as `rows_of` makes it, of two tokens."""
     fields = {
         "group": 0, "prompt": "1 2 =", "completion": "1 2", "answer": "1 2", "extracted": "1 2",
         "extracted_lenient": "1 2", "correct": True, "reward": 1.0, "rewards/f": 1.0,
@@ -41,7 +41,7 @@ def row(**changes):
 
 
 class Walk(HTMLParser):
-    """The elements of a page, and the text that a reader sees of it."""
+    """Parser of a page: its elements, and the text that a reader sees."""
 
     def __init__(self, html):
         super().__init__()
@@ -67,7 +67,7 @@ class Walk(HTMLParser):
 
 
 def collected(advantages):
-    """Two groups of two, of 1, 2, 3 and 2 tokens, sorted right but for the third."""
+    """Return two groups of two samples, of which only the third is sorted wrongly."""
     tokenizer = build_symbol_tokenizer(["1", "2", "3", "="])
     texts = ["1", "1 2", "2 1", "1 2"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -80,23 +80,21 @@ def collected(advantages):
     return tokenizer, examples, batch_of(samples, torch.tensor(advantages), group_size=2)
 
 
-def rows_with(advantages, count=4, answered=True, by_token=None):
+def rows_with(advantages, answered=True, by_token=None):
     tokenizer, examples, batch = collected(advantages)
     if by_token is not None:
         batch.samples.token_advantages = torch.cat(list(map(torch.tensor, by_token)))
     examples = examples if answered else [e._replace(answer=None) for e in examples]
     scorer = functools.partial(scorer_for, "sort" if answered else "jsonl")
     used = batch.used_advantages()
-    options = {"count": count, "group_size": 2}
     sent = [example.prompt for example in examples]
-    return rows_of(batch.samples, used, examples, sent, tokenizer, scorer, **options)
+    return rows_of(batch.samples, used, examples, sent, tokenizer, scorer, group_size=2)
 
 
 def test_rows_hold_what_a_completion_was_given():
     given = [0.5, -0.5, 0.0, 0.25]
-    rows = rows_with(given, 3)
-    assert [r["group"] for r in rows] == [0, 0, 1, 1]  # whole groups
-    assert len(rows_with(given, 2)) == 2
+    rows = rows_with(given)
+    assert [r["group"] for r in rows] == [0, 0, 1, 1]
     third = rows[2]
     assert third["tokens"] == ["2", " 1", " <|eos|>"] and third["token_ids"] == [3, 2, 1]
     assert third["logps"] == [-0.25, -0.5, -0.75] and third["advantages"] == [0.0] * 3
@@ -104,15 +102,15 @@ def test_rows_hold_what_a_completion_was_given():
     assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
-    # One advantage for each token.
+    # With one advantage per token.
     by_token = [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     rows = rows_with(given, by_token=by_token)
     assert [r["advantages"] for r in rows] == by_token
     assert [r["advantage"] for r in rows] == [1.0, 3.0, 1.0, 5.5]
     rows = rows_with([0.0] * 4, answered=False)
     assert rows[0]["answer"] is None and rows[0]["correct"] is None
-    assert 'class="unjudged"' in page.completion_html(rows[0], 1.0)
-    assert "answer <b>" not in step_html(rows, 10**6)
+    html = step_html(1, rows, 10**6)
+    assert 'class="unjudged"' in html and "answer <b>" not in html
 
 
 def test_strict_and_lenient_answers_are_told_apart():
@@ -124,10 +122,10 @@ def test_strict_and_lenient_answers_are_told_apart():
     examples = [Example("q", "1080", None)] * 3
     used = [torch.zeros(len(i)) for i in ids]
     scorer = functools.partial(scorer_for, "gsm8k")
-    rows = rows_of(samples, used, examples, ["q"] * 3, tokenizer, scorer, count=1, group_size=3)
+    rows = rows_of(samples, used, examples, ["q"] * 3, tokenizer, scorer, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
-    shown = Walk(step_html(rows, 10**6)).text
+    shown = Walk(step_html(1, rows, 10**6)).text
     assert "found 1080" in shown and "found out of form 1080" in shown and "no answer" in shown
 
 
@@ -180,7 +178,7 @@ def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp
     links = [value for _, name, value in seen.attributes if name == "href"]
     assert links == ["#s1"]
     shown = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
-    # Title and heading, prompt and answer, what was found twice, a reward's name, two tokens.
+    # Title, heading, prompt, answer, the answers of two completions, a reward's name, two tokens.
     assert seen.text.count(shown) == 9
     assert "\x1b" not in html and "\u202e" not in html
     html = hostile_page(tmp_path)
@@ -198,7 +196,7 @@ def test_completions_stand_by_reward():
     rewards = [0.5, math.nan, 2.0, -1.0]
     rows = [row(reward=r, tokens=[f"t{i}", "x"]) for i, r in enumerate(rewards)]
     rows += [row(group=1, prompt="other", reward=9.0)]
-    html = step_html(rows, 10**6)
+    html = step_html(1, rows, 10**6)
     assert re.findall(r"reward ([-\w.]+)</b>", html) == ["2", "0.5", "-1", "nan", "9"]
     assert re.findall(r">(t\d)<", html) == ["t2", "t0", "t3", "t1"]
     assert html.count("<section>") == html.count("</section>") == 2
@@ -206,14 +204,16 @@ def test_completions_stand_by_reward():
 
 def test_shades():
     def classes(logp, advantage, largest=1.0):
-        return re.findall(r'class="([^"]*)"', token_html("a", logp, advantage, largest))
+        shade = {"tokens": ["a"], "logps": [logp], "advantages": [advantage]}
+        [token] = page.shaded_tokens(shade, largest)
+        return token["shade"]
 
-    assert classes(-0.1, 0.0) == [] and classes(-0.5, 0.0) == ["p1"]
-    assert classes(-100.0, 0.0) == ["p8"] and classes(-math.inf, 0.0, 0.0) == ["p8"]
-    assert classes(0.0, 1.0) == ["u4"] and classes(0.0, 0.2) == ["u1"]
-    assert classes(0.0, -2.0, 4.0) == ["d2"] and classes(-1.2, -4.0, 4.0) == ["p2 d4"]
-    both = step_html([row(advantages=[-2.0, -1.0])], 10**6)
-    odd = step_html([row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])], 10**6)
+    assert classes(-0.1, 0.0) == "" and classes(-0.5, 0.0) == "p1"
+    assert classes(-100.0, 0.0) == "p8" and classes(-math.inf, 0.0, 0.0) == "p8"
+    assert classes(0.0, 1.0) == "u4" and classes(0.0, 0.2) == "u1"
+    assert classes(0.0, -2.0, 4.0) == "d2" and classes(-1.2, -4.0, 4.0) == "p2 d4"
+    both = step_html(1, [row(advantages=[-2.0, -1.0])], 10**6)
+    odd = step_html(1, [row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])], 10**6)
     assert odd.count("u4") == 1 and "d4" not in odd
     assert '"d4"' in both and '"p4 d2"' in both  # the step's largest may be below 0
     for name in ("p1", "p8", "u1", "u4", "d1", "d4"):
@@ -221,12 +221,12 @@ def test_shades():
 
 
 def test_long_texts_show_both_ends():
-    assert text_html("a" * 4000) == "a" * 4000
-    shown = text_html("a" * 3000 + "b" * 3000)
+    assert harmless("a" * 4000) == "a" * 4000
+    shown = harmless("a" * 3000 + "b" * 3000)
     assert shown.startswith("a" * 2000 + "\n… 2000 characters …\nb") and shown.endswith("b" * 2000)
     many = {"tokens": [f"<{i}>" for i in range(5000)]}
     many |= {name: [0.0] * 5000 for name in ("logps", "advantages")}
-    shown = Walk(step_html([row(**many)], 10**7)).text
+    shown = Walk(step_html(1, [row(**many)], 10**7)).text
     assert "<599>… 3800 tokens …<4400>" in shown and shown.endswith("<4999>")
 
 

@@ -1,4 +1,4 @@
-"""Data, rewards and models that change between an end and a resume are noticed and named."""
+"""Data, rewards and models that change before a resume are noticed and named."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def words(tmp_path):
-    """A run with files of its own for all that may change."""
+    """Return the settings of a run with custom data, reward and model files."""
     data = questions(tmp_path / "data", 8, 8)
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")
@@ -35,7 +35,7 @@ def words(tmp_path):
 
 
 def lines(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], Any]:
-    """Other lines in the place of those of a split."""
+    """Return a function that rewrites the lines of a split."""
 
     def rewrite(folder: Path) -> None:
         file = folder / "data" / f"{name}.jsonl"
@@ -63,7 +63,7 @@ CHANGES = {
 
 
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
-    """32: each is refused with its name, and goes on when it is allowed."""
+    """Each change is refused with its name, and accepted when it is allowed."""
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")
     logs = (folder / "metrics.jsonl").read_bytes()
@@ -83,7 +83,7 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     allowed = ["resume_allow=[rewards]", "log.progress=true"]
     rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
     assert rows[-1]["step"] == 3
-    # The new fingerprint is the run's from now on.
+    # The run keeps the new fingerprint.
     run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
 
 

@@ -1,4 +1,4 @@
-"""Whole runs that run out of memory; the long-context recipe; its k-shot prompts by a budget."""
+"""Runs that run out of memory, the long-context recipe, and its k-shot prompts by a budget."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """`no_room(fails)`: the k-th call of the trunk runs out of memory when `fails(k, tokens)`.
+    """Let the k-th call of the trunk run out of memory if `fails(k, tokens)`.
 
     The self-check, which comes before the run, has room.
     """
@@ -79,8 +79,8 @@ REUSED = ["inner_iterations=2", "minibatches=2"]
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
-    """The run is, bit for bit, one with the lower budget from its start: nothing counts twice."""
-    # Otherwise the old logps were computed in the larger micro-batches already.
+    """The run has the bits of a run with the lower budget from its start: nothing counts twice."""
+    # Else the old logps would come from the larger micro-batches.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
@@ -93,7 +93,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 
 
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """The second micro-batch of the first backward pass fails; the first has left gradients."""
+    """The second micro-batch fails, after the first one has added gradients."""
     options = ["reference.kind=none", "loss.beta=0"]
     calls = no_room(lambda call, tokens: call == 2)
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
-    # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
+    # The default budget follows the machine's memory: 1 GiB takes the batch in parts.
     monkeypatch.setattr("grpo_fast.train.update.budget.host_memory", lambda: 8 << 30)
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
@@ -138,7 +138,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     ])  # fmt: skip
     summary = loop.train(config)
     row = logged(tmp_path / "run")[-1]
-    # Two groups of 16, each with one copy of its long prompt.
+    # Two groups of 16, each with one copy of the long prompt.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
     line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
@@ -164,7 +164,7 @@ def questions_in(prompt):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Five questions: the third is the second in other blanks, the test asks the fourth."""
+    """Return five questions. The third repeats the second, and the test has the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     write_lines(tmp_path / "train.jsonl", *lines)
@@ -176,7 +176,7 @@ def twins(tmp_path):
 @pytest.mark.parametrize("budget", [1500, 8192])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_real_shots(budget, split):
-    """Budgets are nearly used up; shots are training questions, different, never the question."""
+    """Shots nearly fill the budget. They are different training questions, never the asked one."""
     pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
             for e in load(GSM8K)}  # fmt: skip
     examples = load(GSM8K, split, shots_tokens=budget)

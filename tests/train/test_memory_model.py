@@ -1,4 +1,4 @@
-"""The memory model against autograd and the allocator's peak, its inverse; `grpo-fast plan`."""
+"""The memory model compared with autograd and with the allocator's peak; `grpo-fast plan`."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning import memory_model
 from grpo_fast.train.planning.memory_model import Shape, predict, predict_run, trainable_parameters
-from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
+from grpo_fast.train.planning.plan import KNOWN_MODELS, OPTIONS, Group, plan, render
 from tests.tiny import SYMBOLS, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -28,7 +28,7 @@ TOKENS = 1024
 
 
 def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
-    """(policy, shape, its memory as predicted, a packed row of TOKENS tokens)."""
+    """Return a policy, its shape, its predicted memory, and a packed row of TOKENS tokens."""
     fields = {**SIZES, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
@@ -45,7 +45,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
 
 
 def kept_bytes(policy, packed):
-    """Bytes of the different storages that autograd keeps, weights apart."""
+    """Return the bytes of the storages that autograd keeps, without weights."""
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
     def pack(x):
@@ -61,7 +61,7 @@ def kept_bytes(policy, packed):
 
 
 def peak_bytes(step):
-    """The allocator's peak beyond what was there before."""
+    """Return the allocator's peak above the memory before the call."""
     gc.collect()  # cycles of other tests, freed in the middle, would be taken off the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
@@ -81,7 +81,7 @@ def peak_bytes(step):
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
-    """Forward and backward of the trunk peak within 12% of the prediction (tiny: norms count)."""
+    """The peak of forward and backward is within 12% of the prediction, for a tiny model."""
     policy, _, memory, packed = a_trunk("llama", dtype, **options)
 
     def step():
@@ -93,7 +93,7 @@ def test_the_prediction_against_the_allocators_peak(dtype, options):
 
 
 def a_comb(turns, tokens):
-    """A row of a conversation that branches at every turn."""
+    """Return a packed conversation that branches at every turn."""
     trunk = [n % 11 for n in range(turns * tokens)]
     samples = [
         (trunk[: n * tokens] + [11 + n % 2] * (tokens + 1), [0] * ((n + 1) * tokens) + [1])
@@ -103,8 +103,9 @@ def a_comb(turns, tokens):
 
 
 def test_the_prediction_for_deep_trees_against_the_allocators_peak():
-    """Queries twice as wide as the model, a tiled MLP: attention's backward pass is the peak.
-    Asserted: within 12%, where a shared prompt's prediction is 25% off.
+    """Attention's backward pass is the peak, with wide queries and a tiled MLP.
+
+    The prediction is within 12%. The prediction for a shared prompt would be 25% too low.
     """
     options = {**CHECKPOINTING, "tiled_mlp": 64, "head_dim": 32}
     policy, shape, memory, _ = a_trunk("llama", "float32", kv_heads=4, trees=True, **options)
@@ -124,7 +125,7 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
-    """Attention's backward pass alone, by a kernel that computes nothing: within 5%."""
+    """The sums of attention's backward pass, with a kernel that computes nothing, are within 5%."""
     layout, e = a_comb(15, 40).layout, dtype.itemsize
     kernel = Kernel(
         lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)),
@@ -153,7 +154,7 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Within 2% beside the final norm, which is released first and left out of the model."""
+    """Autograd keeps the prediction within 2%, apart from the final norm, which is freed."""
     policy, shape, memory, packed = a_trunk(family, "float32")
     final_norm, head_norms = 2 * 4 * shape.hidden, 0
     if family == "qwen3":
@@ -164,7 +165,7 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """To the byte: k and v are kept with their own heads, not widened to those of q."""
+    """The cost is exact to the byte: k and v are not expanded to the heads of q."""
     kept, predicted = [], []
     for kv_heads in (1, 4):
         policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)
@@ -227,22 +228,22 @@ def shown(found):
 def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     found = plan("qwen2.5-0.5b", ["gpu=141", "prompt=8192", "completion=512", "group=16"])
     assert found.shape.parameters == 494_032_768 and found.shape.tied
-    memory = dict(found.memory)
-    assert set(memory) == {label for label, _ in OPTIONS}
+    memory = found.memory
+    assert list(memory) == list(OPTIONS)
     most = [memory[label].tokens(found.usable) for label in (
         "as configured", "checkpointing", "+ tiled MLP", "+ tiled MLP, offload",
         "+ tiled MLP, offload, 8-bit Adam",
     )]  # fmt: skip
     assert most == sorted(set(most))
     text = shown(found)
-    assert "494M parameters in 141 GB" in text and "16,368" in text and "139,248" in text
-    assert len(found.cases) == len(CASES)  # the wanted one is among them
-    # The head's workspace is that of the GPU in question, not of the machine that plans.
+    assert "494M parameters in 141 GB" in text
+    assert found.group.tokens == 8192 + 16 * 511
+    # The head's workspace depends on the requested GPU, not on the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 32 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
-    assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
+    assert recipe.group == (8192, 128, 4) and "as configured" in shown(recipe)
     config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])
-    assert recipe.memory[0][1] == predict_run(recipe.shape, config, "cuda", 0)
+    assert recipe.memory["as configured"] == predict_run(recipe.shape, config, "cuda", 0)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
     assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
@@ -256,7 +257,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
-        ("sort", ["gpu=Q100"], "gpu: expected the GB of the GPU's memory (gpu=80), or one of A10,"),
+        ("sort", ["gpu=Q100"], "gpu: expected the GB of a GPU's memory (gpu=80), or one of A10,"),
         ("sort", ["gpu=TB"], "gpu: expected the GB"),
     ],
 )
@@ -272,7 +273,9 @@ def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
     monkeypatch.setattr("grpo_fast.train.planning.plan.host_memory", lambda: 64 * 10**9)
     found = plan("sort", [])
     assert (found.device, found.gb, found.usable) == ("cpu", 64.0, 32e9)
-    assert found.memory[0][1] == predict_run(found.shape, load_recipe("sort"), "cpu", 64 * 10**9)
+    assert found.memory["as configured"] == predict_run(
+        found.shape, load_recipe("sort"), "cpu", 64 * 10**9
+    )
     assert "64 GB of this machine, which has no GPU" in " ".join(shown(found).split())
 
 
@@ -287,8 +290,8 @@ def test_a_gpu_by_its_name(word, gb):
 
 def test_what_fits_comes_first_and_a_sentence_last():
     small, large, none = (plan("qwen2.5-7b", [f"gpu={gb}"]) for gb in (80, 1000, 4))
-    labels = [label for label, _ in small.ranked]
-    assert labels[0] == "checkpointing, LoRA r=16" and set(labels) == {name for name, _ in OPTIONS}
+    labels = small.ranked
+    assert labels[0] == "checkpointing, LoRA r=16" and set(labels) == set(OPTIONS)
     assert labels[2] == "as configured"
     sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
     assert small.verdict.startswith(sentence) and render(small)[-1] == small.verdict
@@ -297,11 +300,10 @@ def test_what_fits_comes_first_and_a_sentence_last():
     assert none.verdict.endswith(" GB are needed, 3.6 GB are planned with.")
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_group_without_end_is_planned_at_once(shared):
-    assert Case(7, 5, 3).tokens(shared) == trunk_tokens(7, [5, 5, 5], shared=shared)
-    assert Case(7, 5, 10**12).tokens(shared) == 10**12 * 4 + (7 if shared else 7 * 10**12)
-    assert Case(7, 5, 1).tokens(shared) == 7 + 4
+def test_a_group_without_end_is_planned_at_once():
+    assert Group(7, 5, 3).tokens == trunk_tokens(7, [5, 5, 5], shared=True)
+    assert Group(7, 5, 10**12).tokens == 10**12 * 4 + 7
+    assert Group(7, 5, 1).tokens == 7 + 4
 
 
 WRONG = [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}',

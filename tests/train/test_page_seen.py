@@ -1,4 +1,4 @@
-"""The page of completions in Chromium: it fits a telephone, and it can be read in the dark."""
+"""The page of completions in Chromium: it fits a phone, and has contrast in the dark scheme."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
 
-# The least contrast of a text with what lies behind it, all backgrounds blended (WCAG 2.2, 1.4.3).
+# The lowest contrast between a text and its blended background (WCAG 2.2, 1.4.3).
 CONTRAST = """(() => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -37,7 +37,7 @@ CONTRAST = """(() => {
 
 
 def row(number, reward, correct):
-    """A completion with tokens of every shade."""
+    """Return a completion with tokens of every shade."""
     n = 40
     return {
         "group": 0, "prompt": "question " * 30, "answer": "18", "reward": reward,

@@ -1,7 +1,8 @@
-"""Runs on several processes: what one would do, ends that all share, checkpoints that move."""
+"""Runs on several processes: equal to one process, shared endings, checkpoints that move."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ FINE = {"skipped": 0, "tokens": 30}
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # exact: its variance is refused beside shards; apart: its engine copies whole weights; the
-    # others show with shards what they show without
+    # "exact" logs a variance, which shards refuse, and the engine of "apart" copies full weights.
+    # The other cases would test with shards what they test without.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -35,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """The folder of a case's run in one process."""
+    """Return a function that gives the folder of a case's run in one process."""
     root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
 
     def run(case: str) -> Path:
@@ -50,7 +51,7 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Metrics, prompts and weights; micro-batches are uneven, and in `few` a rank has no group."""
+    """Metrics, prompts and weights are equal. In the case `few` a rank has no group."""
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
     assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
@@ -65,7 +66,7 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 
 
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
-    """Weights, buffers that no file holds, ties and adapters; the other ranks read no file."""
+    """All ranks have the same weights, buffers, ties and adapters, and only rank 0 reads files."""
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
         assert apart == []
@@ -79,7 +80,7 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """FSDP2 gathers the same ahead on all ranks, or they wait; layers are shards once more."""
+    """FSDP2 must prefetch in the same order on all ranks, and shard the layers again."""
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 
@@ -94,7 +95,7 @@ APART = {
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """31: the rank and the key that differ are named by all, and nothing is written."""
+    """All ranks name the rank and the key that differ, and nothing is written."""
     reward = "def score(completions):\n    return [1.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(reward)
     for name, (words, said) in APART.items():
@@ -105,7 +106,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """31: the configuration is the same, the files behind it are not (as on two machines)."""
+    """The configurations are equal, and the files that they name differ, as on two machines."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -120,7 +121,8 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# (case, kind, at which forward pass of rank 1, checkpoint): in a rollout and in updates
+# Case, kind, the forward pass of rank 1 at which a signal comes (in a rollout or in an update), and
+# the checkpoint.
 LEFT = [
     ("mu", "ddp", 45, "step_000002"),
     ("mu", "fsdp2", 45, "step_000002"),
@@ -130,35 +132,41 @@ LEFT = [
 ]
 
 
+def copied(run: Path, name: str) -> str:
+    """Copy the folder of a run, so that the run can resume more than once."""
+    return str(shutil.copytree(run, run.with_name(name)))
+
+
 @pytest.mark.parametrize("case, kind, passes, place", LEFT)
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     ranks, plain, tmp_path, case, kind, passes, place
 ):
-    """A signal that one rank gets ends all of them at the same step."""
+    """A signal to one rank ends all ranks at the same step."""
     left, whole = tmp_path / "left", tmp_path / "whole"
     other = "ddp" if kind == "fsdp2" else "fsdp2"
-    found = ranks(
-        2,
-        ["train_until", case, kind, str(left), 1, passes],
-        ["train", case, kind, str(tmp_path / "two"), f"resume={left}"],
-        ["train", case, other, str(tmp_path / "other"), f"resume={left}"],
-        ["train", case, kind, str(whole)],
-    )
+    found = ranks(2, ["train_until", case, kind, str(left), 1, passes])
     assert all(x[0]["code"] == SAVED and x[0]["seen"] >= passes for x in found), found
     [saved] = checkpoints_in(left)
     assert saved.name == place
-    assert differences(tmp_path / "two", whole, 0.0) == []
-    ranks(4, ["train", case, kind, str(tmp_path / "four"), f"resume={left}"])
-    ranks(1, ["train", case, None, str(tmp_path / "one"), f"resume={left}"])
-    for name in ("other", "four", "one"):
-        assert differences(tmp_path / name, plain(case)) == [], name
+    two, others, four, one = (copied(left, name) for name in ("two", "other", "four", "one"))
+    ranks(
+        2,
+        ["train", case, kind, two, "resume=auto"],
+        ["train", case, other, others, "resume=auto"],
+        ["train", case, kind, str(whole)],
+    )
+    assert differences(Path(two), whole, 0.0) == []
+    ranks(4, ["train", case, kind, four, "resume=auto"])
+    ranks(1, ["train", case, None, one, "resume=auto"])
+    for name in (others, four, one):
+        assert differences(Path(name), plain(case)) == [], name
 
 
 def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
     ranks(1, ["train_until", "mu", None, str(tmp_path / "left"), 0, 70])
     assert len(checkpoints_in(tmp_path / "left")) == 1
     for kind in ("ddp", "fsdp2"):
-        ranks(2, ["train", "mu", kind, str(tmp_path / kind), f"resume={tmp_path / 'left'}"])
+        ranks(2, ["train", "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])
         assert differences(tmp_path / kind, plain("mu")) == []
 
 
@@ -176,6 +184,14 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
     found = ranks(2, ["train_with", "nan", "mu", kind, str(tmp_path / "run")])
     assert [x[0]["skipped"] for x in found] == [1, 1], found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
+    folder = str(tmp_path / "run")
+    found = ranks(2, ["train_with", "disk", "mu", kind, folder, "checkpoint.every=1"])
+    assert [x[0].get("error") for x in found] == ["WriteError"] * 2, found
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_an_error_of_one_rank_is_raised_by_all(ranks):
@@ -201,13 +217,13 @@ def test_trackers_are_rank_0s(ranks):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """44: rank 0, too, which takes the store of the ranks with it where torchrun has none."""
+    """Without torchrun, the store of the ranks ends with rank 0."""
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
-    # 82: rank 0 has all of the weights, and needs no other rank to save them.
+    # Rank 0 has the full weights, and can save them alone.
     saved = [path.name for path in checkpoints_in(tmp_path / "run")]
     assert saved == (["step_000000"] if dead == 1 else [])
 

@@ -1,10 +1,9 @@
-"""The run's folder, its metrics, its readable samples and its pictures."""
+"""The folder of a run, its logs, its progress and its picture."""
 
 import io
 import json
 import math
 import os
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
-from grpo_fast.train.runs.folder import OutputFolderError, check_folder, locked, run_folder
+from grpo_fast.train.runs.folder import check_folder, locked, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 from tests.train.test_train_config import MINIMAL
@@ -73,86 +72,60 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
     report.close()
 
 
-def test_plain_progress_where_there_is_no_terminal(tmp_path):
+def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
+    """Lines are printed for the first and last step, every evaluation, and once in SECONDS."""
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
-    assert lines[0] == "step 1/40 · reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
-    assert lines[-1].startswith("step 40/40 · reward 1.000")
+    shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
+    assert lines[0] == f"step 1/40 · 0:00:00 left · {shown}"
+    assert lines[-1].startswith("step 40/40 · 0:00:00 left · reward 1.000")
     held_out = [line for line in lines if "held out" in line]
     said = "held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"
     assert held_out[0] == f"step 10/40 · {said}"
-    assert (len(lines), len(held_out)) == (25, 4)
-    quiet = opened(tmp_path / "b", config(log={"progress": False}), stream=io.StringIO())
+    assert (len(lines), len(held_out)) == (6, 4)
+    monkeypatch.setattr("grpo_fast.train.report.report.SECONDS", 0)
+    with logged_run(tmp_path / "b") as report:
+        report.note("[red]note\x1b[31m")
+        assert report._stream.getvalue().count("\n") == 45
+        assert report._stream.getvalue().endswith("[red]note\\x1b[31m\n")
+    quiet = opened(tmp_path / "c", config(log={"progress": False}), stream=io.StringIO())
     quiet.log(1, {"reward": 1.0})
     assert quiet._stream.getvalue() == ""
-
-
-def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "140")
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Terminal()
-    report = opened(tmp_path / "a", config(), stream=stream)
-    numbers = {"reward": 0.5, "kl": 0.001, "clip_ratio/region_mean": 0.0}
-    report.log(3, {**numbers, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0})
-    report.note("[red]note\x1b[31m")
-    report.finish({})
-    shown = stream.getvalue()
-    assert "reward 0.500 · kl 0.0010 · length 12 · tok/s 1234" in shown and "3/40" in shown
-    assert "[red]note\\x1b[31m" in shown  # neither markup nor control characters are obeyed
 
 
 def test_occupied_folder_is_refused(tmp_path):
     folder, old, link = tmp_path / "a", tmp_path / "a" / "old.txt", tmp_path / "link"
     folder.mkdir()
     old.write_text("x")
-    with (
-        locked(folder),
-        pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it"),
-    ):
+    with locked(folder), pytest.raises(ValueError, match=r"output_dir: .*a is occupied \(it"):
         check_folder(folder)
     assert [p.name for p in folder.iterdir()] == ["old.txt"]
     link.symlink_to("nowhere")
     for wrong in (old, old / "b", "x" * 5000, "a\0b", link):
-        with (
-            pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "),
-            locked(wrong),
-        ):
+        with pytest.raises(ValueError, match="output_dir: cannot use "), locked(wrong):
             pytest.fail("it was made")
     assert link.is_symlink()
 
 
 def test_a_folder_that_stays_empty_is_removed_and_one_must_be_writable(tmp_path, monkeypatch):
-    for name in ("deep/new", "deep/other"):
-        with locked(tmp_path / name) as folder:
-            check_folder(folder)
-    assert not list(tmp_path.iterdir())
+    with locked(tmp_path / "deep" / "new") as folder:
+        check_folder(folder)
+    assert not list((tmp_path / "deep").iterdir())
     with locked(tmp_path / "deep" / "new") as folder:
         (folder / "file").touch()
     assert (tmp_path / "deep" / "new" / "file").exists()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OutputFolderError, match="a folder: it is not writable"):
+    with pytest.raises(ValueError, match="cannot use .*: it is not writable"):
         check_folder(tmp_path / "empty")
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex"]
-)
-def test_run_names_cannot_leave_the_folder(tmp_path, name):
-    with pytest.raises(OutputFolderError, match="plain folder name"):
-        run_folder(tmp_path, name)
-
-
-def test_run_names(tmp_path):
+def test_run_names_cannot_leave_the_folder(tmp_path):
     assert run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
     (tmp_path / "link").symlink_to("/")
-    with pytest.raises(OutputFolderError):
-        run_folder(tmp_path, "link")
+    for name in ("..", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex", "link"):
+        with pytest.raises(ValueError, match="plain folder name"):
+            run_folder(tmp_path, name)
 
 
 def test_control_characters_are_escaped():
@@ -167,7 +140,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1, "reward": 1}]
     path.write_text('{"step": 1, "rew\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: expected a JSON object"):
         read_metrics(tmp_path)
     with pytest.raises(ValueError, match="found no file at"):
         read_metrics(tmp_path / "no")
@@ -175,14 +148,14 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at"):
         read_metrics(tmp_path)
     path.write_text("[" * 100_000 + "\n{}\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: expected a JSON object"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "note": "a\u2028b\x85c"}\n{"step": 2}\n')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1.0, 2.0]
 
 
 def test_numbers_that_no_picture_has(tmp_path):
-    """A run's folder may come from anywhere."""
+    """The metrics of a stranger's run may have numbers that no axis can show."""
     huge = "1" * 400
     odd = [(1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in odd]
@@ -192,33 +165,22 @@ def test_numbers_that_no_picture_has(tmp_path):
     assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
 
 
-@pytest.mark.parametrize("name", [b"a$\\frac{$", b"bad\xff\xfe", b"e\x1b[31mred"])
-def test_a_folders_name_is_no_mathematics(tmp_path, name):
-    folder = tmp_path / os.fsdecode(name)
-    for run in (folder, tmp_path / "other"):
-        logged_run(run, 3).close()
-    assert plot_runs([folder, tmp_path / "other"], tmp_path / "p.png").is_file()
+def test_a_folders_name_is_no_mathematics(tmp_path):
+    names = b"a$\\frac{$", b"bad\xff\xfe", b"e\x1b[31mred"
+    folders = [tmp_path / os.fsdecode(name) for name in names]
+    for folder in folders:
+        logged_run(folder, 3).close()
+    assert plot_runs(folders, tmp_path / "p.png").is_file()
 
 
-def test_a_long_series_is_smoothed_at_once(tmp_path):
-    points = [(float(i), float(i % 7)) for i in range(300_000)]
-    started = time.perf_counter()
-    smoothed = smooth(points)
-    assert time.perf_counter() - started < 20
-    assert 1000 < len(smoothed) <= 2000 and smoothed[500][1] == pytest.approx(3, abs=1e-3)
-    lines = [f'{{"step": {i}, "reward": {i % 7}}}\n' for i in range(5000)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
-
-
-@pytest.mark.parametrize("name", ["", "folder", "curves", ".png", "x.pgf"])
-def test_a_picture_needs_a_files_name(tmp_path, name):
-    """matplotlib adds an ending by itself and would write beside the name that was asked for."""
+def test_a_picture_needs_a_files_name(tmp_path):
+    """matplotlib would add a suffix, and write to a different name than the requested one."""
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
-        plot_runs([tmp_path / "run"], tmp_path / name)
+    for name in ("", "folder", "curves", ".png", "x.pgf"):
+        with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
+            plot_runs([tmp_path / "run"], tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -233,7 +195,7 @@ def test_plot_several_runs(tmp_path):
     assert all(t in svg for t in ("Reward", "Entropy (nats)", "Throughput (tokens/s)"))
     assert "Clip fraction" not in svg  # constant here
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
-    with pytest.raises(ValueError, match="no metrics to draw"):
+    with pytest.raises(ValueError, match="expected metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")
     with pytest.raises(ValueError, match="at least one"):
         plot_runs([], tmp_path / "z.png")
@@ -246,6 +208,8 @@ def test_smoothing_has_neither_bias_nor_lag():
     assert [value for _, value in smooth(points)] == pytest.approx([3.0] * 50)
     line = [(float(i), 2.0 * i) for i in range(200)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
+    points = [(float(i), float(i % 7)) for i in range(20_000)]
+    assert 1000 < len(smooth(points)) <= 2000  # a picture has no more columns
     rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
     assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
 
@@ -253,5 +217,5 @@ def test_smoothing_has_neither_bias_nor_lag():
 def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
-    # Strict and lenient are one here: said once.
+    # Equal strict and lenient accuracies are printed once.
     assert final_line(same, same) == "strict 50.0% → 50.0%"

@@ -10,9 +10,9 @@ import pytest
 from grpo_fast.data import hub
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
 from grpo_fast.train.planning.plan import plan, render
-from grpo_fast.train.report.curves import differing, plot_runs, settings_of, tells, title_of
+from grpo_fast.train.report.curves import is_drawn, plot_runs
 from grpo_fast.train.report.lines import closing_lines, shown_number
-from grpo_fast.train.report.page import completion_html
+from grpo_fast.train.report.page import step_html
 from tests.command_line import invoke, write_recipe
 from tests.tiny import tiny_folder
 
@@ -69,42 +69,36 @@ def test_what_rounding_leaves_of_0_is_shown_as_0(value, form, text):
 
 def test_an_answer_of_its_fixed_length_is_not_cut_off():
     row = {
-        "completion": "1 2 3", "answer": "1 2 4", "tokens": ["1", " 2", " 3"], "truncated": True,
+        "group": 0, "prompt": "3 2 1 =", "completion": "1 2 3", "answer": "1 2 4",
+        "tokens": ["1", " 2", " 3"], "truncated": True,
         "extracted": None, "extracted_lenient": None, "correct": False, "reward": -1e-9,
         "advantage": -1e-8, "logps": [-0.0] * 3, "advantages": [1e-22] * 3,
     }  # fmt: skip
-    html = completion_html(row, 1.0)
+
+    def html_of(**changes):
+        return step_html(1, [{**row, **changes}], 10**6)
+
+    html = html_of()
     assert "cut off" not in html and "reward 0<" in html and "advantage 0 " in html
     assert 'title="logp 0.000 advantage 0"' in html
-    longer = {**row, "completion": "1 2 3 9", "tokens": ["1", " 2", " 3", " 9"]}
-    assert "cut off" in completion_html({**longer, "logps": [0.0] * 4, "advantages": [0.0] * 4}, 1)
-    assert "cut off" in completion_html({**row, "answer": None}, 1.0)
+    tokens = ["1", " 2", " 3", " 9"]
+    numbers = {"logps": [0.0] * 4, "advantages": [0.0] * 4}
+    assert "cut off" in html_of(completion="1 2 3 9", tokens=tokens, **numbers)
+    assert "cut off" in html_of(answer=None)
 
 
-def test_pictures_name_recipe_seed_model_and_what_differs(finished, tmp_path):
-    _, folder = finished
-    settings = settings_of(folder)
-    assert title_of("run", settings) == "run · seed 0 · llama · dapo, normalized"
-    assert settings_of(folder / "metrics.jsonl") == settings and settings_of(tmp_path) == {}
-    others = [{**settings, "output_dir": "b", "seed": 1}, {**settings, "seed": 1, "optim.lr": 0.1}]
-    assert differing([settings, *others])[2] == "seed=1, optim.lr=0.1"
-    assert differing([settings, {**settings, "output_dir": "c"}]) == ["", ""]
-    assert "$x$" in title_of("run", {**settings, "model.path": "$x$"})
-
-
-def test_panels_that_say_nothing_are_left_out_and_equal_lines_share_a_label(tmp_path):
+def test_panels_that_never_change_are_left_out(tmp_path):
     rows = [
         {"step": i, "reward": 1.0, "entropy": 2.0 - i / 9, "completions/mean_length": 3.0,
          "loss": -0.1 * i, "eval_accuracy_strict": 0.0, "eval_accuracy_lenient": 0.0}
         for i in range(9)
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "config.yaml").write_text("seed: 7\nloss: {entropy_coef: 0.1}\n")
     svg = plot_runs([tmp_path], tmp_path / "p.svg").read_text()
     assert "Entropy (nats)" in svg and "Completion length" not in svg
-    assert "Reward" in svg and "strict = lenient" in svg and "seed 7" in svg
-    assert "Loss, entropy bonus included" in svg
-    assert tells("Entropy (nats)", [[(0.0, 1.0)]]) and not tells("Entropy (nats)", [[]])
+    assert "Reward" in svg and "strict" in svg and "lenient" in svg
+    short = [{"step": 0.0, "entropy": 1.0}]
+    assert is_drawn("Entropy (nats)", [short]) and not is_drawn("Entropy (nats)", [[]])
 
 
 def test_recipes_are_listed_with_what_they_are_and_need():
@@ -121,7 +115,9 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     found = plan("qwen2.5-0.5b", ["gpu=80"])
     expected = "weights and gradients float32, moments float32, computed in bfloat16"
     assert found.dtypes == expected and expected in render(found)[0].caption
-    assert found.memory[0][1].fixed >= 16 * found.shape.parameters  # 4 bytes each, four times
+    assert (
+        found.memory["as configured"].fixed >= 16 * found.shape.parameters
+    )  # 4 bytes each, four times
     small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
 

@@ -1,4 +1,4 @@
-"""A run's metrics in TensorBoard and the like, by way of accelerate's own trackers."""
+"""The metrics of a run in TensorBoard and other trackers of accelerate."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """What accelerate asks of a tracker; keeps what it is given."""
+    """A tracker that keeps everything it receives from accelerate."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []
@@ -81,6 +81,8 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     expected = "expected trackers whose packages are installed, got tensorboard, wandb"
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
+    with pytest.raises(ValueError, match="log.trackers: expected one of .*mlflow.*, got 'tensor'"):
+        loop.train(load_recipe("sort", [*WORDS, "log.trackers=[tensor]", words[1]]))
     assert not list(tmp_path.iterdir())
 
 

@@ -44,8 +44,8 @@ class LogConfig(Section):
     """Largest size of completions.html in MiB; beyond it the page holds fewer steps."""
     every_update: bool = False
     """Also write a row of metrics for every optimizer update."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Experiment trackers that receive the metrics."""
+    trackers: list[str] = Field(default_factory=list)
+    """Experiment trackers of accelerate that receive the metrics: tensorboard, wandb, mlflow, …"""
     progress: bool = True
     """Show progress while the run goes on."""
     save_model: bool = True
@@ -128,8 +128,8 @@ class RunConfig(Section):
     """Number of copies for distributed: hsdp."""
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
     """Seconds that a process waits for the others."""
-    resume: UserPath | None = None
-    """auto (the newest checkpoint of output_dir, or a new run), a run, or a checkpoint."""
+    resume: Literal["auto"] | None = None
+    """auto continues from the newest checkpoint of output_dir, or begins if it has none."""
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
     """What may differ from the run that is resumed."""
 

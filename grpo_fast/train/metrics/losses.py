@@ -1,4 +1,4 @@
-"""Metrics of the loss, merged over micro-batches, optimizer steps and ranks."""
+"""Metrics of the loss, reduced over micro-batches, optimizer steps and ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.train.ranks import distributed
 
-# How the values of several micro-batches are merged; a metric that is not listed is a mean over
-# tokens. "parts" are weighted by the step's normalisers: they are summed inside an optimizer step
-# and averaged over optimizer steps. "norm" is of pieces of one vector: their squares are summed.
+# How the values of several micro-batches are reduced. A metric that is not listed is a mean over
+# tokens. "parts": the values are weighted by the step's normalisers already, so they are summed
+# inside an optimizer step and averaged over optimizer steps. "norm": the values are norms of pieces
+# of one vector, so their squares are summed.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -32,23 +33,20 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end.
+    """The metrics of micro-batches, reduced by REDUCTIONS at the end with one GPU sync."""
 
-    A mean weighs each micro-batch by its tokens.
-    """
-
-    parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # with its tokens
-    # (R,) each, of active tokens: the trainer's and the sampler's
+    parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
+    # Log-probs of the active tokens by the trainer and by the sampler, (R,) each.
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int) -> None:
-        """Add a micro-batch: its metrics and its tokens."""
+        """Add the metrics of a micro-batch, weighted by its number of tokens."""
         part = {name: value.detach().float() for name, value in metrics.items()}
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """Return the metrics of an optimizer step on all ranks together. Collective."""
+        """Return the metrics of the micro-batches of all ranks. Collective."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
@@ -60,9 +58,11 @@ class LossMetrics:
         return every
 
     def mean(self, name: str) -> float:
+        """Return the reduced value of one metric."""
         return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
+        """Return the reduced values of all metrics."""
         names = list(self.parts[0][0])
         merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
@@ -77,7 +77,7 @@ class LossMetrics:
         if kind == "sum":
             return values.sum()
         if kind is not None:
-            # A micro-batch without tokens reports 0: leave it out, unless there is no other.
+            # Leave out micro-batches without tokens, which report 0.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
             values = torch.stack(filled) if filled else values
             return values.min() if kind == "min" else values.max()
@@ -93,9 +93,18 @@ def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
 def policy_gradient(
     output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
 ) -> Tensor:
-    """Return 0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps.
+    """Compute the L2 norm of the policy term's gradient with respect to the tokens' logps.
 
     The gradient with respect to the parameters would take a second backward pass.
+
+    Args:
+        output: The output of the loss.
+        advantages: One per completion, or one per token.
+        config: The configuration of the loss.
+        per_token: The other arguments of `grpo_loss`.
+
+    Returns:
+        A 0-d tensor.
     """
     beta = 0.0 if config.uses_reference else config.beta
     alone = config.replace(entropy_coef=0.0, beta=beta)
@@ -106,9 +115,10 @@ def policy_gradient(
 
 
 def _on_host(part: Mapping[str, Tensor]) -> Tensor:
-    """Stack 0-d tensors on the CPU, with one sync."""
+    """Copy 0-d tensors to the CPU as one tensor, with one GPU sync."""
     return torch.stack(list(part.values())).cpu()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are not NaN."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -1,4 +1,4 @@
-"""Metrics of the samples: rewards, lengths, support, agreement with the trainer."""
+"""Metrics of the samples: rewards, lengths, support, and agreement with the trainer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
 
-# Nats per token, on average: ten times the difference of 16-bit kernels, a tenth of the difference
-# of a policy that is a few updates old.
-FAR = 0.05
+# Mean difference of log-probs in nats per token above which a run warns. 16-bit kernels differ by a
+# tenth of it, and policies that are a few updates apart by ten times as much.
+MOST_DIFFERENCE = 0.05
 
 
 def reward_metrics(
@@ -23,13 +23,14 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return `reward`, its spread within groups, and the metrics of each reward function.
 
-    `rewards/<fn>/failed` counts the samples without a reward, `rewards/<fn>/failed/<why>` those of
-    one reason.
+    `rewards/<fn>/failed` counts the samples without a reward, and `rewards/<fn>/failed/<why>` the
+    ones that failed for one reason.
 
     Args:
-        rewards: (N·G,) weighted sums.
-        scores: (N·G,) of each reward function.
-        lost: the number of lost samples of each reward function, by reason.
+        rewards: Weighted sums of shape (N·G,).
+        scores: Scores of each reward function, of shape (N·G,).
+        lost: Number of samples without a reward, for each reward function by reason.
+        group_size: G, the number of samples in a group.
     """
     groups = rewards.double().view(-1, group_size)
     spread = torch.stack([spread_of(group) for group in groups])
@@ -50,7 +51,7 @@ def reward_metrics(
 
 
 def completion_metrics(samples: Samples) -> dict[str, float]:
-    """Return `completions/…`: lengths in tokens with the EOS, of all and of those that ended."""
+    """Return `completions/…`: lengths in tokens with EOS, of all and of terminated completions."""
     lengths = samples.lengths
     ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
     metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
@@ -62,7 +63,7 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return `sampling/…` of the support: how many ids a token was drawn from, and their mass."""
+    """Return `sampling/…` of the support, the ids from which a token was drawn: number and mass."""
     if samples.support is None:
         return {}
     sizes = samples.support.offsets.diff()
@@ -78,9 +79,15 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Return `sampling/staleness/…`: how many steps older the sampling weights are; {} if most = 0.
+    """Return `sampling/staleness/…`, the age of the sampling weights in steps.
 
-    Raises RuntimeError if some weights are older than `most` steps.
+    Args:
+        samples: The samples, with the version of the weights that sampled each one.
+        step: The number of the current step.
+        most: The largest age that is allowed. With 0 the result is {}.
+
+    Raises:
+        RuntimeError: Some weights are older than `most` steps.
     """
     ages = step - 1 - samples.weight_version
     oldest = int(ages.max())
@@ -96,7 +103,10 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
 
 
 def spread_of(values: Tensor) -> Tensor:
-    """Return 0-d: the standard deviation (n − 1) without NaNs; 0 for fewer than two values."""
+    """Return the standard deviation (n − 1) of the values that are not NaN, as a 0-d tensor.
+
+    It is 0 for fewer than two values.
+    """
     values = values[~values.isnan()]
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros((), dtype=torch.float64)
@@ -108,16 +118,21 @@ def _mean(values: Tensor) -> float:
 
 
 class SamplerWatch:
-    """Compares the sampler's and the trainer's logps; warns once in a run."""
+    """Comparison of the sampler's and the trainer's logps, which warns once in a run."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.truncates = sampling.truncates
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Warn if the trainer's logps before any update are far from the sampler's."""
+        """Warn if trainer and sampler differ by more than MOST_DIFFERENCE.
+
+        Args:
+            step: The number of the step.
+            logps: Pairs of the trainer's and the sampler's logps, before any update of the step.
+        """
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
-        if self.has_warned or difference <= FAR:
+        if self.has_warned or difference <= MOST_DIFFERENCE:
             return
         self.has_warned = True
         causes = "stale weights, another dtype or temperature, or another prompt"
@@ -126,12 +141,16 @@ class SamplerWatch:
         log.warning(
             "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "
             "(expected ≤ %g): %s; rollout.correct_sampling weighs the loss with their ratio",
-            step, difference, FAR, causes,
+            step, difference, MOST_DIFFERENCE, causes,
         )  # fmt: skip
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return `sampling/…`: the difference of trainer and sampler, from `LossMetrics.logps`."""
+    """Return `sampling/…`, the differences and ratios between trainer and sampler.
+
+    Args:
+        logps: Pairs of the trainer's and the sampler's logps, as in `LossMetrics.logps`.
+    """
     if not any(own.numel() for own, _ in logps):
         return {}
     trainers, samplers = map(torch.cat, zip(*logps, strict=True))

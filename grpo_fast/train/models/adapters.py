@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,8 @@ def adapter_at(path: str) -> Any | None:
 
     Raises ValueError for an adapter that is not LoRA, or that names no base model.
     """
-    from transformers.utils.peft_utils import find_adapter_config_file
-
     folder = Path(path)
-    if folder.is_dir():
-        is_adapter = (folder / FILE).is_file()
-    else:
-        hub.is_offline()  # if so, the hub's client looks into its cache only, without retries
-        try:
-            is_adapter = find_adapter_config_file(path) is not None
-        except (OSError, ValueError):
-            is_adapter = False  # neither a folder nor a hub id: loading the model says so
+    is_adapter = (folder / FILE).is_file() if folder.is_dir() else _is_on_hub(path)
     if not is_adapter:
         return None
     import peft
@@ -42,6 +34,18 @@ def adapter_at(path: str) -> Any | None:
     require(kind == "LORA", "model.path", "a LoRA adapter", f"{kind} in {path}")
     require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
     return found
+
+
+@functools.cache  # three parts of a start ask for the same model
+def _is_on_hub(path: str) -> bool:
+    """Return whether a hub id is an adapter's. False for anything that is no hub id."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    hub.is_offline()  # if so, the hub's client looks into its cache only, without retries
+    try:
+        return find_adapter_config_file(path) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def check_trainable(found: Any, path: str) -> None:

@@ -1,1 +1,1 @@
-"""Prediction of the memory that a run needs, before it starts and while it goes on."""
+"""Prediction of the memory that a run needs, before and during the run."""

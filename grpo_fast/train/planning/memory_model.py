@@ -1,20 +1,21 @@
-"""How much memory a training step takes, from the model's shape.
+"""The memory of a training step, predicted from the shape of the model.
 
-A step's peak is what is always there (weights, gradients, optimizer states, a reference copy) + T
-times what a trunk token keeps + the larger of the head's workspace and one layer's backward pass.
-For a decoder layer of width h, MLP width I, q = heads·head_dim and kv = kv_heads·head_dim, with
-activations of e bytes, autograd keeps per token
+The peak of a step has three parts: fixed memory (weights, gradients, optimizer states, a reference
+copy); the activations of T trunk tokens; and the larger of the head's workspace and one layer's
+backward pass. A decoder layer has width h, MLP width I, q = heads·head_dim and
+kv = kv_heads·head_dim. With activations of e bytes, autograd keeps per token
 
     two RMSNorms    e = 4: 24h (input, normalised, output)
                     e = 2: 16h (fp32 copy, normalised, output)
     attention       e·(2q + 2kv): q, k, v, output; every kernel keeps k and v with their own heads
     MLP             4·e·I: gate, silu(gate), up and their product
 
-and its backward pass needs e·(2I + 3h) on top. At 16 bits with q = h and a small kv that makes
-27h + 12I for the one layer that a checkpointed step has alive, beside e·h for each checkpoint. With
-a tiled MLP nothing of size I remains, and the backward pass needs 18h at 16 bits (39h for the layer
-in all), 16h at 32. Trees of recorded samples need what `_tree_backward` says, after the MLP's. The
-tests hold these numbers against what autograd keeps and against the allocator's peak.
+and its backward pass needs e·(2I + 3h) in addition. A step with gradient checkpointing keeps e·h
+for each layer, and one layer at a time: 27h + 12I at 16 bits with q = h and a small kv. With a
+tiled MLP nothing of size I remains, and the backward pass needs 18h at 16 bits (39h for the layer
+with its activations) and 16h at 32 bits. Trees of recorded samples need the memory in
+`_tree_backward`. Tests compare these numbers with what autograd keeps and with the peak of the
+allocator.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConf
 
 log = logging.getLogger(__name__)
 
-SMALL = 1_000_000  # parameters
-USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
-USABLE_CPU = 0.5  # fraction of the host's memory: the rest is rollouts and other processes
+SMALL = 1_000_000  # parameters of a model whose memory needs no warning
+USABLE_GPU = 0.9  # of a GPU's memory; fragmentation, rollouts and the CUDA context need the rest
+USABLE_CPU = 0.5  # of the host's memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
+    """The sizes of a decoder model."""
+
     layers: int
     hidden: int
     mlp: int
@@ -54,8 +57,14 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Shape:
-        """From a transformers config and the number of parameters (a ValueError: a field is
-        missing).
+        """Return the shape of a transformers config.
+
+        Args:
+            config: The config of the text model.
+            parameters: The number of parameters.
+
+        Raises:
+            ValueError: The config lacks a field.
         """
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):
@@ -73,36 +82,43 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """A step's memory in bytes, part by part. `peak(tokens)` adds up what is alive together."""
+    """The memory of a step by parts, in bytes."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
     logits: int  # the largest workspace of the head
-    logits_row: int  # what one completion token takes of it
-    head_gradient: int  # a fresh gradient of the head, before it is added to the others
-    head_sum: int  # its sum in fp32, beside it
-    one_chunk_rows: int  # the most completion tokens for which the head needs no such sum
+    logits_row: int  # bytes of that workspace for one completion token
+    head_gradient: int  # a new gradient of the head, before it is added to `.grad`
+    head_sum: int  # the fp32 sum of that gradient over chunks
+    one_chunk_rows: int  # the most completion tokens for which the head needs no fp32 sum
     kept_per_token: float  # by all layers together, until the backward pass
     working_per_token: float  # by the layer that is in its backward pass
-    working: int  # by that layer, whatever T is (a tile of the MLP)
+    working: int  # by that layer, independent of T (a tile of the MLP)
 
     @property
     def fixed(self) -> int:
+        """Bytes that do not depend on the micro-batch."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
     def per_token(self) -> float:
+        """Bytes of a trunk token at the peak of the backward pass."""
         return self.kept_per_token + self.working_per_token
 
     @property
     def head(self) -> int:
-        """Bytes that the head needs beside the trunk's activations, at most."""
+        """The most bytes that the head needs in addition to the trunk's activations."""
         return self.logits + self.head_gradient + self.head_sum
 
     def peak(self, tokens: int, rows: int | None = None) -> int:
-        """Bytes at the peak of a micro-batch: trunk tokens, completion tokens (None: many)."""
+        """Return the bytes at the peak of a micro-batch.
+
+        Args:
+            tokens: Trunk tokens.
+            rows: Completion tokens; None means so many that the head's workspace is full.
+        """
         head = self.head
         if rows is not None and rows <= self.one_chunk_rows:
             head = rows * self.logits_row + self.head_gradient
@@ -112,10 +128,10 @@ class Memory:
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
-        """The most trunk tokens of one micro-batch within `limit` bytes; 0 when not one fits."""
+        """Return the most trunk tokens of a micro-batch that fit into `limit` bytes."""
         room = limit - self.fixed
-        beside_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
-        return max(0, int(min(beside_head, (room - self.working) / self.per_token)))
+        with_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
+        return max(0, int(min(with_head, (room - self.working) / self.per_token)))
 
 
 def predict(
@@ -128,13 +144,16 @@ def predict(
     gpu: int | None = None,
     trees: bool = False,
 ) -> Memory:
-    """The memory of a step.
+    """Predict the memory of a step.
 
     Args:
-        device: "cpu" or "cuda"; on the CPU an offloaded checkpoint takes the same memory.
-        reference: a copy of the weights is kept for the KL term.
-        gpu: bytes of a GPU that is not here; None: of the one that is.
-        trees: samples may share more than a prompt.
+        shape: The sizes of the model.
+        model: The section `model` of the configuration.
+        optim: The section `optim` of the configuration.
+        device: "cpu" or "cuda". On the CPU an offloaded checkpoint takes the same memory.
+        reference: A copy of the weights is kept for the KL term.
+        gpu: Memory of the GPU in bytes; None means this machine's GPU.
+        trees: Samples may share more than a prompt.
     """
     weight = DTYPE_BYTES[model.dtype]
     trained = trainable_parameters(shape, model)
@@ -175,7 +194,10 @@ def host_memory() -> int:
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
-    """Parameters with a gradient: LoRA on all linear layers; of `frozen` only embeddings count."""
+    """Return the number of trained parameters, with LoRA on all linear layers.
+
+    Of the patterns in `frozen`, only embeddings and the head are counted.
+    """
     h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
     if model.lora is not None:
         sides = (h + q) + 2 * (h + kv) + (q + h) + 3 * (h + i)
@@ -188,15 +210,15 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
 def _per_token(
     shape: Shape, model: ModelConfig, e: int, on_cpu: bool, trees: bool
 ) -> tuple[float, float, int]:
-    """Bytes per token (kept by all layers, needed by one layer), and bytes of an MLP tile."""
+    """Return the bytes per token that all layers keep, that one layer uses, and of an MLP tile."""
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
-    # Tiles are views of the norm's output, and are recomputed one by one.
+    # Tiles are views of the norm's output, and the backward pass recomputes them one by one.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
-    if trees:  # the MLP's activations and its norm's are free by then
+    if trees:  # attention follows the MLP in backward, when the MLP's activations are free
         backward = max(backward, _tree_backward(shape, e) - mlp - norms // 2)
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
@@ -206,16 +228,23 @@ def _per_token(
 
 
 def _tree_backward(shape: Shape, e: int) -> int:
-    """Bytes per token of attention's backward pass in a tree of three levels or more.
+    """Return the bytes per token of attention's backward pass in a tree of three or more levels.
 
-    The gradients of the residual and of the output; dq, dk and dv in fp32 beside those of one call.
-    The keys that a sliding window has copied are not counted.
+    They are the gradients of the residual and of the output, the fp32 sums of dq, dk and dv, and
+    dq, dk and dv of one call. Keys that a sliding window has copied are not counted.
     """
     return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
-    """`predict` for a run's configuration; a critic's own model is taken for one of this shape."""
+    """Predict the memory of a run. A critic model is assumed to have the policy's shape.
+
+    Args:
+        shape: The sizes of the policy.
+        config: The configuration of the run.
+        device: "cpu" or "cuda".
+        gpu: Memory of the GPU in bytes; None means this machine's GPU.
+    """
     reference = config.reference.kind != "none"
     trees = config.data.task == "traces"
     memory = predict(
@@ -228,17 +257,19 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
 
 
 def predict_model(lm: Any, config: RunConfig) -> Memory | None:
-    """`predict_run` for a transformers model; None where its architecture is not known."""
+    """Predict the memory of a run of a loaded transformers model.
+
+    Return None if the architecture is not known.
+    """
     parameters = sum(p.numel() for p in lm.parameters())
     try:
         shape = Shape.of(lm.config.get_text_config(), parameters)
     except ValueError as error:
         said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
-        small = parameters < SMALL  # nobody asks about its memory
-        log.log(logging.INFO if small else logging.WARNING, said, error)
+        log.log(logging.INFO if parameters < SMALL else logging.WARNING, said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
-    if ranks and config.model.lora is None:  # the path is that of an adapter
+    if ranks and config.model.lora is None:  # the path of the model is an adapter
         model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
         config = config.model_copy(update={"model": model})
     return predict_run(shape, config, lm.device.type)

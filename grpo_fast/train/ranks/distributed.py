@@ -1,7 +1,7 @@
-"""The processes of a run: how many there are, what they send each other, how they end together.
+"""The processes (ranks) of a run: their number, what they exchange, and how they end together.
 
 Without torch's default process group every function works for a single rank. Objects between ranks
-are pickled by torch: all ranks belong to one launch.
+are pickled by torch, which is safe because all ranks belong to one launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.errors import (
-    CheckpointError,
     EngineError,
     NonFiniteLogits,
     RankError,
@@ -32,30 +31,32 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-HERE_S = 5.0  # seconds that the ranks that are left wait for each other's report
-# If one rank raises one of these, all ranks raise it. Other errors become a RankError.
+REPORT_S = 5.0  # seconds in which a rank that is alive reports itself after an error
+# If one rank raises one of these errors, all ranks raise it. Other errors become a RankError.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
-                 RewardError, CheckpointError, WriteError)
+                 RewardError, WriteError)
 }  # fmt: skip
 _is_alone = False
-_store: list[dist.Store] = []  # of the launcher, in which ranks report that they are alive
+_store: list[dist.Store] = []  # of the launcher; ranks report in it that they are alive
 
 
-# ------------------------------------------------------------------------------- who is there
+# ----------------------------------------------------------------------------- number and rank
 def size() -> int:
+    """Return the number of ranks, 1 without a process group."""
     is_met = dist.is_available() and dist.is_initialized() and not _is_alone
     return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
+    """Return the number of this rank, from 0."""
     return dist.get_rank() if size() > 1 else 0
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this rank work as one process: inside, `size()` is 1 and nothing is collective."""
+    """Let this rank work as a single process: `size()` is 1 inside, and nothing is collective."""
     global _is_alone
     _is_alone = True
     try:
@@ -65,18 +66,21 @@ def alone() -> Iterator[None]:
 
 
 def launched_rank() -> int:
+    """Return the rank that the launcher gave to this process, also without a process group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_main() -> bool:
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
 @contextmanager
-def answered() -> Iterator[None]:
+def naming_dead_ranks() -> Iterator[None]:
     """Turn the error of a collective into a RankError that names the ranks that do not answer.
 
-    Enter it after the signal handlers: torchrun sends SIGTERM to the ranks that are left.
+    Enter this context after the signal handlers are set: when a rank dies, torchrun sends SIGTERM
+    to the others.
     """
     try:
         yield
@@ -91,13 +95,13 @@ def answered() -> Iterator[None]:
 
 
 def _missing() -> list[int]:
-    """Return the ranks that do not report in the store within HERE_S seconds."""
+    """Return the ranks that do not report themselves in the store within REPORT_S seconds."""
     if not _store:
         return []
     others = set(range(size())) - {rank()}
     try:
         _store[0].set(f"here/{rank()}", "1")
-        until = time.monotonic() + HERE_S
+        until = time.monotonic() + REPORT_S
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
@@ -108,29 +112,30 @@ def _missing() -> list[int]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Join the launcher's process group and leave it at the end. A caller's own group stays.
+    """Join the launcher's process group, and leave it at the end. An existing group is used.
 
     Args:
         kind: `distributed` of the configuration.
         replicas: `distributed_replicas` of the configuration.
+        timeout_s: Seconds that a rank waits for the others.
 
     Raises:
-        ValueError: several ranks without a `kind`, a `kind` without a launcher, or replicas that
+        ValueError: Several ranks without a `kind`, a `kind` without a launcher, or replicas that
             do not divide the ranks.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    is_there = dist.is_available() and dist.is_initialized()
-    count = dist.get_world_size() if is_there else count
+    exists = dist.is_available() and dist.is_initialized()
+    count = dist.get_world_size() if exists else count
     fits = kind is not None or count == 1
     expected = "ddp, fsdp2 or hsdp"
     require(fits, "distributed", f"{expected} for {count} processes", "none")
-    fits = kind is None or is_there or "RANK" in os.environ
+    fits = kind is None or exists or "RANK" in os.environ
     require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
     fits = count % (replicas or 1) == 0
     expected = f"a number that divides the {count} processes"
     require(fits, "distributed_replicas", expected, replicas)
-    if kind is None or is_there:
-        with answered(), _quiet(rank()):
+    if kind is None or exists:
+        with naming_dead_ranks(), _quiet(rank()):
             yield
         return
     is_cuda = torch.cuda.is_available()
@@ -143,7 +148,7 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
         store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
     )  # fmt: skip
     try:
-        with answered(), _quiet(number):
+        with naming_dead_ranks(), _quiet(number):
             yield
     finally:
         _store.clear()
@@ -152,6 +157,7 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
 
 @contextmanager
 def _quiet(number: int) -> Iterator[None]:
+    """Let ranks other than 0 log errors only."""
     logger = logging.getLogger("grpo_fast")
     before = logger.level
     logger.setLevel(before if number == 0 else logging.ERROR)
@@ -161,9 +167,9 @@ def _quiet(number: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-# ------------------------------------------------------------------ what they send each other
+# ------------------------------------------------------------------------------- collectives
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order. Collective."""
+    """Return the values of all ranks, in the order of the ranks. Collective."""
     if size() == 1:
         return [value]
     values: list[Any] = [None] * size()
@@ -172,7 +178,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_main(make: Callable[[], Result]) -> Result:
-    """Call `make` on rank 0; return its value, or raise its error, on all ranks. Collective."""
+    """Call `make` on rank 0, and return its value or raise its error on all ranks. Collective."""
     if size() == 1:
         return make()
     with together():
@@ -182,6 +188,7 @@ def from_main(make: Callable[[], Result]) -> Result:
 
 
 def sum_(values: Tensor) -> Tensor:
+    """Sum a tensor over the ranks in place, and return it. Collective."""
     if size() > 1:
         dist.all_reduce(values)
     return values
@@ -189,14 +196,14 @@ def sum_(values: Tensor) -> Tensor:
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Raise an error of one rank on all ranks, with a message that names the rank.
+    """Raise an error of one rank on all ranks, with a message that names the rank. Collective.
 
-    If several ranks fail, a signal counts before the error of the lowest rank. Nothing inside may
-    be collective: the other ranks would wait for a rank that has failed.
+    If several ranks fail, a signal takes precedence, then the error of the lowest rank. Nothing
+    inside may be collective: the other ranks would wait for a rank that has failed.
 
     Args:
-        in_step: inside is work of sharded models, which is collective. An error of one rank alone
-            ends that rank, and the other ranks time out.
+        in_step: True if the work inside is collective after all, as in sharded models. Errors are
+            then not exchanged: a failing rank ends, and the other ranks time out.
     """
     if size() == 1 or in_step:
         yield
@@ -213,25 +220,27 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     stopped = [one for one in failed if one[1] == Stopped.__name__]
     number, kind, text = (stopped or failed)[0]
     if mine is not None and number == rank():
-        mine.is_of_all = True  # type: ignore[attr-defined]
+        mine.is_on_all_ranks = True  # type: ignore[attr-defined]
         raise mine
     twin = _twin(number, kind, text)
-    twin.is_of_all = True  # type: ignore[attr-defined]
+    twin.is_on_all_ranks = True  # type: ignore[attr-defined]
     raise twin from mine
 
 
-def is_of_all(error: BaseException) -> bool:
-    """Return whether all ranks end with this error, so that they can still work together."""
-    return size() == 1 or hasattr(error, "is_of_all")
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Return whether all ranks raise this error, so that collectives still work."""
+    return size() == 1 or hasattr(error, "is_on_all_ranks")
 
 
 def _described(error: BaseException) -> tuple[str, str]:
+    """Return the class and the text of an error, from which `_twin` builds the error again."""
     kinds = (kind.__name__ for kind in type(error).__mro__)
     kind = next((name for name in kinds if name in SHARED), type(error).__name__)
     return kind, str(error.number if isinstance(error, Stopped) else error)
 
 
 def _twin(number: int, kind: str, text: str) -> BaseException:
+    """Return the error of rank `number`, for the other ranks."""
     if kind == Stopped.__name__:
         return Stopped(int(text))
     if kind in SHARED:
@@ -251,9 +260,10 @@ def align(modules: Iterable[nn.Module]) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients over the ranks. Collective. Those of sharded parameters are sums already.
+    """Sum the gradients over the ranks. Collective.
 
-    Losses are divided by the counts of the whole step, so gradients are never averaged.
+    FSDP2 has summed the gradients of sharded parameters. Gradients are never averaged, because the
+    losses are divided by the counts of the whole step.
     """
     if size() == 1:
         return
@@ -263,6 +273,18 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         work.wait()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one; any other tensor unchanged. Collective."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one, or any other tensor unchanged. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def fill_(tensor: Any, full: Tensor) -> None:
+    """Copy a full tensor into `tensor`, or this rank's part of it into a sharded one."""
+    if hasattr(tensor, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has the full tensor, so nothing is sent.
+        full = distribute_tensor(
+            full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+        )
+    tensor.copy_(full)

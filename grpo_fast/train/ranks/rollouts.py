@@ -1,4 +1,4 @@
-"""Each rank samples its share of the prompts, rank 0 scores, and all ranks get the table."""
+"""Sampling on several ranks: each one samples its share of the prompts, and rank 0 scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ def generate(
     policy: Any, prompts: Sequence[Any], options: Sampling, *, engine: Engine | None = None,
     **others: Any,
 ) -> Samples:  # fmt: skip
-    """Call `rollout.generate` on all ranks. The completions do not depend on their number."""
+    """Call `rollout.generate` for a share of the prompts on each rank. Collective.
+
+    Args:
+        policy: The policy to sample from.
+        prompts: All prompts of the step.
+        options: How to sample.
+        engine: The engine that samples; None means transformers.
+        **others: Arguments of `rollout.generate`.
+
+    Returns:
+        The samples of all prompts, on every rank. They do not depend on the number of ranks.
+    """
     if distributed.size() == 1:
         return rollout.generate(policy, prompts, options, engine=engine, **others)
     is_apart = engine is not None and engine.is_apart
@@ -28,7 +39,7 @@ def generate(
 def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Samples | None:
-    """Sample this rank's share of the prompts, None if it has none. Not collective."""
+    """Sample this rank's share of the prompts. Return None without prompts. Not collective."""
     count = len(prompts)
     ranks = distributed.size()
     rank = distributed.rank()
@@ -40,7 +51,7 @@ def generate_share(
 
 
 def join_ranks(own: Samples | None) -> Samples:
-    """Gather the tables of all ranks into one, in the order of their prompts. Collective."""
+    """Join the samples of all ranks into one table, in the order of the prompts. Collective."""
     return Samples.cat(distributed.gather(own))
 
 
@@ -51,7 +62,10 @@ def score(
     ids: Sequence[list[int]] | None = None,
     prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
-    """Call `rewards.score` on rank 0: a function sees the batch that it sees in one process."""
+    """Call `rewards.score` on rank 0, and return its result on all ranks. Collective.
+
+    A reward function receives the same batch as in a single process.
+    """
     return distributed.from_main(
         lambda: rewards.score(reward_set, examples, texts, ids, prompt_texts)
     )

@@ -1,7 +1,7 @@
-"""Models whose weights are sharded over all ranks (FSDP2).
+"""Models whose weights are sharded over the ranks (FSDP2).
 
-FSDP2 gathers a decoder layer when it is computed. Embeddings, last norm and head belong to the
-model itself: inside of its method `inside` they are all gathered.
+FSDP2 gathers the weights of a decoder layer when the layer is computed. Embeddings, last norm and
+head belong to the root module. They are gathered inside of `model.inside(work)`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from grpo_fast.train.ranks import distributed
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Shard the models that are not None, and give all ranks the random state of rank 0."""
+    """Shard models, and give all ranks the random state of rank 0. Collective.
+
+    Args:
+        models: The models, None for one that a run does not have.
+        device: The device of the shards.
+        replicas: The number of copies of each shard; None means one.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # In rows, each of which holds the weights once.
-    rows = {"shard": distributed.size()}
+    axes = {"shard": distributed.size()}
     if replicas is not None:
-        rows = {"replicate": replicas, "shard": distributed.size() // replicas}
-    mesh = init_device_mesh(device.type, tuple(rows.values()), mesh_dim_names=tuple(rows))
+        axes = {"replicate": replicas, "shard": distributed.size() // replicas}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for model in models:
         if model is not None:
             model.shard(mesh)
@@ -34,20 +39,25 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
 
 
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
-    """Give each rank its shard of rank 0's weights on `device`. Collective.
+    """Give each rank its shard of rank 0's weights. Collective.
 
-    One tensor at a time is sent. Models of the other ranks may be on the meta device before.
+    Rank 0 sends one tensor at a time.
+
+    Args:
+        model: The model, which may be on the meta device on other ranks than 0.
+        mesh: The device mesh of the ranks.
+        device: The device of the shards.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Hidden states are a view of a batch of one; nothing writes into them.
+    # Hidden states are a view of a batch of one. The warning is about writes, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _take_dtypes(model)
-    # Before `fully_shard`, which makes shards of the parameters.
-    whole = model.state_dict() if distributed.is_main() else {}
+    # Read the weights before `fully_shard` replaces the parameters by shards.
+    full = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
@@ -60,8 +70,8 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     if is_empty:
         model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole, options=options)
-    del whole
+    set_model_state_dict(model, full, options=options)
+    del full
     _take_buffers(model, device)
     model.inside = types.MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "inside")
@@ -72,7 +82,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
 
 
 def _take_dtypes(model: nn.Module) -> None:
-    """Give an empty model's parameters the dtypes of rank 0's, which a file may have changed."""
+    """Give the parameters of an empty model the dtypes of rank 0, which read them from files."""
     own = {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
     mains = distributed.from_main(lambda: own)
     with distributed.together():
@@ -87,9 +97,9 @@ def _take_dtypes(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's buffers, and tensors that modules keep as plain attributes, to all ranks.
+    """Copy the buffers of rank 0, and tensors in plain attributes of modules, to all ranks.
 
-    No file holds most of them (rotary frequencies, masks), and an empty model has garbage there.
+    Most of them (rotary frequencies, masks) are in no file, and an empty model has garbage there.
     """
     owners: dict[str, tuple[dict[str, Any], str]] = {}
     for path, module in model.named_modules():
@@ -101,14 +111,17 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
 
     for key, tensor in distributed.from_main(tensors).items():
-        if key in owners:  # a forward pass on rank 0 may have left more
+        if key in owners:  # a forward pass on rank 0 may have added some
             owner, name = owners[key]
             owner[name] = tensor.to(device)
 
 
 @contextmanager
 def unsharded(model: Any) -> Iterator[None]:
-    """Gather all weights on every rank: inside, no rank waits for another. Then shard again."""
+    """Gather all weights on every rank, and shard them again at the end. Collective.
+
+    Forward passes inside need no other rank.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
@@ -121,4 +134,5 @@ def unsharded(model: Any) -> Iterator[None]:
         model.set_reshard_after_forward(True)
         for part in parts:
             part.reshard()
-        model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward
+        # The head is used again in backward, so the root module stays gathered after forward.
+        model.set_reshard_after_forward(False, recurse=False)

@@ -1,1 +1,1 @@
-"""The files that a run leaves for people: logs, tables, curves, the page of completions."""
+"""Files of a run for people: logs, tables, curves and the page of completions."""

@@ -1,27 +1,26 @@
-"""The picture of one or several runs: small multiples, the raw series behind a smoothed one."""
+"""The picture of one or several runs: a panel for each metric that has something to show."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import require
-from grpo_fast.train.config.plain import read_yaml_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = list[dict[str, float | None]]  # of a metrics.jsonl
-Series = list[tuple[float, float]]
+Series = list[tuple[float, float]]  # steps and values
 
 
-# One small plot each: title → metrics with their labels, the first one solid, the second dashed.
+# Title of a panel → metrics with their labels. The first metric is solid, the second dashed.
 PANELS: dict[str, dict[str, str]] = {
     "Reward": {"reward": "train", "eval_reward": "held out"},
     "Accuracy on held-out prompts": {
@@ -36,20 +35,23 @@ PANELS: dict[str, dict[str, str]] = {
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
-ALWAYS = ("Reward", "Accuracy on held-out prompts")  # also where they never move
-STYLE = Path(__file__).with_name("pictures.mplstyle")  # its colours are C0 to C7, and C8 is C0
-INK, GRID, COLORS = "#3b4252", "#e3e6eb", 8
-LARGEST = 1e300  # axes: differences and margins of what they show are finite
-SMOOTHED = 2000  # points of a smoothed series, at most about: more than a picture has columns
-
-MOST_SETTINGS = 3  # of those that differ
-LONGEST_VALUE = 30  # characters of a value
-OWN = ("output_dir", "log", "resume")  # they differ from run to run and explain nothing
+ALWAYS = ("Reward", "Accuracy on held-out prompts")  # drawn even if they never change
+STYLE = Path(__file__).with_name("pictures.mplstyle")  # its colours are C0 to C7; C8 is C0 again
+INK = "#3b4252"
+GRID = "#e3e6eb"
+COLORS = 8
+LARGEST = 1e300  # of a value on an axis: matplotlib's differences and margins stay finite
+SMOOTHED = 2000  # points of a smoothed series, at about: more than a picture has columns
 
 
 def read_metrics(run: str | Path) -> Rows:
-    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one;
-    ValueError for no such file, or (with file:line) a line that is no JSON object.
+    """Read the lines of a metrics.jsonl, without a last line that is cut off.
+
+    Args:
+        run: The folder of a run, or the file.
+
+    Raises:
+        ValueError: The file does not exist, or a line is no JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
@@ -63,24 +65,24 @@ def read_metrics(run: str | Path) -> Rows:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line, parse_int=float)  # an int may be too large for one
+            row = json.loads(line, parse_int=float)  # an int may be too large for a float
         except (json.JSONDecodeError, RecursionError):
             if number == len(lines):
                 break
-            raise ValueError(f"{path}:{number}: not a JSON object") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+            row = None
+        require(isinstance(row, dict), f"{path}:{number}", "a JSON object", repr(line[:40]))
         rows.append(row)
     return rows
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, of the rows of steps that have it as a number for an axis."""
+    """Return step and value of a metric, for the rows of steps that have a number for it."""
     points = []
     for index, row in enumerate(rows):
-        if "update" in row:  # one of several in a step, which has a row of its own
+        if "update" in row:  # one update of a step, which has a row as well
             continue
-        value, step = row.get(metric), row.get("step", index)
+        value = row.get(metric)
+        step = row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
             points.append((float(step), float(value)))
@@ -88,74 +90,68 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of a twentieth of the run; of a long series every n-th one."""
+    """Return the mean over a centred window of a twentieth of the run, at up to SMOOTHED points."""
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
     for index in range(0, len(points), 1 + len(points) // SMOOTHED):
-        # Narrower at both ends, on both sides: half a window would lag behind a slope.
+        # Shrink the window at the ends on both sides: a window on one side would shift a slope.
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
         smoothed.append((points[index][0], math.fsum(window) / len(window)))
     return smoothed
 
 
-def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Draw the runs' curves into one picture and return its path, without empty panels.
+def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Draw the curves of runs into one picture.
 
-    Raises ValueError for runs without metrics that are drawn here, and for an impossible `out`.
+    Args:
+        runs: Folders of runs, or their metrics.jsonl.
+        out: The file of the picture. None means curves.png, in the folder of a single run, else
+            in the current folder.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ValueError: The runs have no metrics to draw, or `out` is no name of a picture.
     """
     from matplotlib.lines import Line2D
 
-    path = picture_path(out)
     require(runs, "runs", "at least one run's folder", "none")
-    logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
-    titles = [
-        title
-        for title, metrics in PANELS.items()
-        if tells(title, [series(rows, name) for rows in logged.values() for name in metrics])
-    ]
-    if not titles:
-        raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
+    if out is None:
+        first = Path(runs[0])
+        folder = first if first.is_dir() else first.parent
+        out = folder / "curves.png" if len(runs) == 1 else "curves.png"
+    path = picture_path(out)
+    logged = dict(zip(_labels(runs), map(read_metrics, runs), strict=True))
+    titles = [title for title in PANELS if is_drawn(title, list(logged.values()))]
+    require(titles, "runs", "metrics to draw", f"none in {', '.join(map(str, runs))}")
     columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
-    size = 3.6 * columns, 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
-    settings = [settings_of(run) for run in runs]
-    with picture(path, size, (lines, columns)) as (figure, grid):
+    with picture(path, (3.6 * columns, 2.7 * lines + 0.4), (lines, columns)) as (figure, grid):
         for axes, title in zip(grid.flat, titles, strict=False):
             _draw(axes, title, list(logged.values()))
-            if title == "Loss" and any(each.get("loss.entropy_coef") for each in settings):
-                axes.set_title("Loss, entropy bonus included")
         for axes in grid.flat[len(titles) :]:
             axes.set_visible(False)
-        if len(runs) == 1:
-            figure.suptitle(title_of(next(iter(logged)), settings[0]), color=INK)
+        handles = [Line2D([], [], c=f"C{i}", lw=2, label=name) for i, name in enumerate(logged)]
+        if len(handles) > 1:
+            figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
         else:
-            handles = [
-                Line2D([], [], c=f"C{i}", lw=2, label=f"{label}  {said}".rstrip())
-                for i, (label, said) in enumerate(zip(logged, differing(settings), strict=True))
-            ]
-            place = {"loc": "outside lower center", "ncols": min(2, len(logged)), "fontsize": 9}
-            figure.legend(handles=handles, **place)
+            figure.suptitle(next(iter(logged)), color=INK)
     return path
 
 
-def tells(title: str, lines: list[Series]) -> bool:
-    """Whether a panel is drawn: one of its lines moves or is short, or it is one of ALWAYS."""
-    moves = any(len({value for _, value in points}) > 1 for points in lines)
-    short = max(map(len, lines)) < 3
-    return any(lines) and (moves or short or title in ALWAYS)
-
-
-def usual_picture(runs: Sequence[str]) -> Path:
-    """curves.png in the folder of a single run; of several runs, here."""
-    path = Path(runs[0])
-    folder = path if path.is_dir() else path.parent
-    return folder / "curves.png" if len(runs) == 1 else Path("curves.png")
+def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
+    """Return whether a panel has a line that changes or is short, or is one of ALWAYS."""
+    lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
+    changes = any(len({value for _, value in points}) > 1 for points in lines)
+    is_short = max(map(len, lines)) < 3
+    return any(lines) and (changes or is_short or title in ALWAYS)
 
 
 def picture_path(out: str | Path) -> Path:
-    """The file that a picture goes to. Raises ValueError for one that matplotlib cannot name."""
+    """Return the path of a picture. Raises ValueError for one that matplotlib would change."""
     path = Path(out)
     # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
@@ -167,8 +163,15 @@ def picture_path(out: str | Path) -> Path:
 def picture(
     path: Path, size: tuple[float, float], grid: tuple[int, int], **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure in the style of them all, with its axes (lines, columns), which is written at the
-    end: the same bytes for the same figure.
+    """Yield a figure in the common style and its axes, then write it.
+
+    Equal figures give equal bytes.
+
+    Args:
+        path: The file of the picture.
+        size: Width and height in inches.
+        grid: Lines and columns of the axes.
+        **options: Of `Figure.subplots`.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # no pyplot: no display
@@ -181,90 +184,45 @@ def picture(
 
 
 def _labels(runs: Sequence[str | Path]) -> list[str]:
+    """Return the names of the runs' folders, numbered if two are the same."""
     paths = [Path(run).resolve() for run in runs]
-    names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
-    if len(set(map(escape_control, names))) != len(names):
-        names = [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
-    return [escape_control(name) for name in names]
+    names = [escape_control(p.parent.name if p.name == "metrics.jsonl" else p.name) for p in paths]
+    if len(set(names)) < len(names):
+        names = [f"{i}: {escape_control(str(run))}" for i, run in enumerate(runs, start=1)]
+    return names
 
 
-def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
-    """One panel; metrics with the same lines share one and its label: `strict = lenient`."""
+def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
+    """Draw one panel. A colour stands for a run if there are several, else for a metric."""
     from matplotlib.lines import Line2D
 
-    several, same = len(logged) > 1, dict[str, tuple[str, list[str]]]()
-    for metric, label in PANELS[title].items():
-        lines = [series(rows, metric) for rows in logged]
-        if any(lines):
-            same.setdefault(repr(lines), (metric, []))[1].append(label)
     keys = []
-    for index, (metric, labels) in enumerate(same.values()):
-        style = {"linestyle": "--" if several and index else "-"}
+    for index, (metric, label) in enumerate(PANELS[title].items()):
+        dash = "--" if index else "-"
+        lines = [series(rows, metric) for rows in logged]
         for run, rows in enumerate(logged):
-            # A colour stands for a run where there are several, else for a metric.
-            style["color"] = f"C{run if several else index}"
-            _line(axes, rows, metric, {**style})
-        style |= {"color": INK} if several else {}
-        keys.append(Line2D([], [], label=" = ".join(labels), **style))  # type: ignore[arg-type]
-    if len(keys) > 1 or any(" = " in str(key.get_label()) for key in keys):
+            if lines[run]:
+                color = f"C{run if len(logged) > 1 else index}"
+                errors = dict(series(rows, metric + "_se"))
+                _line(axes, lines[run], errors, metric, color=color, linestyle=dash)
+        if any(lines):
+            color = INK if len(logged) > 1 else f"C{index}"
+            keys.append(Line2D([], [], label=label, color=color, linestyle=dash))
+    if len(keys) > 1:
         axes.legend(handles=keys)
     axes.set(title=title, xlabel="step")
 
 
-def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
-    """Evaluations: points with error bars. Training: the raw series behind the smoothed one."""
-    points = series(rows, metric)
-    if not points:
-        return
+def _line(
+    axes: Axes, points: Series, errors: dict[float, float], metric: str, **style: Any
+) -> None:
+    """Draw an evaluation as points with error bars, and any other metric raw and smoothed."""
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
-        errors = dict(series(rows, metric + "_se"))
         bars = [max(0.0, errors.get(step, 0.0)) for step in steps]
-        style |= {"marker": "o", "markersize": 3.5, "linewidth": 1.4, "capsize": 2}
-        axes.errorbar(steps, values, yerr=bars, **style)
+        axes.errorbar(
+            steps, values, yerr=bars, marker="o", markersize=3.5, linewidth=1.4, capsize=2, **style
+        )
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     axes.plot(*zip(*smooth(points), strict=True), **style)
-
-
-def settings_of(run: str | Path) -> dict[str, Any]:
-    """Dotted key → value of the run's config.yaml; empty without a readable one."""
-    folder = Path(run) if Path(run).is_dir() else Path(run).parent
-    try:
-        settings = read_yaml_file(folder / "config.yaml", "config.yaml")
-    except (OSError, ValueError):
-        return {}
-    return flat(settings) if isinstance(settings, dict) else {}
-
-
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flattened: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{above}{key}"
-        flattened |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flattened
-
-
-def title_of(name: str, settings: dict[str, Any]) -> str:
-    """`sort · seed 0 · llama · grpo, centered`; the name is harmless already."""
-    if not settings:
-        return name
-    model = settings.get("model.path") or settings.get("model.config.model_type")
-    chosen = [settings.get("loss.loss_type"), settings.get("advantages")]
-    parts = [f"seed {settings.get('seed')}", model, ", ".join(map(str, filter(None, chosen)))]
-    return " · ".join([name, *(plain(part) for part in parts if part)])
-
-
-def differing(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """For each run the first few settings in which runs differ: `optim.lr=0.1, seed=2`."""
-    keys = [key for key in dict.fromkeys(k for run in runs for k in run) if not key.startswith(OWN)]
-    telling = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
-    shown = telling[:MOST_SETTINGS]
-    more = ", …" * (len(telling) > MOST_SETTINGS)
-    return [", ".join(f"{key}={plain(run.get(key))}" for key in shown) + more for run in runs]
-
-
-def plain(value: Any) -> str:
-    """A value as a picture shows it: short, harmless."""
-    text = escape_control(str(value))
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"

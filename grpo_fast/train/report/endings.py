@@ -1,4 +1,4 @@
-"""The words of a command, and how it ends when it cannot go on: a sentence and a status."""
+"""Words of a command, and the end of a command by an error: one line and an exit status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
-Words = list[str] | None  # of a command
+Words = list[str] | None  # the arguments `key=value` of a command
 LONGEST_MESSAGE = 4000  # characters: a message may quote a file
 
 
 def _or_the_parents(ctx: typer.Context, value: bool) -> bool:
-    """Let `grpo-fast --debug train` mean `grpo-fast train --debug`."""
+    """Return the option of the command, or the one before it: `grpo-fast --debug train`."""
     return value or bool(ctx.parent and ctx.parent.params.get("debug"))
 
 
@@ -28,19 +28,19 @@ Debug = Annotated[
 
 
 def key_values(example: str) -> Any:
-    """The argument of a command that takes words `key=value`, with an example of them."""
+    """Return typer's argument for words `key=value`, with an example of them as its help."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
 class Worded(TyperCommand):
-    """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
+    """A command with words `key=value`, which it suggests for an unknown option `--key value`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, [*args])
         except Exception as raised:
             error: Any = raised
-            if hasattr(error, "possibilities"):  # NoSuchOption, of click or of typer's copy of it
+            if hasattr(error, "possibilities"):  # NoSuchOption of click, or typer's copy of it
                 option = error.option_name
                 place = next(i for i, word in enumerate(args) if word.startswith(option))
                 key, equals, value = args[place].lstrip("-").partition("=")
@@ -52,10 +52,15 @@ class Worded(TyperCommand):
 
 @contextlib.contextmanager
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Turn errors into one line on stderr and an exit status.
+    """Turn an error inside into one line on stderr and an exit status.
 
-    A ValueError, which the user can mend, ends with USAGE_ERROR, `failures` with `code`; the line
-    of any other error names its type.
+    A ValueError ends with USAGE_ERROR, because the user can correct its cause. An unexpected error
+    is named with its type.
+
+    Args:
+        debug: Print the traceback, too.
+        *failures: Expected errors, which end with the status `code`.
+        code: The exit status of `failures`.
     """
     try:
         yield
@@ -65,7 +70,7 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
         refuse(error, debug, code)
     except KeyboardInterrupt as error:
         refuse(error, debug, INTERRUPTED, "interrupted")
-    except ModuleNotFoundError:  # `grpo_fast.__main__` names the package
+    except ModuleNotFoundError:  # `grpo_fast.__main__` says which extra to install
         raise
     except Exception as error:
         refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")
@@ -74,8 +79,15 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
 def refuse(
     error: BaseException, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
 ) -> NoReturn:
-    """Print an error and its notes in one line that is safe to see, and exit with this status."""
-    from grpo_fast.data import escape_control  # a message may quote a data file or a model
+    """Print an error and its notes in one line without control characters, and exit.
+
+    Args:
+        error: The error.
+        debug: Print the traceback, too. None means that the command has no option --debug.
+        code: The exit status.
+        start: Text before the message.
+    """
+    from grpo_fast.data import escape_control
 
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
@@ -84,7 +96,6 @@ def refuse(
     shown = "; ".join([shown, *getattr(error, "__notes__", ())])
     rank = os.environ.get("RANK", "0")
     shown = shown if rank == "0" else f"rank {rank}: {shown}"
-    # debug is None for a command without that option.
     hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)

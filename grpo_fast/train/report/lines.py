@@ -1,4 +1,4 @@
-"""Lines for the person watching a run: each says one fact of its start or its end."""
+"""Lines for the person watching a run. Each states one fact of its start or its end."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from grpo_fast.train.config import RolloutConfig
 
 ONE_UPDATE = "one update per batch: the loss itself says little; watch reward and grad_norm"
 USUAL_CLIP = "several updates per batch: 0.1 to 0.3 `clipped` is usual; near 1 nothing is learnt"
-NOTHING = 1e-6  # of what a reader is shown, not of what metrics.jsonl holds
-COMPARED = (  # before and after: metric, label
-    ("eval_reward", "reward"),
-    ("eval_accuracy_strict", "strict"),
-    ("eval_accuracy_lenient", "lenient"),
-)
+NEAR_ZERO = 1e-6  # smaller numbers are shown as 0; metrics.jsonl has all digits
+COMPARED = {  # metrics of an evaluation, with their labels
+    "eval_reward": "reward",
+    "eval_accuracy_strict": "strict",
+    "eval_accuracy_lenient": "lenient",
+}
 
 
 def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% … → …`; empty without both evaluations."""
+    """Return `reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict …`, or "" without both evaluations."""
     parts: list[str] = []
-    for key, label in COMPARED:
+    for key, label in COMPARED.items():
         if key in before and key in after:
             change = f"{with_error(before, key)} → {with_error(after, key)}"
-            # Where strict and lenient are one, say it once.
-            if not (parts and parts[-1].endswith(change)):
+            if not (parts and parts[-1].endswith(change)):  # lenient is often equal to strict
                 parts.append(f"{label} {change}")
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"
@@ -35,30 +34,37 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def memory_line(summary: Mapping[str, Any]) -> str:
-    """`memory of a training step: 1.24 GiB predicted (micro-batches …), 1.31 GiB measured`; without
-    a GPU the growth of the whole process.
+    """Return a line with the predicted and the measured memory of a training step.
+
+    Without a GPU it has the growth of the process instead of the measured memory.
     """
-    predicted, peak = summary["predicted_memory"], summary["peak_memory"]
+    predicted = summary["predicted_memory"]
+    peak = summary["peak_memory"]
     said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
     size = f"micro-batches of up to {summary['largest_microbatch']} tokens"
-    grown = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
-    measured = grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
+    measured = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
+    if peak is not None:
+        measured = f"{peak / 2**30:.2f} GiB measured"
     return f"memory of a training step: {said} ({size}), {measured}"
 
 
 def opening_lines(
     rollout: RolloutConfig, kernels: Mapping[str, Any], fallback: str | None
 ) -> list[str]:
-    """`kernels: cpu`, `sampler: own loop`, with why where they are slower ones, and the line on a
-    loss over the tokens that the sampler kept.
+    """Return lines with the kernels and the sampler, and why they are slower ones if they are.
 
-    fallback: why the engine samples by transformers' `generate`; None: it does not.
+    Args:
+        rollout: The section `rollout` of the configuration.
+        kernels: `backend`, and the reason `backend_fallback` or None.
+        fallback: Why the engine samples by transformers' `generate`, or None if it does not.
     """
     why = kernels["backend_fallback"]
-    own = "own loop" if rollout.engine == "transformers" else rollout.engine
-    sampler = f"transformers' generate (slower; {fallback})" if fallback else own
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
-    lines.append(f"sampler: {sampler}")
+    if fallback:
+        lines.append(f"sampler: transformers' generate (slower; {fallback})")
+    else:
+        own = "own loop" if rollout.engine == "transformers" else rollout.engine
+        lines.append(f"sampler: {own}")
     if rollout.wants_kept:
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
@@ -66,28 +72,30 @@ def opening_lines(
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
-    """Where a run's results lie, and commands to type that look at them.
+    """Return the result files of a run that exist, and commands that look at them.
 
-    has_code: the settings name code of somebody's own, which an evaluation must be allowed.
+    Args:
+        folder: The folder of the run.
+        has_code: The settings name custom code, which an evaluation must be allowed to run.
     """
     names = ("completions.html", "curves.png", "model")
     present = [name for name in names if (folder / name).exists()]
     place = shlex.quote(str(folder))
     lines = [f"{place}: {', '.join(present)}"] if present else []
-    if (folder / "model").is_dir():
-        lines.append(f"grpo-fast eval {place}{' --allow-code' * has_code}")
+    if "model" in present:
+        lines.append(f"grpo-fast eval {place}" + (" --allow-code" if has_code else ""))
     return [*lines, f"grpo-fast plot {place}"]
 
 
-def shown_number(value: float, form: str) -> str:
-    """The number in this format; what rounding leaves of 0 (−0, 1e-22, 1e-8) is 0."""
-    text = form.format(0.0 if abs(value) < NOTHING else value)
+def shown_number(value: float, form: str = "{:.4g}") -> str:
+    """Return the formatted number. What rounding leaves of 0 (−0, 1e-22, 1e-8) is shown as 0."""
+    text = form.format(0.0 if abs(value) < NEAR_ZERO else value)
     return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:
-    """Value ± standard error where there is one, accuracies in per cent."""
-    value, error = metrics[key], metrics.get(key + "_se", math.nan)
+    """Return a metric ± its standard error if it is known, accuracies in per cent."""
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
-    spread = f" ± {scale * error:{form}}" if math.isfinite(error) else ""  # of one question: none
-    return f"{shown_number(scale * value, f'{{:{form}}}')}{unit}{spread}"
+    text = shown_number(scale * metrics[key], f"{{:{form}}}") + unit
+    error = metrics.get(key + "_se", math.nan)  # NaN for a single question
+    return f"{text} ± {scale * error:{form}}" if math.isfinite(error) else text

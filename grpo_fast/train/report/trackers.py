@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, trackio: a run's metrics go to them through accelerate."""
+"""Experiment trackers such as TensorBoard and Weights & Biases, by way of accelerate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.errors import require
+from grpo_fast.errors import choice, require
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ValueError for a tracker whose package is not installed."""
+    """Raise a ValueError for a tracker that accelerate does not know or that is not installed."""
     if not names:
         return
-    from accelerate.tracking import get_available_trackers
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
+    for name in names:
+        choice("log.trackers", name, sorted(LOGGER_TYPE_TO_CLASS))
     installed = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
     missing = ", ".join(name for name in names if name not in installed)
     came = f"{missing} (pip install {missing})"
@@ -27,24 +29,36 @@ def check_trackers(names: Sequence[str]) -> None:
 def start_trackers(
     names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
 ) -> list[Any]:
-    """accelerate's trackers of one run, by the `names` of `log.trackers`; `settings` have dotted
-    names.
+    """Return accelerate's started trackers of a run.
+
+    Args:
+        names: The names in `log.trackers`.
+        folder: The folder of the run.
+        settings: The configuration of the run.
     """
     if not names:
         return []
     from accelerate import Accelerator
     from accelerate.utils import clear_environment
 
-    # With the launcher's variables it would wait for other ranks: trackers are rank 0's alone.
+    # With the launcher's variables accelerate would wait for ranks that have no trackers.
     with clear_environment():
         accelerator = Accelerator(
             cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
         )
     run = Path(folder).name
     options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-    plain = {  # trackers take numbers and texts; None is a text, too
-        name: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for name, value in settings.items()
-    }
-    accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
+    accelerator.init_trackers(PROJECT, config=_flat(settings), init_kwargs=options)
     return accelerator.trackers
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings by dotted keys, as the numbers and texts that trackers take."""
+    flattened: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flattened |= _flat(value, f"{above}{key}.")
+        else:
+            is_plain = isinstance(value, (bool, int, float, str))
+            flattened[f"{above}{key}"] = value if is_plain else str(value)
+    return flattened

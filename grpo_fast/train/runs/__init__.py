@@ -1,1 +1,1 @@
-"""The folder of a run and its lock, checkpoints, resuming, signals."""
+"""The folder of a run: its lock, its checkpoints, its start, and its end by a signal."""

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: rewards, data, models, and the objects that train."""
+"""The parts of a run that exist before its first step: inputs, models, trainer and collector."""
 
 from __future__ import annotations
 
@@ -34,24 +34,33 @@ Evaluation = Callable[[Engine], dict[str, float]]
 
 
 class Loaded(NamedTuple):
-    """What a run reads before its first step."""
+    """Inputs and models that a run has loaded."""
 
     rewards: RewardSet
     questions: Splits  # without few-shot examples, for a warm start
-    splits: Splits
-    settings: dict[str, Any]  # and fingerprints of the files that they name
+    splits: Splits  # with few-shot examples
+    settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     policy: Policy
-    another: Policy | None  # the reference, if it is another model
+    another: Policy | None  # the reference, if it is a different model
     evaluate: Evaluation
-    asking: list[str]  # how questions are asked, with the first prompt, and rewards called
+    asking: list[str]  # lines that say how questions are asked and rewards are called
 
 
 def load(start: Start) -> Loaded:
+    """Load rewards, data and models, and refuse what can be refused before any work. Collective.
+
+    Raises:
+        ValueError: Something cannot be used, differs between ranks, or has changed since the run
+            began.
+    """
     config = start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
+    # 1. Inputs, before the models: they take less time to load.
     rewards, questions, settings = _load_inputs(start)
+    # 2. Models.
     policy, another = _load_models(config, questions)
+    # 3. Questions as the model receives them.
     questions = questions.asked_of(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
@@ -66,18 +75,16 @@ def load(start: Start) -> Loaded:
 
 
 def _be_deterministic(seed: int) -> None:
-    """Make every run give the same bits.
-
-    torch's fill of empty memory is off: it would sweep once more over each buffer of the loss.
-    """
+    """Seed torch, and make its operations deterministic."""
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # torch would fill each empty buffer, which costs one more pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
-    """Return rewards, data, and all that the run depends on: settings and fingerprints."""
+    """Return rewards, data, and the settings with fingerprints of the files that they name."""
     config = start.config
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
@@ -92,11 +99,11 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Return the policy, and the reference if it is another model."""
-    is_dealt = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights
+    """Return the policy, and the reference if it is a different model."""
+    is_empty = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights later
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt)
+        policy = load_policy(config.model, tokenizer, empty=is_empty)
         policy.template_kwargs = config.data.template_kwargs
         another = load_another(config.reference, config.model, policy)
     if not config.is_sharded:
@@ -107,7 +114,18 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 def build(
     start: Start, loaded: Loaded, engine: Engine, report: RunReport, stopping: Stopping
 ) -> Saver:
-    """Build trainer, collector and saver, and load the checkpoint that the run starts from."""
+    """Build trainer, collector and saver, and load the checkpoint of the start. Collective.
+
+    Args:
+        start: The place where the run starts.
+        loaded: The inputs and models.
+        engine: Samples the completions.
+        report: Writes the logs.
+        stopping: Answers signals.
+
+    Returns:
+        The saver, which has the trainer and the collector.
+    """
     config = start.config
     policy = loaded.policy
     if config.warm_start is not None and start.checkpoint is None:
@@ -115,7 +133,7 @@ def build(
             policy, loaded.questions.train, config.warm_start, seed=config.seed,
             is_sharded=config.is_sharded, log=report.log,
         )  # fmt: skip
-    # After the warm start: a frozen reference is a copy of the policy that it led to.
+    # After the warm start, because a frozen reference is a copy of the policy at this point.
     reference = Reference(policy, config.reference, loaded.another)
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)

@@ -1,45 +1,49 @@
-"""Checkpoints on the disk: safetensors and JSON, each file with its size and sha256 in a manifest.
+"""Checkpoints on the disk: safetensors and JSON, with the sha256 of each file in a manifest.
 
-All ranks write into a folder with another name. A rename, the last step, makes the checkpoint
-appear, so that a process that is killed at any moment leaves a complete checkpoint or none.
+A checkpoint is written into a folder with a temporary name. A rename is the last step, so that a
+process that is killed at any moment leaves a complete checkpoint or none.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
-import torch.distributed.checkpoint as dcp
+import torch
+from pydantic_core import from_json
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import CheckpointError, require
-from grpo_fast.train.files import read_regular, sha256_of, sync
+from grpo_fast.errors import WriteError, require
+from grpo_fast.train.files import read_regular, sha256_of, sync, written
 from grpo_fast.train.ranks import distributed
 
-FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
-WEIGHTS, TOKENIZER = "weights", "tokenizer"
-FORMAT: Literal[5] = 5
-FILE_BYTES = 1 << 30  # of a file of tensors: its bytes are joined in memory before they are written
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
+WEIGHTS = "weights"
+TOKENIZER = "tokenizer"
+FORMAT: Literal[6] = 6
+FILE_BYTES = 1 << 30  # of a file of tensors, at about: the file is built in memory
 NAME = re.compile(r"step_(\d{6,12})")
 
 
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
-    """The files of a checkpoint, each with its bytes and its sha256."""
+    """The sha256 of each file of a checkpoint."""
 
-    format: Literal[5] = FORMAT
+    format: Literal[6] = FORMAT
     value: float | None  # of the metric `checkpoint.best`
-    files: dict[str, tuple[int, str]]
+    files: dict[str, str]
 
 
 class FormatError(ValueError):
@@ -61,7 +65,7 @@ def checkpoints_in(run: str | Path) -> list[Path]:
 
 
 def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the newest complete checkpoint of a run; `say` hears of each damaged newer one."""
+    """Return the newest complete checkpoint of a run. `say` receives a line per damaged one."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -72,73 +76,61 @@ def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest of a checkpoint. Raises FormatError for one of another version."""
-    text = read_regular(checkpoint / MANIFEST)
-    with suppress(pydantic.ValidationError):
-        was = pydantic.TypeAdapter(dict[str, Any]).validate_json(text).get("format")
-        if isinstance(was, int) and was != FORMAT:
-            raise FormatError(
-                f"resume: expected a checkpoint of format {FORMAT}, which this version writes and "
-                f"reads, got format {was} in {checkpoint}; use the version that wrote it, or "
-                "another output_dir"
-            )
-    return Manifest.model_validate_json(text)
+    fields = from_json(read_regular(checkpoint / MANIFEST))
+    found = fields.get("format") if isinstance(fields, dict) else None
+    if isinstance(found, int) and found != FORMAT:
+        raise FormatError(
+            f"resume: expected a checkpoint of format {FORMAT}, which this version writes and "
+            f"reads, got format {found} in {checkpoint}; use the version that wrote it, or "
+            "another output_dir"
+        )
+    return Manifest.model_validate(fields)
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Say what is wrong with the files of a checkpoint; None if they are as they were written."""
+    """Return what is wrong with the files of a checkpoint, or None if they are complete."""
     try:
-        files, present = read_manifest(checkpoint).files, _files(checkpoint)
-        for name in sorted(present ^ {MANIFEST, *files}):
-            return f"{name} is {'not in the manifest' if name in present else 'missing'}"
-        for name, size_and_sum in files.items():
-            if sha256_of(checkpoint / name) != size_and_sum:
+        for name, digest in read_manifest(checkpoint).files.items():
+            if sha256_of(checkpoint / name) != digest:
                 return f"{name} is not what was written"
     except FormatError:
         raise
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file cannot be read ({reason(error)})"
     return None
-
-
-def is_whole(checkpoint: Path) -> bool:
-    with suppress(FormatError):
-        return problem_of(checkpoint) is None
-    return False
 
 
 def write_checkpoint(
     run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
     value: float | None = None,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of a step, unless it exists. Collective.
+    """Write the checkpoint of a step, unless a complete one exists. Collective.
 
     Args:
-        tensors: weights and moments; each rank writes the shards that it has.
-        fill: writes the other files into the folder that it is given, on rank 0.
-        value: of the metric by which `prune` finds the best checkpoint.
+        run: The folder of the run.
+        step: The number of finished steps.
+        tensors: The tensors by name, of sharded ones this rank's shards.
+        fill: Writes the other files into the folder that it receives. Called on rank 0.
+        value: Value of the metric by which `prune` finds the best checkpoint.
 
-    Raises CheckpointError if the disk is full or read-only; the older checkpoints stay.
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        WriteError: The disk is full or read-only. The older checkpoints stay.
     """
     final = Path(run) / FOLDER / f"step_{step:06d}"
     part = final.with_name(final.name + UNFINISHED)
-    if distributed.from_main(lambda: is_whole(final)):
+    if distributed.from_main(lambda: final.exists() and problem_of(final) is None):
         return final
     try:
-        with _named(final):
+        with written(final):
             distributed.from_main(lambda: _begin(part, fill))
             write_tensors(part / WEIGHTS, tensors)
-            with distributed.together():
-                own = sorted(_files(part))[distributed.rank() :: distributed.size()]
-                for name in own:
-                    sync(part / name)
-                sums = {name: sha256_of(part / name) for name in own}
-            every = distributed.gather(sums)
-            files = {name: (size, sum_) for each in every for name, (size, sum_) in each.items()}
-            manifest = Manifest(value=value, files=files)
-            distributed.from_main(lambda: _finish(part, final, manifest))
-    except CheckpointError:
+            distributed.from_main(lambda: _finish(part, final, value))
+    except WriteError:
         if distributed.is_main():
             shutil.rmtree(part, ignore_errors=True)
         raise
@@ -146,107 +138,114 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    part.parent.mkdir(exist_ok=True)
-    for unfinished in part.parent.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(unfinished)
-    part.mkdir()
-    fill(part)
+    with written(part):  # here, so that all ranks raise a WriteError
+        part.parent.mkdir(exist_ok=True)
+        for unfinished in part.parent.glob(f"*{UNFINISHED}"):
+            shutil.rmtree(unfinished)
+        (part / WEIGHTS).mkdir(parents=True)
+        fill(part)
 
 
-def _finish(part: Path, final: Path, manifest: Manifest) -> None:
-    if _files(part) != manifest.files.keys():
-        raise OSError(f"{part} is not a folder that all ranks share")
-    (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    # The files and their names are on the disk before the rename is.
-    sync(part / MANIFEST)
-    for path in (*part.rglob("*"), part):
-        if path.is_dir():
+def _finish(part: Path, final: Path, value: float | None) -> None:
+    """Write the manifest, flush everything to the disk, and give the folder its final name."""
+    with written(final):
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
+        manifest = Manifest(value=value, files=sums)
+        (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        # Files and names must be on the disk before the rename, or a power cut leaves a checkpoint
+        # whose name is final and whose files are empty.
+        for path in (*part.rglob("*"), part):
             sync(path)
-    set_aside(final)  # a damaged one: os.replace replaces no folder that has files
-    os.replace(part, final)
-    sync(final.parent)
-    sync(final.parent.parent)
-
-
-@contextmanager
-def _named(final: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, ValueError, SafetensorError) as error:
-        said = f"checkpoint: expected to write {final}, got {reason(error)}"
-        raise CheckpointError(said) from error
+        set_aside(final)  # os.replace does not replace a folder that has files
+        os.replace(part, final)
+        sync(final.parent)
+        sync(final.parent.parent)
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a checkpoint, if it exists, so that no run resumes from it."""
+    """Rename a damaged checkpoint, if it exists, so that no run resumes from it."""
     if checkpoint.exists():
-        names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
-        free = (path for path in map(checkpoint.with_name, names) if not path.exists())
-        os.replace(checkpoint, next(free))
+        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
 
 def prune(run: str | Path, keep: int) -> None:
-    """Remove all checkpoints of a run but the `keep` newest and the best one."""
-    values = dict[Path, float]()
+    """Remove all checkpoints of a run except the `keep` newest and the best one."""
+    values: dict[Path, float] = {}
     for path in checkpoints_in(run):
         with suppress(OSError, ValueError):
             value = read_manifest(path).value
             values[path] = -math.inf if value is None else value
     best = max(values, key=lambda path: (values[path], step_of(path)))
-    spared = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
+    spared = set(list(values)[:keep])
+    if values[best] > -math.inf:
+        spared.add(best)
     for path in values.keys() - spared:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _files(folder: Path) -> set[str]:
-    paths = (path for path in folder.rglob("*") if not path.is_dir())
-    return {path.relative_to(folder).as_posix() for path in paths}
-
-
-# ------------------------------------------------- tensors, by torch.distributed.checkpoint
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a new folder. Collective: every rank writes its shards."""
-    files, size = dict[str, int](), 0
-    for name, tensor in tensors.items():  # the writer counts files from 1
-        files[name] = size // FILE_BYTES + 1
-        size += tensor.numel() * tensor.element_size()
-    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    with _plain_errors():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=distributed.size() == 1)
+    """Write full tensors into files of about FILE_BYTES. Collective.
 
-
-def stored_tensors(folder: Path) -> dict[str, str]:
-    """Return the dtype and shape of each stored tensor, by name."""
-    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: f"{x.properties.dtype} {tuple(x.size)}" for name, x in found.items()}  # type: ignore[union-attr]
-
-
-def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Fill tensors with the stored tensors of the same names. Collective.
-
-    Raises ValueError for another name (among those that begin with `prefix`), dtype or shape.
+    All ranks gather one sharded tensor after another, and rank 0 writes them: no rank holds more
+    than one file's tensors.
     """
-    with distributed.together():
-        stored = {k: v for k, v in stored_tensors(folder).items() if k.startswith(prefix)}
-        expected = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in into.items()}
-        for name in sorted(stored.keys() | expected.keys()):
-            own, came = expected.get(name, "no such tensor"), stored.get(name, "none")
-            require(own == came, f"the tensor {name}", own, came)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    with _plain_errors():
-        dcp.load(dict(into), storage_reader=reader, no_dist=distributed.size() == 1)
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if size >= FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += tensor.numel() * tensor.element_size()
+    for number, names in enumerate(parts):
+        full = {}
+        for name in names:
+            tensor = distributed.full_tensor(tensors[name].detach())
+            if distributed.is_main():
+                full[name] = tensor.cpu().contiguous()
+        with distributed.together(), written(folder):
+            if distributed.is_main():
+                save_file(full, folder / f"{number:05d}.safetensors")
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed in place of torch's own BaseException."""
-    try:
-        with warnings.catch_warnings():  # one process is what is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        number, (cause, _) = min(error.failures.items())
-        text = f"rank {number}: {cause}" if distributed.size() > 1 else str(cause)
-        raise (OSError if isinstance(cause, OSError) else ValueError)(text) from error
+def stored_in(folder: Path) -> dict[str, Path]:
+    """Return the file of each stored tensor, by the name of the tensor."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
+    """Return the stored tensors whose names begin with a prefix, by the rest of their names."""
+    part = {}
+    for name, path in stored.items():
+        if name.startswith(prefix):
+            with safe_open(path, "pt") as file:
+                part[name.removeprefix(prefix)] = file.get_tensor(name)
+    return part
+
+
+@torch.no_grad()
+def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None:
+    """Fill tensors with the stored tensors of the same names.
+
+    Args:
+        stored: The file of each stored tensor, by name.
+        into: The tensors to fill, by name. Of a sharded tensor, this rank's shard is filled.
+
+    Raises:
+        ValueError: A name is missing on one side, or a dtype or a shape differs.
+    """
+    for name in sorted(stored.keys() | into.keys()):
+        expected = "no such tensor"
+        if name in into:
+            expected = f"{into[name].dtype} {tuple(into[name].shape)}"
+        came = "none"
+        if name in stored:
+            tensor = read_part({name: stored[name]}, name)[""]
+            came = f"{tensor.dtype} {tuple(tensor.shape)}"
+        require(expected == came, f"the tensor {name}", expected, came)
+        distributed.fill_(into[name], tensor)

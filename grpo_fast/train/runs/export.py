@@ -1,4 +1,4 @@
-"""Models in one piece: of a checkpoint (`grpo-fast export`), and of a run with shards."""
+"""Unsharded models from a checkpoint (`grpo-fast export`) and from a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.checkpoint import (
-    FOLDER,
-    TOKENIZER,
-    WEIGHTS,
-    newest,
-    problem_of,
-    read_tensors,
-)
+from grpo_fast.train.runs import checkpoint as files
 from grpo_fast.train.runs.fingerprints import FILES
 from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.state import read_state, refused
@@ -30,31 +23,43 @@ log = logging.getLogger(__name__)
 
 
 def export(source: str | Path, out: str | Path) -> Path:
-    """Write the policy of a checkpoint as a new folder that transformers loads (LoRA: merged).
+    """Write the policy of a checkpoint as a folder that transformers loads, with LoRA merged.
 
     Args:
-        source: a checkpoint, or a run, whose newest complete checkpoint is taken.
+        source: A checkpoint, or a run, whose newest complete checkpoint is taken.
+        out: A new or empty folder.
 
-    Raises ValueError for a checkpoint that is damaged, of another version or with weights that are
-    not finite, and for a folder that is occupied or in a checkpoint.
+    Returns:
+        The folder `out`.
+
+    Raises:
+        ValueError: The checkpoint is damaged, of another version, or has weights that are not
+            finite; or the folder `out` is occupied.
     """
+    # 1. Find a complete checkpoint.
     path = Path(source)
-    checkpoint = newest(path, log.warning) if (path / FOLDER).is_dir() else path
+    checkpoint = files.newest(path, log.warning) if (path / files.FOLDER).is_dir() else path
+    problem = "there is none"
+    if checkpoint is not None and path.is_dir():
+        problem = files.problem_of(checkpoint)
     expected = "a run with a complete checkpoint, or a complete checkpoint"
-    problem = "there is none" if checkpoint is None or not path.is_dir() else problem_of(checkpoint)
     require(problem is None, "export", expected, f"{path}: {problem}")
     with locked(out) as target:
         check_folder(target)
+        # 2. Build the model and fill in its weights.
         with refused("export", checkpoint):
             settings = read_state(checkpoint).settings
             settings.pop(FILES)
             config = RunConfig.model_validate(settings).model
-            # The folder of a run is data: it must not ask for code, nor for the hub's attention.
+            # The folder of a run is data: it must run no code, nor fetch kernels from the hub.
             plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
-            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
+            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / files.TOKENIZER)))
             policy = load_policy(config.model_copy(update=plain), tokenizer)
             weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
-            read_tensors(checkpoint / WEIGHTS, weights, prefix="policy.")
+            stored = files.stored_in(checkpoint / files.WEIGHTS)
+            stored = {name: file for name, file in stored.items() if name.startswith("policy.")}
+            files.read_tensors(stored, weights)
+        # 3. Refuse broken weights, and write the others.
         broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
         came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
         require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
@@ -64,11 +69,13 @@ def export(source: str | Path, out: str | Path) -> Path:
 
 @torch.no_grad()
 def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
-    """Save the trained models, after the summary: a full disk then costs no more than them.
+    """Save the trained models as `model` and `critic` in a run's folder. Collective.
 
-    Collective: shards are put together in a model that rank 0 loads anew, as `model` says.
+    Rank 0 loads a sharded model once more and copies the gathered weights into it.
     """
-    trained: dict[str, Any] = {"model": policy} | ({} if critic is None else {"critic": critic})
+    trained: dict[str, Any] = {"model": policy}
+    if critic is not None:
+        trained["critic"] = critic
     models = dict(trained)
     if policy.is_sharded:
         with distributed.together():
@@ -78,12 +85,12 @@ def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folde
                 if critic is not None:
                     models["critic"] = load_critic(critic.config, model, models["model"])
         for kind, sharded in trained.items():
-            room = models[kind].weights()
+            targets = models[kind].weights()
             for name, tensor in sharded.weights().items():
-                full = distributed.whole(tensor.detach())
+                full = distributed.full_tensor(tensor.detach())
                 if distributed.is_main():
-                    room[name].detach().copy_(full)
+                    targets[name].detach().copy_(full)
     with distributed.together(), written(folder / "model"):
         if distributed.is_main():
-            for kind, whole in models.items():
-                whole.save(folder / kind)
+            for kind, unsharded in models.items():
+                unsharded.save(folder / kind)

@@ -1,13 +1,10 @@
-"""What a resumed run, and every rank of a run, must share with the run as it began: the
-configuration, and fingerprints of the files that it only names.
-"""
+"""Checks that a resumed run, and every rank of a run, has the settings and files of its start."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Collection, Iterator
@@ -22,16 +19,17 @@ from grpo_fast.train.ranks import distributed
 
 log = logging.getLogger(__name__)
 
-FILES = "files"  # the key under which fingerprints stand next to the settings
+FILES = "files"  # the key of the fingerprints next to the settings
+# Keys that may differ between a run and its resumed half.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file that a configuration only names.
+    """Return a hash of each file that a configuration names but does not contain.
 
-    The names are `rewards.NAME` for custom functions and reward models, `reference`, and for a
+    The keys are `rewards.NAME` for custom functions and reward models, `reference`, and for a
     policy that starts from an adapter `adapter` and `base`.
     """
     prints = {}
@@ -40,7 +38,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         source = spec.path if spec.path is not None else _source(spec.name)
         if source is not None:
             prints[f"rewards.{label}"] = _of_path(source)
-    reference, model = config.reference, config.model
+    reference = config.reference
+    model = config.model
     # A model that no checkpoint holds is loaded again on resume.
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
@@ -62,14 +61,20 @@ def check_ranks(settings: dict[str, Any]) -> None:
         for _, line in differences(first, own)
     ]
     if lines:
-        raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))
+        said = "ranks: expected the settings and files of rank 0 on all, got others"
+        raise ValueError("\n  ".join([said, *lines]))
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
     """Raise a ValueError that lists what has changed since a run began.
 
-    The keys of FREE may change, and so may files of the `allowed` kinds. The number of steps may
-    grow if the learning rate does not depend on it.
+    The keys of FREE may change. The number of steps may grow if the learning rate does not depend
+    on it.
+
+    Args:
+        was: The settings of the run when it began, with its fingerprints.
+        now: The settings of the run that resumes, with its fingerprints.
+        allowed: Kinds of files that may change, as `resume_allow` lists them.
     """
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
     is_constant = now["optim"]["schedule"] == "constant"
@@ -80,7 +85,7 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
         if kind in allowed:
             log.warning("resume: %s", changed.pop(key))
     if changed:
-        refused = sorted({kind for kind in kinds.values() if kind not in allowed})
+        refused = sorted(set(kinds.values()) - set(allowed))
         hint = f" (resume_allow=[{','.join(refused)}] accepts the files)" if refused else ""
         said = "resume: expected the configuration and files that the run began with, got others"
         raise ValueError("\n  ".join([said + hint, *changed.values()]))
@@ -96,7 +101,7 @@ def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]
 
 
 def _source(name: str) -> str | None:
-    """Return the file of a custom reward function; None for a function of this package."""
+    """Return the file of a custom reward function, or None for a function of this package."""
     module, _, _ = name.rpartition(":")
     if not module or module.endswith(".py"):
         return os.path.expanduser(module) or None
@@ -105,18 +110,18 @@ def _source(name: str) -> str | None:
 
 
 def _of_path(path: str) -> str:
-    """Identify a file or a model's folder by a hash, a hub id by its commit."""
+    """Return a hash of a file or of a model's folder, or the commit of a hub id."""
     place = Path(path)
     if place.is_file():
-        return f"sha256 {sha256_of(place)[1][:16]}"
-    if not place.is_dir():
-        from transformers.utils import cached_file
+        return f"sha256 {sha256_of(place)[:16]}"
+    if place.is_dir():
+        files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
+        rows = [f"{file.name} {sha256_of(file)}" for file in files]
+        return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
+    from transformers.utils import cached_file
 
-        hub.is_offline()  # the hub's client would try six times, and print each
-        with contextlib.suppress(OSError):  # loading it refuses it by the name of its setting
-            config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-            return "unknown" if config is None else f"commit {Path(config).parent.name}"
-        return "unknown"
-    files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
-    rows = [(file.name, *sha256_of(file)) for file in files]
-    return f"sha256 {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"
+    hub.is_offline()  # or the hub's client would try six times, and print each
+    config = None
+    with contextlib.suppress(OSError):  # loading the model refuses it by the name of its setting
+        config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+    return "unknown" if config is None else f"commit {Path(config).parent.name}"

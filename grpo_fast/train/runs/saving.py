@@ -1,21 +1,21 @@
-"""When a run is saved: at the end of a step that is due, and when an error or a signal ends it."""
+"""Saving a run: at the end of a step that is due, and when an error or a signal ends the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.errors import SAVED, CheckpointError, NonFiniteLogits, Stopped
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
-from grpo_fast.train.runs.state import State, random_now, write_state
+from grpo_fast.train.runs.state import State, draws_now, write_state
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.trainer import Trainer
 
@@ -24,7 +24,15 @@ class Saver:
     """Marks the ends of steps, and writes checkpoints of the latest mark.
 
     A mark refers to the weights and does not copy them. Its checkpoint can be written until the
-    first optimizer step of the following step; after that a checkpoint would mix two steps.
+    first optimizer step of the following step. After that a checkpoint would mix two steps.
+
+    Args:
+        config: The configuration of the run.
+        collector: Has the place in the training set, and samples that were drawn ahead.
+        trainer: Has weights, moments and counters.
+        report: Has the logs, whose lengths a checkpoint holds.
+        settings: The configuration, and fingerprints of the files that it names.
+        stopping: Learns from the saver when a signal may end the run.
     """
 
     def __init__(
@@ -36,31 +44,35 @@ class Saver:
         settings: dict[str, Any],
         stopping: Stopping,
     ) -> None:
-        self.config, self.collector, self.trainer, self.report = config, collector, trainer, report
-        self.can_save = config.optim.states == "full"  # no file holds the moments of the others
+        self.config = config
+        self.collector = collector
+        self.trainer = trainer
+        self.report = report
+        self.can_save = config.optim.states == "full"  # no file holds 8-bit or offloaded moments
         self.saved_at = time.monotonic()
         self.state = State(
-            step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
-            random=random_now(), collector=collector.state_dict(),
-            trainer=trainer.state_dict(), ahead=None, fallback=collector.engine.fallback,
-            settings=settings,
+            step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
+            collector=collector.state_dict(), trainer=trainer.state_dict(), settings=settings,
         )  # fmt: skip
         self.mark()
         stopping.may_stop = lambda: not self.has_moved()
 
     def mark(self, **changes: Any) -> None:
-        """Remember the run as it is now, with these changes of its state."""
-        trainer, collector = self.trainer, self.collector
+        """Remember the current state of the run, with some of its fields changed."""
+        trainer = self.trainer
+        collector = self.collector
         tensors = trainer.weights()
         if self.can_save:
             tensors |= trainer.moments(tensors)
-        # The state comes first: after an interrupt between the two assignments the versions do not
-        # fit, and nothing is saved.
-        self.state = dataclasses.replace(
-            self.state, lengths=self.report.lengths(), random=random_now(),
-            collector=collector.state_dict(), trainer=trainer.state_dict(),
-            ahead=collector.sampled, fallback=collector.engine.fallback, **changes,
+        state = dataclasses.replace(
+            self.state, lengths=self.report.lengths(), collector=collector.state_dict(),
+            trainer=trainer.state_dict(), **changes,
         )  # fmt: skip
+        draws = draws_now(collector.sampled)
+        # The versions come last: after an interrupt between these assignments they do not fit, and
+        # nothing is saved.
+        self.state = state
+        self.draws = draws
         self.tensors = tensors
         self.versions = {id(tensor): tensor._version for tensor in tensors.values()}
 
@@ -74,47 +86,38 @@ class Saver:
         for optimizer in self.trainer.optimizers.values() if self.can_save else ():
             for moments in optimizer.adam.state.values():
                 tensors += moments.values()
-        # Moments that exist since the mark, and that no update has used, have version 0.
+        # Moments that were created after the mark, and that no update has used, have version 0.
         return any(tensor._version != self.versions.get(id(tensor), 0) for tensor in tensors)
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due, by steps or by rank 0's clock. Collective."""
-        plan, step = self.config.checkpoint, self.state.step
-        by_step = plan.every and step % plan.every == 0
+        plan = self.config.checkpoint
+        by_step = plan.every and self.state.step % plan.every == 0
         seconds = 60 * plan.every_minutes
         is_late = distributed.from_main(lambda: 0 < seconds <= time.monotonic() - self.saved_at)
         return self.can_save and bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest mark and prune the older ones. Collective."""
-        if self.config.is_sharded:
-            path = self._write()
-        else:
-            path = Path(distributed.from_main(lambda: str(self._write_alone())))
-        self.saved_at = time.monotonic()
-        return path
-
-    def _write_alone(self) -> Path:
-        """Write a checkpoint of weights that this rank has in full."""
-        with distributed.alone():
-            return self._write()
-
-    def _write(self) -> Path:
-        state, plan, run = self.state, self.config.checkpoint, self.report.folder
+        """Write a checkpoint of the latest marked step, and remove older ones. Collective."""
+        state = self.state
+        plan = self.config.checkpoint
+        run = self.report.folder
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # the logs are never behind a checkpoint
+            self.report.sync()  # or a power cut could leave logs shorter than the checkpoint says
             self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             write_state(state, folder)
 
         value = None if plan.best is None else state.metrics.get(plan.best)
-        path = checkpoint.write_checkpoint(run, state.step, self.tensors, fill, value)
+        tensors = self.tensors | self.draws
+        path = checkpoint.write_checkpoint(run, state.step, tensors, fill, value)
         distributed.from_main(lambda: checkpoint.prune(run, plan.keep))
+        self.saved_at = time.monotonic()
         return path
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the latest mark if an error or a signal ends the run.
+        """Save the latest marked step if an error or a signal ends the run inside.
 
         The error gets a note that names the checkpoint from which the run can be resumed.
         """
@@ -127,7 +130,7 @@ class Saver:
         except NonFiniteLogits as error:
             advice = "a lower optim.lr or a wider model.dtype may help"
             error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # The weights of the latest mark are the broken ones: they must not replace good ones.
+            # The current weights are broken, and must not replace a good checkpoint.
             error.add_note(self._newest())
             raise
         except BaseException as error:
@@ -135,22 +138,22 @@ class Saver:
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
-        """Save the latest mark if it can be saved; return a sentence with the checkpoint."""
+        """Save the latest marked step if possible. Return a sentence with the checkpoint."""
         if not self.can_save:
             states = self.config.optim.states
             return f"not saved: a checkpoint needs optim.states=full, and this run has {states}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
-        is_shared = distributed.is_of_all(error)
-        if self.config.is_sharded and not is_shared:
-            # The ranks without this error wait elsewhere.
+        is_shared = distributed.is_on_all_ranks(error)
+        if not is_shared and self.config.is_sharded:  # the other ranks wait elsewhere
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
             return "only rank 0 can save the run"
-        self.trainer.forget_gradients()
+        self.trainer.forget_gradients()  # their memory is free for the save
         try:
-            path = self.save() if is_shared else self._write_alone()
-        except CheckpointError as failed:
+            with nullcontext() if is_shared else distributed.alone():
+                path = self.save()
+        except WriteError as failed:
             return f"{failed}; {self._newest()}"
         if isinstance(error, Stopped):
             error.code = SAVED

@@ -1,10 +1,9 @@
 """The state of a run at the end of a step, and its files in a checkpoint.
 
-weights/           policy and moments; a critic; a reference that cannot be built again; with LoRA
-                   the adapters alone
-state.json         `State`
-state.safetensors  random numbers, and the tensors of the rollout that is sampled ahead
-tokenizer/         for `grpo-fast export`
+weights/     safetensors: the policy, with LoRA the adapter alone; moments; a critic; a reference
+             that cannot be built again; random numbers; with `rollout.ahead` the next samples
+state.json   `State`
+tokenizer/   for `grpo-fast export`
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
-from safetensors.torch import load_file, save_file
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from grpo_fast.errors import RankError, require
@@ -30,75 +28,57 @@ from grpo_fast.train.files import read_regular
 from grpo_fast.train.runs.checkpoint import step_of
 from grpo_fast.train.update.trainer import TrainerState
 
-STATE, TENSORS = "state.json", "state.safetensors"
-
-
-def _null(value: Any) -> None:
-    if value is not None:
-        raise ValueError(f"expected null, got {str(value)[:100]!r}")
-
-
-Null = PlainValidator(_null)
-
-
-def random_now() -> dict[str, Tensor]:
-    """Return the state of torch's random numbers, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-@dataclass
-class Rows:
-    """What the latest step has to log."""
-
-    metrics: dict[str, float]
-    updates: list[dict[str, float]]
-    prompts: list[dict[str, Any]]
-    completions: list[dict[str, Any]]
+STATE = "state.json"
 
 
 @dataclass
 class State:
-    """A run at the end of a step, without its weights and moments."""
+    """A run at the end of a step, without its tensors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: Count  # finished steps
     before: dict[str, float] | None  # metrics of the first evaluation
-    after: dict[str, float] | None  # of the latest evaluation
+    after: dict[str, float] | None  # metrics of the latest evaluation
     metrics: dict[str, float]  # of the latest step
-    unlogged: Rows | None  # a step is finished before it is logged and evaluated
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
     collector: CollectorState
     trainer: TrainerState
-    fallback: str | None  # why the engine samples by transformers' `generate`
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
-    # The fields in state.safetensors, null in state.json.
-    random: Annotated[dict[str, Tensor], Null] = None  # type: ignore[assignment]
-    ahead: Annotated[Ahead | None, Null] = None  # the samples of the next step
+
+
+def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
+    """Return the state of torch's random numbers and the samples drawn ahead, as named tensors."""
+    draws = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        draws["random.cuda"] = torch.cuda.get_rng_state()
+    if ahead is not None:
+        draws["ahead.seconds"] = torch.tensor(ahead.seconds, dtype=torch.float64)
+        draws |= {f"ahead.{name}": column for name, column in ahead.samples.tensors().items()}
+    return draws
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Set torch's random numbers, from states by device."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def ahead_of(columns: dict[str, Tensor]) -> Ahead | None:
+    """Return the samples drawn ahead from their stored columns, or None without columns."""
+    if not columns:
+        return None
+    return Ahead(seconds=float(columns.pop("seconds")), samples=Samples.of_tensors(columns))
 
 
 def write_state(state: State, folder: Path) -> None:
-    tensors = {f"random.{name}": value for name, value in state.random.items()}
-    if state.ahead is not None:
-        columns = state.ahead.samples.tensors()
-        columns["seconds"] = torch.tensor(state.ahead.seconds, dtype=torch.float64)
-        tensors |= {f"ahead.{name}": value for name, value in columns.items()}
-    plain = dataclasses.asdict(dataclasses.replace(state, random=None, ahead=None))
-    (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
-    save_file(tensors, folder / TENSORS)
+    text = json.dumps(dataclasses.asdict(state))
+    (folder / STATE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_state(checkpoint: Path) -> State:
-    """Read the state of a checkpoint. Raises ValueError with the file and the field at fault."""
+    """Read the state of a checkpoint. Raises ValueError with the field at fault."""
     try:
         state = TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
     except ValidationError as error:
@@ -107,29 +87,18 @@ def read_state(checkpoint: Path) -> State:
         raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
     step = step_of(checkpoint)
     require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
-    parts: dict[str, dict[str, Tensor]] = {"random": {}, "ahead": {}}
-    for name, tensor in load_file(checkpoint / TENSORS).items():
-        part, _, rest = name.partition(".")
-        require(part in parts, TENSORS, f"names that begin with {sorted(parts)}", name)
-        parts[part][rest] = tensor
-    state.random = parts["random"]
-    require("cpu" in state.random, TENSORS, "random.cpu", "none")
-    ahead = parts["ahead"]
-    if ahead:
-        require("seconds" in ahead, TENSORS, "ahead.seconds", "none")
-        state.ahead = Ahead(seconds=float(ahead.pop("seconds")), samples=Samples.of_tensors(ahead))
     return state
 
 
 @contextmanager
-def refused(what: str, checkpoint: Path) -> Iterator[None]:
-    """Raise a ValueError that names the checkpoint for any error of its readers."""
+def refused(argument: str, checkpoint: Path) -> Iterator[None]:
+    """Raise a ValueError that names the argument and the checkpoint for any error inside."""
     try:
         yield
-    except Exception as error:  # safetensors and torch have classes of their own
+    except Exception as error:  # safetensors and torch raise many classes
         is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
         if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
             raise
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
         said = f"expected a checkpoint of this configuration in {checkpoint}"
-        raise ValueError(f"{what}: {said}, got another: {text}") from error
+        raise ValueError(f"{argument}: {said}, got another: {text}") from error

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from grpo_fast.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopping:
-    """The first signal is remembered. The next forward pass of the policy, or the end of the step,
-    raises `Stopped`, unless the run must finish its step first (`may_stop`).
+    """A flag that a signal sets, and that `raise_if_asked` turns into `Stopped`.
+
+    The next forward pass of the policy or the end of the step raises `Stopped`, unless the run
+    must finish its step first: then `may_stop()` is False.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self.number: int | None = None  # of the first signal
         self.may_stop: Callable[[], bool] = lambda: True
 
     def raise_if_asked(self, *_: Any) -> None:
+        """Raise `Stopped` if a signal has come and the run may stop."""
         if self.number is not None and self.may_stop():
             raise Stopped(self.number)
 
@@ -34,39 +33,35 @@ class Stopping:
     def listening(
         self, model: Any, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Iterator[None]:
-        """Answer signals inside. A forward pass of `model` raises `Stopped` within `agreed()`.
+        """Handle signals inside. Outside of Python's main thread nothing is handled.
 
-        Python takes no signals outside of the main thread: nothing changes there.
+        Args:
+            model: A module whose forward passes raise `Stopped` after a signal.
+            agreed: Returns the context in which a forward pass raises, for example one in which
+                all ranks raise together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        # A run under nohup goes on when its terminal is gone.
-        own = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+        # nohup ignores SIGHUP, so that a run goes on when its terminal is gone.
+        handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
 
         def ask(*_: Any) -> None:
             with agreed():
                 self.raise_if_asked()
 
         def remember(number: int, _: Any) -> None:
-            if self.number is not None:  # both came before Python called this the first time
-                os._exit(128 + number)
             self.number = number
-            for each in own:
-                # From now on the kernel ends the process, whatever runs here. Not by signal.signal:
-                # Python prints a traceback for a second signal that has already arrived.
-                ctypes.pythonapi.PyOS_setsig(each, None)
-            with suppress(OSError, ValueError, AttributeError):
-                if sys.stdout.isatty():
-                    os.write(sys.stdout.fileno(), SHOW_CURSOR)
+            for each in handled:  # the next signal ends the process, also in a call that hangs
+                signal.signal(each, signal.SIG_DFL)
 
         hook = model.register_forward_pre_hook(ask)
-        for number in own:
+        for number in handled:
             signal.signal(number, remember)
         try:
             yield
         finally:
             hook.remove()
-            for number in own:
+            for number in handled:
                 signal.signal(number, before[number] or signal.SIG_DFL)

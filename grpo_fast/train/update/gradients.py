@@ -20,7 +20,7 @@ from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.distributed import whole
+from grpo_fast.train.ranks.distributed import full_tensor
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import Critic, token_weights
 from grpo_fast.train.update.micro_batch import MicroBatch
@@ -136,7 +136,7 @@ def divergence_term(
     elif ref_hidden is None or ref_head is None:
         return None
     else:
-        weight, bias = (None if x is None else whole(x.detach()) for x in ref_head[:2])
+        weight, bias = (None if x is None else full_tensor(x.detach()) for x in ref_head[:2])
         rule = float(config.temperature), ref_head.softcap, ref_head.logit_scale
         teacher = TeacherHead(ref_hidden, weight, bias, *rule)
     if distill is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig, require
 from grpo_fast.train.config.base import Count
-from grpo_fast.train.ranks.distributed import sum_gradients, whole
+from grpo_fast.train.ranks.distributed import full_tensor, sum_gradients
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class Optimizer:
     def apply(self) -> float:
         """Apply and clear the gradients; return their norm (inf or NaN: the step was skipped)."""
         sum_gradients(self.parameters)  # before the clipping: the norm is that of the sum
-        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
+        norm = float(
+            full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        )
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
             self.adam.step()

@@ -62,7 +62,7 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
             model = with_new(model, config.lora)
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
+    policy = Policy(model, tokenizer, autocast=autocast, home=device)
     policy.starts_at_base = saved is None or config.lora is not None
     _check_vocabulary(policy)
     if empty:

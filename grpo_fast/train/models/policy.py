@@ -21,7 +21,6 @@ from grpo_fast.attention import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.data import reason
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
@@ -34,7 +33,6 @@ class Policy(SampledModel):
 
     Args:
         model: a transformers causal LM, or a peft model around one.
-        attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
         autocast: dtype the trunk runs in over fp32 weights, or None.
         home: the device that a model without weights is meant for.
 
@@ -46,11 +44,10 @@ class Policy(SampledModel):
         model: Any,
         tokenizer: Any,
         *,
-        attn: str = "auto",
         autocast: torch.dtype | None = None,
         home: torch.device | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, attn=attn, autocast=autocast)
+        super().__init__(model, tokenizer, autocast=autocast)
         self.home = home
         self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
@@ -58,11 +55,6 @@ class Policy(SampledModel):
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
-        try:
-            self.lm.set_attn_implementation(self.generation_attn)
-        except (ImportError, ValueError) as error:
-            expected = "expected auto or an attention that transformers has here"
-            raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
         self.starts_at_base = True  # an adapter, if the policy has one, began at zero
         self.is_sharded = self._is_apart = self._is_inside = False

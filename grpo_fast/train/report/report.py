@@ -83,7 +83,7 @@ class RunReport(AbstractContextManager[Any]):
         with written(folder):
             self._metrics = JsonLines(folder / "metrics.jsonl", metrics)
             self._prompts = JsonLines(folder / "prompts.jsonl", prompts)
-        most = config.page_megabytes * 2**20
+        most = 8 * 2**20  # bytes
         self._page = CompletionsPage(folder / "completions.html", folder.name, most)
         self._trackers = start_trackers(config.trackers, folder, settings_of(folder))
         self._read_completions(self._step)

@@ -80,8 +80,7 @@ class Critic:
         assert old is not None and returns is not None
         values = self.values(batch.packed, hidden)
         losses, clipped = value_losses(
-            values, old, returns, self.config.loss,
-            epsilon=self.config.epsilon, delta=self.config.delta,
+            values, old, returns, self.config.loss, epsilon=self.config.epsilon
         )  # fmt: skip
         value_loss = (weights * losses).sum()
         weighted = self.config.coef * value_loss

@@ -115,7 +115,7 @@ class Optimizer:
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
     """Return AdamW as `config.states` says: of torch, or of torchao in 8 bits or offloaded."""
-    options = config.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    options = config.model_dump(include={"lr", "weight_decay"})
     if config.states == "full":
         return torch.optim.AdamW(parameters, fused=True, **options)
     try:

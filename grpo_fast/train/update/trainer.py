@@ -67,9 +67,10 @@ class Trainer:
         self.loss_config = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
         self.teacher: TeacherServer | None = None
-        if config.distill is not None and (asked := config.distill.asked) is not None:
-            self.teacher = TeacherServer(*asked, len(policy.head.weight), config.rollout.vllm)
-        self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
+        if config.distill is not None and config.distill.server is not None:
+            url, topk = config.distill.server
+            self.teacher = TeacherServer(url, topk, len(policy.head.weight), config.rollout.vllm)
+        self.beta = KLWeight(config.loss.beta, config.kl)
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # at most
         total = config.steps * self.updates_per_step
@@ -288,8 +289,8 @@ class Trainer:
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
 
     def _is_too_far(self, step: Step) -> bool:
-        """Return whether the mean of a metric over the latest pass is above its limit."""
-        limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
+        """Return True if the KL of the latest pass to the sampling policy exceeds its limit."""
+        limit = self.config.max_approx_kl
         per_pass = self.config.minibatches
         latest = merge_losses(step.updates[-per_pass:], per_pass)
-        return any(limit is not None and latest.mean(x) > limit for x, limit in limits.items())
+        return limit is not None and latest.mean("approx_kl") > limit

@@ -14,6 +14,8 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.optimizer import Optimizer
 
+WARMUP = 20  # steps in which the learning rate rises
+
 
 def warm_start(
     policy: Policy,
@@ -35,7 +37,7 @@ def warm_start(
         return
     usable = [e for e in examples if e.solution]
     require(usable, "warm_start", "examples with a solution", "none")
-    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
+    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()

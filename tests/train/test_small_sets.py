@@ -55,7 +55,7 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     words = ("train", "sort", *TINY_SORT, "steps=0")
     first, second, third = (invoke(*words) for _ in range(3))
     assert "runs/sort holds" not in first.output
-    said = "runs/sort holds another run; this one goes to runs/sort-2"
+    said = "runs/sort holds another run; this run goes to runs/sort-2"
     assert second.output.splitlines()[0] == said
     assert third.output.splitlines()[0].endswith("goes to runs/sort-3")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -35,6 +36,10 @@ from grpo_fast.train.metrics.samples import (
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks, score
+
+log = logging.getLogger(__name__)
+
+WATCHED_STEPS = 5  # latest steps whose groups are checked for a spread of rewards
 
 # A step's samples; metrics and a record of every group that was sampled, dropped ones included.
 Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
@@ -76,6 +81,8 @@ class Collector:
     steps: int  # of the run: nothing is sampled ahead after the last step
     sampled: Ahead | None = None  # of the step after the current one
     logged: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, this step
+    no_spread: deque[float] = field(default_factory=lambda: deque(maxlen=WATCHED_STEPS))
+    has_warned: bool = False
     coming: Future[tuple[Samples | None, float]] | None = None  # the same, while a thread samples
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
@@ -122,7 +129,7 @@ class Collector:
         assert chosen.rewards is not None and samples.rewards is not None
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
         self.advantages.observe(samples.rewards)
-        # 4. Measure all that was sampled.
+        # 4. Compute metrics over all samples, those of dropped groups included.
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
@@ -131,6 +138,7 @@ class Collector:
             **metrics,
             **staleness(samples, step, most=self.config.ahead),
         }
+        self._warn_without_spread(metrics["frac_reward_zero_std"])
         numbers = [self.queue.number(place) for place in samples.group[::size].tolist()]
         records = records_of(numbers, self._judged(samples), uses, step)
         self.sampled = None  # only now: a step that is interrupted before this starts again
@@ -240,6 +248,23 @@ class Collector:
         is_total = dynamic is None or dynamic.judged_by is None
         judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]
         return judged.view(-1, self.config.group_size)
+
+    def _warn_without_spread(self, fraction: float) -> None:
+        """Log once that most groups of the latest steps have equal rewards.
+
+        Args:
+            fraction: share of the step's groups without a spread of rewards.
+        """
+        self.no_spread.append(fraction)
+        is_full = len(self.no_spread) == WATCHED_STEPS
+        mean = sum(self.no_spread) / len(self.no_spread)
+        if is_full and mean > 0.5 and not self.has_warned and self.config.group_size > 1:
+            self.has_warned = True
+            log.warning(
+                "%.0f%% of the groups in the last %d steps have equal rewards, and nothing is "
+                "learned from them: the prompts may be too easy or too hard "
+                "(rollout.dynamic={} replaces such groups)", 100 * mean, WATCHED_STEPS,
+            )  # fmt: skip
 
     def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:
         return {

@@ -333,7 +333,6 @@ def test_an_exported_config_is_data(newest, tmp_path, monkeypatch):
     change(newest, "settings.model.config.attn_implementation", "some/kernel")
     assert refused(invoke(*words), "expected one of transformers' own")
     change(newest, "settings.model.config.attn_implementation", DELETE)
-    change(newest, "settings.model.attn", "some/kernel")
     monkeypatch.setattr(Policy, "save", lambda self, _: asked.append(self.generation_attn))
     assert invoke(*words).exit_code == 0 and asked == ["sdpa"]
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The configuration: overrides, bounds, round trip; its YAML, and what is refused of it."""
+"""Tests of the configuration: overrides, defaults, saving and reading, and strict YAML."""
 
 import dataclasses
 import os
@@ -63,7 +63,7 @@ SAVED = [
 
 @pytest.mark.parametrize("words", SAVED, ids=str)
 def test_a_saved_configuration_reads_back_equal(tmp_path, words):
-    """It holds every default."""
+    """The saved file contains every default."""
     config = load_recipe("sort", words)
     save_config(config, tmp_path / "config.yaml")
     again = load_recipe(str(tmp_path / "config.yaml"))
@@ -111,8 +111,8 @@ def test_rarely_changed_arguments_of_the_loss_go_to_its_options():
         ([], 4),
         (["data.digits=6"], 6),
         (["data.digits=6", "rollout.max_new_tokens=9"], 9),
-        (["data={task: arithmetic, digits: 3}"], 5),  # 999 + 999, and the EOS
-        (["model.tokenizer=bpe"], 256),  # nobody knows how many tokens a symbol has
+        (["data={task: arithmetic, digits: 3}"], 5),  # the digits of 999 + 999, and EOS
+        (["model.tokenizer=bpe"], 256),  # a symbol may have several tokens
     ],
 )
 def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
@@ -123,7 +123,7 @@ def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
 
 
 # ------------------------------------------------------------------------------ YAML
-# Nine lists, each of ten aliases of the one before it: a billion values in 400 bytes.
+# Nine nested lists of ten aliases each stand for a billion values in 400 bytes.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )

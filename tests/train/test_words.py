@@ -1,4 +1,4 @@
-"""Words `key=value` as every command reads them: refusals, and words made to break the reader."""
+"""Tests of words `key=value`: error messages, short forms and malformed words."""
 
 import re
 
@@ -27,7 +27,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
 @pytest.mark.parametrize(
     ("reader", "words", "message"),
     [
-        # the nearest key: in its own section, of another trainer's name, in other sections
+        # nearest keys in the same section, in other sections, and for names of other libraries
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
@@ -47,7 +47,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
-        # the nearest value
+        # nearest values
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
@@ -59,7 +59,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
            "vllm, which replace continuous batching, got continuous")
           for word in ("engine=continuous", "continuous={pages: 64}")),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
-        # the form of a word
+        # words without the form key=value
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
@@ -72,9 +72,9 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
          "rewards: expected a weight that is not 0"),
         ("train", "rewards.-1.weight=2", "'-1' is not an index of a list of 2"),
         ("train", "rewards.².weight=5", "'²' is not an index of a list of 2"),
-        ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of a list of 2"),
+        ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
         ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
-        # values of another kind
+        # values of a wrong type
         *((reader, "seed=true", "seed: expected a number, got true")
           for reader in ("train", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
@@ -94,7 +94,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
         ("eval", "samples=0", "samples: Input should be greater than or equal to 1, got 0"),
         ("eval", "k=1,a", "k.1: Input should be a valid integer"),
-        # bounds, numbers beyond fp32 or beyond what torch seeds with
+        # numbers out of bounds
         ("train", "rollout.temperature=0", "rollout.temperature: "),
         ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
@@ -222,7 +222,7 @@ HOSTILE = [
     "steps=5\n6", "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=*a", "steps=&a [*a]",
     "output_dir=!!binary aGk=", "rewards=!!set {a}", "rewards=!!omap [a: 1]", "optim={null: 2}",
     "optim={? [1] : 3}", "optim={2020-01-01: 2}", "optim={lr: 1, lr: 2}", "optim={<<: {lr: 1}}",
-    "advantage_options={null: 2}", "model.config={1: 2}", "optim.betas=[.nan]", "optim.lr=1e-400",
+    "advantage_options={null: 2}", "model.config={1: 2}", "optim.lr=[.nan]", "optim.lr=1e-400",
     "rewards=[]", "rewards.0=null", "rewards.0.options={1: 2}", "rewards.0.options.a.b.c=1e-6",
     "model=null", "model=PATH", "model=[]", "data={}", "data=", "data=x y", "data.task=5",
     "shuffle=off", "shuffle=true", "rollout.replay_support=on", "log.progress=TRUE", "k=1,,2",
@@ -255,15 +255,12 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     said = invoke("config").output.splitlines()
     keys = [line.partition(":")[0] for line in said[::2]]
     assert keys == list(dotted_keys(RunConfig))
-    # `checkpoint.…` has its sentences in comments.
-    silent = [key for key, text in zip(keys, said[1::2], strict=True) if not text.strip()]
-    assert all(key.startswith("checkpoint.") for key in silent), silent
+    assert all(text.strip().endswith(".") for text in said[1::2])
     lines = invoke("config", "optim").output.splitlines()
     assert "optim.lr: number = 1e-06" in lines and lines[0] == "optim: section"
     assert 'optim.schedule: constant | linear | cosine = "constant"' in lines
-    assert "    Learning rate after the warm-up." in lines and not any(
-        x.startswith("model") for x in lines
-    )
+    assert "    Learning rate after the warm-up." in lines
+    assert not any(line.startswith("model") for line in lines)
     assert invoke("config", "rollout.group_size").output.splitlines()[0].endswith("integer = 8")
     assert "data.task: sort | arithmetic" in invoke("config", "data").output
     assert refused(invoke("config", "optm"), "config: no key or section 'optm'; nearest: optim")
@@ -307,7 +304,7 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     names = ["recipes/mine.py:f", "recipes/own.py:g", "gsm8k_format", "other.py:h", "reward_model"]
     assert [reward.name for reward in config.rewards] == names
     assert config.rewards[-1].path == "recipes/weights"
-    # Words of the command line are relative to the working folder.
+    # Paths in words are relative to the working folder.
     assert load_recipe("recipes/r.yaml", ["data=own.py"]).data.path == "own.py"
     monkeypatch.chdir(folder)
     assert load_recipe("r.yaml").data.path == "q.jsonl"

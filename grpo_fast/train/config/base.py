@@ -36,7 +36,7 @@ UserPath = Annotated[str, AfterValidator(home_path)]
 LIMIT = 1 << 53  # larger integers change their value in JSON readers that use doubles
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items held in memory at once
+Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
 # YAML reads an unquoted `off` as false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 CommaList = BeforeValidator(  # reads k=1,4,8, which YAML takes for one string

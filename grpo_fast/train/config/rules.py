@@ -21,7 +21,7 @@ GAE = "gae"  # advantages of single tokens, from a critic; all other modes use g
 MOST_COMPLETIONS = 1 << 20  # of one step
 
 
-# The messages stay on lines of their own, so that each rule reads as condition and consequence.
+# Without the formatter each rule reads as a condition and the message for it.
 # fmt: off
 def distill_rules(config: Any) -> Rules:
     if config.distill is None:

@@ -51,7 +51,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written. A run that ends early always writes one."""
+    """Schedule of the checkpoints. A run that ends early writes one in any case."""
 
     every: Count = 0
     """Steps between checkpoints; 0 writes them by time only."""
@@ -154,7 +154,7 @@ class RunConfig(Section):
         return self
 
     def _fit_answers(self) -> None:
-        """Set rollout.max_new_tokens to the length of generated answers, unless it was set."""
+        """Set rollout.max_new_tokens to the length of the answers of a generated task."""
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             # A sum may have a digit more than its parts, and ends with an EOS.
@@ -168,7 +168,7 @@ class RunConfig(Section):
 
     @property
     def stores_reference(self) -> bool:
-        """True if a checkpoint holds the reference, which cannot be loaded or built again."""
+        """True if checkpoints must contain the reference, because it cannot be loaded again."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 
@@ -180,7 +180,7 @@ class RunConfig(Section):
     def loss_config(self) -> LossConfig:
         """Return the configuration of the loss functions."""
         settings = self.loss.arguments()
-        # With kl.into=reward the rewards hold the KL already.
+        # With kl.into=reward the rewards contain the KL already, so the loss must not add it.
         if self.kl.into == "reward":
             settings["beta"] = 0.0
         if settings["temperature"] is None:

@@ -1,6 +1,6 @@
-"""Options that save memory and change no result: checkpointing, tiled MLPs, frozen weights.
+"""Options that save memory: gradient checkpointing, tiled MLPs and frozen weights.
 
-`planning/memory_model.py` has the bytes that each of them saves.
+`planning/memory_model.py` predicts how much each option saves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.train.config import ModelConfig
 
-# Dropout is off everywhere in the trainer: the second forward pass needs no random state.
+# Dropout is off in the trainer, so the recomputation needs no state of the random generator.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def apply_options(model: Any, config: ModelConfig) -> None:
+    """Apply the options of the section `model` to a model."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.checkpoint_offload)
     if config.tiled_mlp is not None:
@@ -31,10 +32,14 @@ def apply_options(model: Any, config: ModelConfig) -> None:
 
 
 def enable_checkpointing(model: Any, offload: bool = False) -> None:
-    """Recompute every layer in the backward pass; `offload`: its input waits on the host, pinned
-    where there is a GPU (transformers' own offload asks for pinned memory everywhere).
+    """Recompute every layer in the backward pass.
+
+    Args:
+        model: a model of transformers.
+        offload: keep the inputs of the layers in host memory. transformers has this option, too,
+            but requires pinned memory, which needs a GPU.
     """
-    newer = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if not offload:
         return
@@ -50,9 +55,16 @@ def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Let every dense MLP see at most `rows` rows at a time, recomputed in the backward pass.
+    """Let every dense MLP compute a limited number of rows at a time.
 
-    Raises ValueError without a module named `mlp` or `feed_forward` that consists of linear layers.
+    Each tile is computed again in the backward pass.
+
+    Args:
+        model: a model of transformers.
+        rows: rows of a tile.
+
+    Raises:
+        ValueError: the model has no dense MLP named `mlp` or `feed_forward`.
     """
     named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
     mlps = [module for module in named if _is_dense(module)]
@@ -60,12 +72,13 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         kind = type(model).__name__
         raise ValueError(f"model.tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in mlps:
-        # A bound method survives a deepcopy with the module's copy as its owner (the reference).
+        # The reference is a deep copy. Copying a bound method binds the copied module.
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
         module.forward = tiled
 
 
 def _is_dense(module: nn.Module) -> bool:
+    """Return True if all weights of an MLP belong to its linear layers."""
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear >= 2 and not any(list(child.parameters()) for child in others)
@@ -80,9 +93,14 @@ def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (â€¦, T, h) â†
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Switch off the gradients of parameters whose names match a pattern (`*`, `?` as in a shell).
+    """Exclude parameters from training.
 
-    Raises ValueError for a pattern that matches none, and when nothing is left to train.
+    Args:
+        model: the model.
+        patterns: name patterns with `*` and `?` as in a shell.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or no parameter is left to train.
     """
     for pattern in patterns:
         matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer step, micro-batch by micro-batch."""
+"""Accumulation of the gradients of one optimizer step over its micro-batches."""
 
 from __future__ import annotations
 
@@ -38,15 +38,21 @@ def accumulate(
     distill: DistillConfig | None = None,
     totals: Totals | None = None,
 ) -> LossMetrics:
-    """Add up the gradients of one optimizer step. The normalisers are those of the whole step.
+    """Accumulate the gradients of one optimizer step in the parameters.
 
     Args:
+        policy: the policy.
+        minibatch: this rank's micro-batches of the optimizer step.
+        config: the loss.
         correct_sampling: pass the sampler's logps to the loss.
         validate: as in `linear_grpo_loss`.
-        critic: its value loss is added, under the same normalisers.
-        ref_head: head of the reference, for micro-batches with its hidden states.
-        distill: how strongly the policy follows the reference as a teacher; None: by an exact KL.
-        totals: of the step on all ranks; None: `minibatch` is all of it.
+        critic: value function whose loss is added, or None.
+        ref_head: LM head of the reference, for an exact divergence.
+        distill: the section `distill`; None computes the exact KL of `loss.kl_estimator`.
+        totals: counts over all ranks, by which the losses are normalised. None counts `minibatch`.
+
+    Returns:
+        The metrics of the optimizer step on this rank.
     """
     items, completions, *_ = totals or Totals.of(minibatch)
     alone = policy_term(config)
@@ -54,7 +60,7 @@ def accumulate(
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
-        # 1. What the loss reads of each token.
+        # 1. Collect the inputs of the loss.
         mask = batch.completion_mask
         total: Any = batch.prompt_items if by_prompt else items
         by_token = batch.column("token_advantages")
@@ -73,20 +79,22 @@ def accumulate(
         }
         term = divergence_term(batch, ref_head, config, distill)
         heads_inputs = {**inputs, "support": batch.support, "divergence": term}
-        # 2. Hidden states and fused loss, inside of the model's forward pass.
+        # 2. Compute hidden states and fused loss inside the model's forward pass, where FSDP2 has
+        #    gathered the weights of the head.
         loss, hidden, output = policy.inside(
             partial(packed_loss, policy, batch.packed, advantages, alone, validate, heads_inputs)
         )
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Backward pass, through a critic too.
+        # 3. Backward pass, through the critic as well.
         if critic is None:
             loss.backward()
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
-        # 4. Metrics. FSDP2 gathers in every pass, so an idle micro-batch gets this far.
+        # 4. Record metrics. An idle micro-batch ends here: it had to make the passes above, in
+        #    which FSDP2 gathers weights from all ranks.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):
@@ -106,7 +114,19 @@ def packed_loss(
     validate: str,
     inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """Return the loss with its graph, the (T, H) hidden states behind it, and the LossOutput."""
+    """Compute the fused loss of a packed row.
+
+    Args:
+        policy: the policy.
+        packed: the packed row with T tokens.
+        advantages: shape (B,) or (R,).
+        config: the loss.
+        validate: as in `linear_grpo_loss`.
+        inputs: further arguments of `linear_grpo_loss`.
+
+    Returns:
+        The loss, the hidden states of shape (T, H), and the LossOutput.
+    """
     hidden = policy.hidden(packed)
     head = policy.head
     output = linear_grpo_loss(
@@ -117,7 +137,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss without an exact KL, which is computed as a divergence."""
+    """Return the loss configuration without an exact KL, which a DivergenceTerm computes."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -126,7 +146,11 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the divergence from a teacher or the reference; None without their columns."""
+    """Return the divergence from a teacher or the reference.
+
+    Returns:
+        The term for `linear_grpo_loss`, or None if the micro-batch has no columns for one.
+    """
     scores = batch.column("teacher")
     ref_hidden = batch.column("ref_hidden")
     teacher: TeacherHead | TeacherTopK
@@ -145,6 +169,6 @@ def divergence_term(
 
 
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return 0-d: the KL to a reference that the loss does not read, over active tokens."""
+    """Return the mean KL to a reference over active tokens, for a loss that does not compute it."""
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)

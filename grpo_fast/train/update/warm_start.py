@@ -1,4 +1,4 @@
-"""A short supervised start: a random model learns what a solution looks like."""
+"""Supervised training on gold solutions, for models with random weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,20 @@ def warm_start(
     *,
     seed: int,
     is_sharded: bool,
-    log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
+    log: Callable[[int, dict[str, float]], Any],
 ) -> None:
-    """Train on the gold solutions, each ended by EOS: on all ranks, or before shards are dealt out
-    on rank 0 alone. Raises ValueError where no example has one.
+    """Train on the gold solutions, each followed by EOS.
+
+    Args:
+        policy: the policy to train.
+        examples: examples, of which those with a solution are used.
+        config: the section `warm_start`.
+        seed: seed of the order of the examples.
+        is_sharded: the run will shard the model. Then rank 0 trains before the model is sharded.
+        log: called as log(0, metrics) after every step.
+
+    Raises:
+        ValueError: no example has a solution.
     """
     if is_sharded:
         with distributed.together():
@@ -45,12 +55,14 @@ def warm_start(
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
         with distributed.together():
             loss = -policy.logps(_packed(policy, chosen)).mean()
-            (loss / distributed.size()).backward()  # every rank makes the same gradient
+            # All ranks compute the same gradient, and the optimizer sums over ranks.
+            (loss / distributed.size()).backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
+    """Return prompts with their solutions as completions, packed into one row."""
     prompts = [example.prompt for example in examples]
     prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)

@@ -61,14 +61,17 @@ def main(version: Version = False, debug: Debug = False) -> None:
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        Words, key_values("steps=50 optim.lr=1e-4 …; `grpo-fast config` lists all keys.")
+        Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 …")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Write to this folder in the output_dir.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
+    """Train a model as a recipe says, and write metrics, curves and the model to its output_dir.
+
+    `grpo-fast config` lists all keys.
+    """
     from grpo_fast.errors import SAVED, RunError, Stopped
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names

@@ -117,7 +117,8 @@ def test_a_long_prompt_is_shown_without_its_middle(models):
 def test_a_folder_that_does_not_exist_is_named(questions):
     for model in ("nowhere", "runs/nowhere", "/nowhere"):
         result = invoke("eval", model, f"data={questions}", "task=jsonl")
-        assert refused(result, f"got '{model}': no such folder")
+        assert refused(result, f"'{model}': no such folder")
+    assert refused(invoke("eval", "nowhere"), "data: ", "no folder 'nowhere' exists here")
 
 
 def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):

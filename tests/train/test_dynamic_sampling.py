@@ -98,6 +98,17 @@ def test_without_it_nothing_is_dropped(asked):
     assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
 
 
+@pytest.mark.parametrize(("spread", "warnings"), [({}, 1), ({"p0": (0, 1), "p1": (0, 1)}, 0)])
+@pytest.mark.usefixtures("asked")
+def test_a_run_warns_once_if_most_groups_have_equal_rewards(caplog, spread, warnings):
+    policy = SimpleNamespace(tokenizer=None, template_kwargs={})
+    rewards = by_table(spread)
+    collector = build_collector(configured(), policy, None, rewards, queue_of(3))
+    for step in range(1, 12):
+        collector.next(step, Clock())
+    assert sum("have equal rewards" in line for line in caplog.messages) == warnings
+
+
 def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
     queue = queue_of(9)

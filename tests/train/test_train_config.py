@@ -89,7 +89,6 @@ def test_loss_settings_are_the_arguments_of_the_loss():
     fields = {f.name for f in dataclasses.fields(LossConfig)}
     assert set(LossSettings().arguments()) | LossSettings.more_keys | set(OF_THE_RUN) == fields
     arguments = LossSettings().arguments()
-    assert arguments.pop("temperature") is None  # replaced by the rollout's
     assert LossConfig(**arguments) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     loss = config.loss_config()

@@ -55,9 +55,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
-        *(("train", f"rollout.{word}", "rollout.engine: expected transformers (the default) or "
-           "vllm, which replace continuous batching, got continuous")
-          for word in ("engine=continuous", "continuous={pages: 64}")),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
         # words without the form key=value
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
@@ -117,7 +114,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "data.chat=true", "expected none, task sort makes its own prompts"),
         ("train", "advantages=normalized advantage_options.eps=-1", "number >= 0, got -1"),
         ("train", "loss.softcap=3", "loss.softcap: unknown key; known: loss_type"),
-        ("train", "loss.options.dleta=3", "loss.options: name: expected one of ['cispo_bound', "),
+        ("train", "loss.options.dleta=3", "LossConfig has no argument 'dleta'; nearest: delta"),
         ("train", "loss.detla=3", "loss.detla: unknown key; nearest: delta"),
         ("train", "loss.delta=-1", "loss.delta: expected None or a finite number > 0, got -1"),
         ("train", "eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, got [1, 8]"),
@@ -232,16 +229,15 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
-@pytest.mark.parametrize("reader", READERS)
-def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
+def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
+    """All commands read words by the same functions, so `train` stands for the others."""
     try:
-        config = READERS[reader]([word])
+        config = load_recipe("sort", [word])
     except ValueError as error:
         assert type(error) is ValueError and 10 < len(str(error)) < 1500
         return
-    if reader == "train":
-        save_config(config, tmp_path / "config.yaml")
-        assert load_recipe(str(tmp_path / "config.yaml")) == config
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
 def test_every_key_of_another_library_points_to_a_key_that_exists():

@@ -36,8 +36,6 @@ class DataConfig(Section):
     """Worked examples before each question, the same ones for all questions."""
     shots_tokens: Positive | None = None
     """Tokens to fill with worked examples, drawn anew for each question; replaces `shots`."""
-    n_train: Positive | None = None
-    """Training examples to use; null uses all."""
     n_test: Size | None = None
     """Test examples to use; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
@@ -136,14 +134,6 @@ class RolloutConfig(Section, Sampling):
     """With top_p or top_k, auto computes the loss over the tokens that the sampler kept."""
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
     """Options of the engines vllm and vllm-server."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _removed(cls, values: Any) -> Any:
-        names = (values.get("engine"), *values) if isinstance(values, dict) else ()
-        expected = "transformers (the default) or vllm, which replace continuous batching"
-        require("continuous" not in names, "engine", expected, "continuous")
-        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.errors import choice
+from grpo_fast.errors import nearest_name
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.config import CHOICES, LossConfig
-from grpo_fast.objective.losses import LEVELS, OBJECTIVES
-from grpo_fast.train.config.base import Section
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.train.config.base import Section, require
 
 # The trainer sets these from the model and from the section rollout.
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
@@ -23,9 +23,9 @@ def default_corrections() -> list[dict[str, Any]]:
 
 class LossSettings(Section):
     more_keys = frozenset(
-        "cispo_bound delta dual_clip_c entropy_over kl_clamp kl_input_clamp kl_times_ratio "
-        "sapo_temperature_neg sapo_temperature_pos top_entropy_quantile vespo_k_neg vespo_k_pos "
-        "vespo_lambda_neg vespo_lambda_pos".split()
+        "cispo_bound delta dual_clip_c entropy_over importance_sampling_level kl_clamp "
+        "kl_input_clamp kl_times_ratio sapo_temperature_neg sapo_temperature_pos temperature "
+        "top_entropy_quantile vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos".split()
     )
 
     loss_type: Literal[tuple(OBJECTIVES)] = LossConfig.loss_type  # type: ignore[valid-type]
@@ -40,12 +40,6 @@ class LossSettings(Section):
         LossConfig.kl_estimator
     )
     """Estimator of the KL divergence to the reference."""
-    temperature: float | None = None
-    """Temperature of the log-probabilities; null uses rollout.temperature."""
-    importance_sampling_level: Literal[tuple(LEVELS)] = (  # type: ignore[valid-type]
-        LossConfig.importance_sampling_level
-    )
-    """Compute one importance ratio per token or one per completion."""
     aggregation: Literal[(*AGGREGATIONS, None)] = LossConfig.aggregation  # type: ignore[valid-type]
     """How the losses of tokens are averaged; null uses the default of the loss type."""
     entropy_coef: float = LossConfig.entropy_coef
@@ -63,19 +57,24 @@ class LossSettings(Section):
         """Move rarely changed arguments of LossConfig from the section to `options`."""
         if not isinstance(settings, dict) or cls.more_keys.isdisjoint(settings):
             return settings
+        given = settings.get("options", {})
+        require(isinstance(given, dict), "options", "a mapping", repr(given))
         others = {name: value for name, value in settings.items() if name not in cls.more_keys}
         rare = {name: value for name, value in settings.items() if name in cls.more_keys}
-        return others | {"options": settings.get("options", {}) | rare}
+        return others | {"options": given | rare}
 
     @field_validator("options")
     @classmethod
     def _know_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        for name in options:
-            choice("name", name, sorted(cls.more_keys))
+        unknown = sorted(options.keys() - cls.more_keys)
+        if unknown:
+            near = nearest_name(unknown[0], sorted(cls.more_keys)) or ", ".join(cls.more_keys)
+            raise ValueError(f"LossConfig has no argument {unknown[0]!r}; nearest: {near}")
         return options
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `LossConfig`."""
         arguments = dict(self)
         options = arguments.pop("options")
-        return arguments | options
+        # null means the default, as in recipes and in saved configurations.
+        return arguments | {name: value for name, value in options.items() if value is not None}

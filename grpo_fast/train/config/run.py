@@ -183,9 +183,8 @@ class RunConfig(Section):
         # With kl.into=reward the rewards contain the KL already, so the loss must not add it.
         if self.kl.into == "reward":
             settings["beta"] = 0.0
-        if settings["temperature"] is None:
-            settings["temperature"] = self.rollout.temperature
         rollout = self.rollout
+        settings.setdefault("temperature", rollout.temperature)
         with named_in("loss"):
             config = LossConfig(
                 **settings,

@@ -236,6 +236,7 @@ class Collector:
         Returns:
             The samples, and for each reward function the number of lost samples by reason.
         """
+        # 1. Sample, unless that was done ahead.
         if samples is None:
             samples = self._sample(generate, places, seed)
         assert samples is not None
@@ -245,8 +246,10 @@ class Collector:
         size = self.config.group_size
         texts = prompt_texts(self.policy, [example.prompt for example in examples[::size]])
         sent = [text for text in texts for _ in range(size)]
+        # 2. Call the reward functions.
         self.rewards.progress = {"global_step": seed[1] - 1, "max_steps": self.steps}
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
+        # 3. Store the rewards and the values that the functions logged.
         samples.rewards = result.total
         samples.scores = result.per_fn
         samples.extra = dict(result.extra)

@@ -99,6 +99,7 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
     counts = [len(branch.logps) for branch in branches]
     credit = [branch.advantages for branch in branches]
     own = [x if c is None else c.mean() for c, x in zip(credit, advantages, strict=True)]
+    # The loss needs advantages per token as soon as one branch has recorded ones.
     by_token = None
     if any(one is not None for one in credit):
         by_token = torch.cat([

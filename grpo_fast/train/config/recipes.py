@@ -77,6 +77,7 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
         ValueError: the recipe does not exist or cannot be read.
     """
     where, names = f"recipe {name_or_path}", recipe_names()
+    # A recipe's name comes before a file of this name in the working folder.
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
@@ -104,6 +105,7 @@ def _resolved(value: Any, folder: str, key: str = "") -> Any:
         return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, folder, key) for item in value]
+    # Rewards are written as file.py:function in several places.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
     if not isinstance(value, str) or not (is_code or key in ("path", "teacher", "resume")):
         return value

@@ -140,6 +140,7 @@ class RunConfig(Section):
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
+        # A teacher without a server is the frozen reference, unless a reference was set.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}

@@ -42,6 +42,7 @@ def read_words(
     Raises:
         ValueError: a word has another form, a key is unknown, or a value does not fit.
     """
+    # All words are applied before validation, because single changes may conflict.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -50,6 +51,7 @@ def read_words(
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
     """Return the settings that words give to the fields of `kind`, and all other words."""
+    # A dotted key such as model.path is never a setting of the command itself.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 
@@ -94,6 +96,7 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     *above, last = key.split(".")
     for part in above:
         index = _index(node, part, key)
+        # null stands for an optional section, such as model.lora.
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]

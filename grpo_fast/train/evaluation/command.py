@@ -184,6 +184,7 @@ def _check_out(out: str | None) -> None:
 def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
     if out is None:
         return
+    # The evaluation may have taken hours, so an error must not lose the results.
     try:
         text = json.dumps(plain_json(results), indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")

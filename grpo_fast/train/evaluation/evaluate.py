@@ -147,6 +147,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     fits = 0 <= correct <= n and 1 <= k <= n
     came = f"n={n}, correct={correct}, k={k}"
     require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
+    # Fewer than k samples are wrong, so every choice contains a correct one.
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))

@@ -73,6 +73,7 @@ def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty
 
     if empty:
         return model if lora is not None else peft.get_peft_model(model, found)
+    # peft warns about missing weights and leaves them random, so turn the warning into an error.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=lora is None)

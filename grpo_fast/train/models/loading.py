@@ -45,6 +45,7 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         ValueError: the model does not exist, is incomplete, or is not supported.
     """
     device = _device(config.device)
+    # 1. Load or build the model.
     with torch.device("meta") if empty else nullcontext():
         saved = None if config.path is None else adapter_at(config.path)
         if saved is not None:
@@ -57,13 +58,16 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         else:
             model = _from_config(dict(config.config or {}), tokenizer)
             model.to(getattr(torch, config.dtype))
+        # 2. Apply the memory options before peft wraps the layers in modules of other names.
         model.to("meta" if empty else device)
         apply_options(model, config)
+        # 3. Add the saved adapter, a new one, or both.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
                 model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
+    # 4. Build the policy and compare it with the model on random tokens.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, autocast=autocast, home=device)
@@ -144,6 +148,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     path = str(config.path)
+    # peft saves an adapter without a tokenizer unless the user saves one.
     saved = adapter_at(path)
     if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = saved.base_model_name_or_path
@@ -209,6 +214,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
+        # The readers' own messages name neither the damaged file nor the missing folder.
         why = reason(error)
         damaged = _damaged_weights(path)
         if damaged:

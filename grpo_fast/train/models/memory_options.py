@@ -43,6 +43,7 @@ def enable_checkpointing(model: Any, offload: bool = False) -> None:
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if not offload:
         return
+    # Wrap the checkpoint function that transformers has set on every layer.
     for module in model.modules():
         recompute = getattr(module, "_gradient_checkpointing_func", None)
         if recompute is not None:

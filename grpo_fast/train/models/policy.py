@@ -172,6 +172,7 @@ class Policy(SampledModel):
 
     def frozen_copy(self) -> Policy:
         """Return a copy without gradients, which shares no tensors, for use as the reference."""
+        # A shallow copy keeps tokenizer and settings; only the weights are copied.
         twin = copy.copy(self)
         twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
@@ -195,6 +196,7 @@ class Policy(SampledModel):
 
     def save(self, directory: str | Path) -> None:
         """Save model and tokenizer in the format of transformers, with an adapter merged."""
+        # Merge a copy, because merging changes the weights of the model in place.
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()

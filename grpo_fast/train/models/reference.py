@@ -68,6 +68,7 @@ class Reference:
         for copy, current in zip(copies, self.policy.model.parameters(), strict=True):
             copy.lerp_(current.to(copy.dtype), self.config.mixing)
 
+    # Without a copy the reference is the policy with its adapter switched off.
     def _switched(self) -> AbstractContextManager[None]:
         return nullcontext() if self.copy is not None else self.policy.without_adapter()
 
@@ -96,6 +97,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         other = load_policy(own, empty=policy.is_empty)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
+    # Both models must assign the same ids, have equally many logits, and accept equally long rows.
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows = policy.head.weight.shape[0]
     came = other.head.weight.shape[0]

@@ -226,12 +226,14 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     Raises:
         ValueError: the model or the value head cannot be loaded.
     """
+    # 1. A head on the policy's layers, or on a copy of the policy.
     if critic is None:
         return None
     if critic.kind == "shared":
         return Critic(policy, critic)
     if critic.path is None:
         return Critic(policy, critic, policy.trainable_copy())
+    # 2. A separate model.
     own = model.model_copy(update={"path": critic.path, "config": None})
     try:
         trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
@@ -239,6 +241,7 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
     loaded = Critic(policy, critic, trunk)
+    # 3. A saved value head. A folder of a language model has none, and the head starts at zero.
     file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file

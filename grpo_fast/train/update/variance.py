@@ -35,10 +35,12 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     count = len(batch.advantages) // group_size
     if count < 2:
         return {}
+    # 1. Take the policy loss alone.
     alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
     parameters = policy.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     squares = 0.0
+    # 2. Add up each group's gradient and its squared norm. The ranks share the groups.
     with together():
         for group in range(rank(), count, size()):
             first = group * group_size
@@ -51,6 +53,7 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
+    # 3. Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|², which needs one sum of gradients instead of all of them.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
     variance = max(0.0, squares - count * mean_square) / (count * (count - 1))

@@ -45,10 +45,12 @@ def warm_start(
                 with distributed.alone():
                     warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
         return
+    # 1. Select the examples and build an optimizer that is used for this training only.
     usable = [e for e in examples if e.solution]
     require(usable, "warm_start", "examples with a solution", "none")
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
+    # 2. Train.
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()
     for step in range(1, config.steps + 1):

@@ -146,16 +146,16 @@ def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
         with pytest.raises(ValueError, match=f"reference.path: {said}"):
             load_another(config, model, policy or load_policy(model))
 
-    refused(r"expected the policy's vocabulary of \d+ tokens, got one of \d+", folders[2])
+    refused(r"expected the policy's vocabulary of \d+ tokens, got \d+ tokens", folders[2])
     refused("expected a model.*nowhere", str(tmp_path / "nowhere"))
     swapped, short, padded = (load_policy(ModelConfig(path=folders[0])) for _ in range(3))
     vocabulary = swapped.tokenizer.get_vocab()
     one, other, *_ = vocabulary
     ids = {**vocabulary, one: vocabulary[other], other: vocabulary[one]}
     swapped.tokenizer = SimpleNamespace(get_vocab=lambda: ids)
-    refused(".*where 2 of the policy's have no or another id", folders[1], swapped)
+    refused(".*and 2 of the policy's have a different id or none", folders[1], swapped)
     short.positions = 1000
-    refused("expected room for .* 1000 tokens", folders[1], short)
+    refused("expected a length limit of .* 1000 tokens", folders[1], short)
     padded.lm.resize_token_embeddings(320)
     refused("expected a head of 320 rows", folders[1], padded)
 

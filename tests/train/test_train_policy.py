@@ -40,7 +40,7 @@ def test_self_check_finds_an_unknown_head_rule_and_layouts_that_are_ignored(monk
     policy = tiny_policy("qwen2")
     head = policy.lm.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda x: 1.1 * nn.functional.linear(x, head.weight))
-    with pytest.raises(ValueError, match="a rule this trainer does not know"):
+    with pytest.raises(ValueError, match="does something that this trainer does not support"):
         self_check(policy)
     from grpo_fast.attention import TreeLayout, dispatch
 

@@ -11,7 +11,8 @@ from grpo_fast import LossConfig, group_advantages
 from grpo_fast.attention import pack_groups
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
+from grpo_fast.train.update.critic import Critic, value_metrics
+from grpo_fast.train.update.gradients import token_weights
 from grpo_fast.train.update.precompute import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy

@@ -10,8 +10,7 @@ from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.collector import token_rewards
+from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.update.critic import rewards_with_kl
 from tests.train.resuming import run
 from tests.train.tiny_runs import sort

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import running_baseline, split_options
+from grpo_fast.rewards import RewardResult
+from grpo_fast.rollout import Samples
 from grpo_fast.train.config.run import GAE
 
 
@@ -71,3 +73,22 @@ class Advantages:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if self.baseline is not None and state is not None:
             self.baseline.load_state_dict(state)
+
+
+def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
+    """Return the rewards of completion tokens, shape (R,), which sum to the samples' rewards.
+
+    Without rewards per token the last token has the reward of the sample. The last token of a
+    sample that lost its reward is NaN.
+    """
+    lengths = torch.tensor(samples.lengths)
+    rewards = torch.zeros(len(samples.logps))
+    has_own = torch.zeros(len(samples), dtype=torch.bool)
+    if result.per_token is not None:
+        has_own = ~result.total.isnan()
+        rewards = torch.where(
+            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
+        )
+    at_end = ~has_own & (lengths > 0)
+    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
+    return rewards

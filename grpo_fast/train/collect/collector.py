@@ -17,11 +17,11 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.errors import require
-from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
-from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.base import Count
@@ -292,22 +292,3 @@ class Collector:
             "dynamic_sampling/rounds": float(rounds),
             "prompts_consumed": float(self.queue.consumed),
         }
-
-
-def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
-    """Return the rewards of completion tokens, shape (R,), which sum to the samples' rewards.
-
-    Without rewards per token the last token has the reward of the sample. The last token of a
-    sample that lost its reward is NaN.
-    """
-    lengths = torch.tensor(samples.lengths)
-    rewards = torch.zeros(len(samples.logps))
-    has_own = torch.zeros(len(samples), dtype=torch.bool)
-    if result.per_token is not None:
-        has_own = ~result.total.isnan()
-        rewards = torch.where(
-            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
-        )
-    at_end = ~has_own & (lengths > 0)
-    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
-    return rewards

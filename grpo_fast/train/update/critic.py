@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.objective.advantages import whitened
-from grpo_fast.objective.aggregation import Total, step_weights
-from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
@@ -252,30 +250,6 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
             expected = f"expected a value head of width {loaded.head.in_features} in {file}"
             raise ValueError(f"critic.path: {expected}, got {error}") from error
     return loaded
-
-
-def token_weights(
-    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
-) -> Tensor:  # (R,)
-    """Return the weight of each token in the policy's loss, 0 for tokens without a loss.
-
-    Args:
-        batch: the micro-batch with R completion tokens.
-        config: the loss, for its aggregation.
-        items: tokens of the optimizer step, or the divisor of each completion.
-        completions: completions of the optimizer step.
-    """
-    ends = batch.packed.cu_seqlens.long()
-    counts = batch.completion_mask
-    before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
-    active = before[ends[1:]] - before[ends[:-1]]
-    weights = step_weights(
-        str(config.aggregation), active, batch.active_tokens,
-        max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions, group_size=config.group_size,
-    )  # fmt: skip
-    # Without output_size, repeat_interleave would wait for the GPU to count the result.
-    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
 
 
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_fast import (
     DivergenceTerm,
@@ -16,13 +17,14 @@ from grpo_fast import (
     linear_grpo_loss,
 )
 from grpo_fast.attention import Head, PackedTree
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import whole
 from grpo_fast.train.update.batch import Totals
-from grpo_fast.train.update.critic import Critic, token_weights
+from grpo_fast.train.update.critic import Critic
 from grpo_fast.train.update.micro_batch import MicroBatch
 
 
@@ -172,3 +174,27 @@ def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) 
     """Return the mean KL to a reference over active tokens, for a loss that does not compute it."""
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)
+
+
+def token_weights(
+    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
+) -> Tensor:  # (R,)
+    """Return the weight of each token in the policy's loss, 0 for tokens without a loss.
+
+    Args:
+        batch: the micro-batch with R completion tokens.
+        config: the loss, for its aggregation.
+        items: tokens of the optimizer step, or the divisor of each completion.
+        completions: completions of the optimizer step.
+    """
+    ends = batch.packed.cu_seqlens.long()
+    counts = batch.completion_mask
+    before = pad(counts.long().cumsum(0), (1, 0))
+    active = before[ends[1:]] - before[ends[:-1]]
+    weights = step_weights(
+        str(config.aggregation), active, batch.active_tokens,
+        max_completion_length=config.max_completion_length, num_items_in_batch=items,
+        num_completions_in_batch=completions, group_size=config.group_size,
+    )  # fmt: skip
+    # Without output_size, repeat_interleave would wait for the GPU to count the result.
+    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts

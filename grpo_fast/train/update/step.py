@@ -59,3 +59,13 @@ class Step:
     metrics: dict[str, float]  # of the samples
     records: list[PromptRecord]
     updates: list[Update] = field(default_factory=list)
+
+    def exceeds(self, limit: float | None, per_pass: int) -> bool:
+        """Return True if the KL to the sampling policy in the latest pass is above a limit.
+
+        Args:
+            limit: the largest mean KL; None allows any.
+            per_pass: updates per pass.
+        """
+        latest = merge_losses(self.updates[-per_pass:], per_pass)
+        return limit is not None and latest.mean("approx_kl") > limit

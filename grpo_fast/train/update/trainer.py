@@ -1,8 +1,4 @@
-"""Optimizer updates from the samples of a step, for GRPO and PPO.
-
-The two differ in their advantages. GRPO computes them from the rewards of a group, PPO from a
-critic.
-"""
+"""Optimizer updates from the samples of a step, for GRPO and PPO."""
 
 from __future__ import annotations
 
@@ -115,17 +111,11 @@ class Trainer:
             advantages = config.distill.task * samples.advantages
             samples = dataclasses.replace(samples, advantages=advantages)
         batch = StepBatch(
-            samples,
-            group_size=config.rollout.group_size,
-            minibatches=config.minibatches,
-            budget=self.budget.tokens,
-            device=self.policy.device,
-            shared=self.shared,
-            trees=config.data.task == TRACES,
-            mask_truncated=config.rollout.mask_truncated,
-            rank=distributed.rank(),
-            ranks=distributed.size(),
-        )
+            samples, group_size=config.rollout.group_size, minibatches=config.minibatches,
+            budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
+            trees=config.data.task == TRACES, mask_truncated=config.rollout.mask_truncated,
+            rank=distributed.rank(), ranks=distributed.size(),
+        )  # fmt: skip
         return Step(number, clock, batch, metrics, records)
 
     def minibatches(self, step: Step) -> Iterator[int]:
@@ -136,7 +126,7 @@ class Trainer:
         if config.log.grad_variance:
             step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
         for epoch in range(config.inner_iterations):
-            if epoch and self._is_too_far(step):
+            if epoch and step.exceeds(config.max_approx_kl, config.minibatches):
                 return
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
@@ -144,12 +134,7 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Make one optimizer step on a minibatch. If memory runs out, repeat with smaller batches.
-
-        Args:
-            step: the step with its packed samples.
-            minibatch: index of the minibatch.
-        """
+        """Make one optimizer step on a minibatch, with smaller micro-batches if memory runs out."""
         batch = step.batch
         losses = None
         while losses is None:
@@ -285,11 +270,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run. Memory is in bytes.
-
-        Args:
-            memory_before: peak memory of the process before the run.
-        """
+        """Return totals of the run, given the peak memory in bytes before the run."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
@@ -315,10 +296,3 @@ class Trainer:
         if self.beta.value:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
-
-    def _is_too_far(self, step: Step) -> bool:
-        """Return True if the KL of the latest pass to the sampling policy exceeds its limit."""
-        limit = self.config.max_approx_kl
-        per_pass = self.config.minibatches
-        latest = merge_losses(step.updates[-per_pass:], per_pass)
-        return limit is not None and latest.mean("approx_kl") > limit
